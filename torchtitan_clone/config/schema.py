@@ -1,0 +1,280 @@
+"""Every option of a run, as plain data.
+
+One frozen dataclass per TOML table, collected in `Config`. The string under a field documents it: `--help` prints
+it, and a test refuses a field without one, and a field that no code reads. Table and key names are torchtitan v0.2's
+wherever the meaning is the same. Rules that span several fields stand in `checks.py`, not here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the run is called and where it writes."""
+
+    config_file: str | None = None
+    """TOML file that describes the run; given on the command line as --job.config_file=FILE."""
+    extends: str | None = None
+    """Another TOML file, relative to this one, whose keys apply where this file is silent."""
+    description: str = ""
+    """One line about the run, for people; it is logged at the start."""
+    dump_folder: str = "./outputs"
+    """Folder under which every run gets its own folder."""
+    run_name: str | None = None
+    """Name of the run's folder below dump_folder; unset: the name of the TOML file without its ending."""
+    dry_run: bool = False
+    """Resolve and check the configuration, print what would run, and exit; --dry-run is short for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model, in which size."""
+
+    name: str = "llama3"
+    """Family of the model: a key of models.MODELS."""
+    flavor: str = "debugmodel"
+    """Size within the family, for example debugmodel, 1B, 8B."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Laid over the flavor's arguments, for example --model.args.n_layers=4; checked against that model's arguments."""
+    hf_assets_path: str | None = None
+    """Folder that holds tokenizer.json; unset: the 2,048-token tokenizer that this package ships."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained on, how much, and in which precision."""
+
+    dataset: str = "stdlib"
+    """Key of data.DATASETS, or a Hugging Face hub id ("org/name") that is streamed (extra "data")."""
+    dataset_path: str | None = None
+    """Text file, .jsonl(.gz|.zst) file, .parquet file, or a folder of these; where set, it is read instead of dataset."""
+    text_key: str = "text"
+    """Field of a .jsonl row, or column of a .parquet file or hub dataset, that holds the document."""
+    seq_len: int = 2048
+    """Tokens in one row of a batch."""
+    local_batch_size: int = 8
+    """Rows that one data-parallel rank passes through the model at once."""
+    global_batch_size: int = -1
+    """Rows of one optimizer step over all ranks; -1: local_batch_size times the data-parallel degree."""
+    document_masking: bool = True
+    """Attention stays within a document and positions restart at each; false: rows are plain streams of tokens."""
+    steps: int = 10000
+    """Optimizer steps of the whole run."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this global norm where they exceed it."""
+    loss_chunk_tokens: int = 1024
+    """Tokens for which logits exist at one time; smaller saves memory, larger multiplies faster."""
+    max_skipped_steps: int = 10
+    """Steps in a row that may be skipped for a non-finite loss or gradient norm before the run stops with an error."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the master weights and of the optimizer's state."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights and activations in forward and backward."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are reduced over ranks."""
+    enable_cpu_offload: bool = False
+    """Keep master weights, gradients and optimizer state in host memory."""
+    gc_freq: int = 50
+    """Steps between two runs of Python's garbage collector, which is off in between."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """How text becomes batches."""
+
+    num_workers: int = 0
+    """Loader processes per rank; 0 reads in the training process, which is enough for prepared (not streamed) data."""
+    cache_folder: str | None = None
+    """Folder of prepared token stores; unset: torchtitan_clone below $XDG_CACHE_HOME or ~/.cache."""
+    prepare_processes: int = -1
+    """Processes that tokenize a new source; -1: one per CPU core."""
+    held_out_fraction: float = 0.01
+    """Share of the documents, chosen by hash, that is kept for validation and never trained on; 0 holds none out."""
+    max_bad_rows: int = 0
+    """Rows that may be unreadable (not JSON, key missing, not UTF-8) and are left out; one more is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """How gradients change weights."""
+
+    name: str = "AdamW"
+    """Key of optim.OPTIMIZERS."""
+    lr: float = 8e-4
+    """Highest learning rate."""
+    beta1: float = 0.9
+    """Decay of the running mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the running mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; on matrices only unless decay_all_parameters."""
+    decay_all_parameters: bool = False
+    """Decay the vectors (norm weights, biases) too."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """Which of torch's implementations runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduler:
+    """Warm-up, then stable, then decay."""
+
+    warmup_steps: int = 200
+    """Steps over which the learning rate rises linearly from 0."""
+    decay_ratio: float | None = None
+    """Share of all steps over which it falls at the end; unset: it falls from the end of the warm-up on."""
+    decay_type: str = "linear"
+    """Shape of the fall: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
+    min_lr_factor: float = 0.0
+    """Learning rate at the end of the fall, as a share of optimizer.lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How many ranks each axis of the device mesh has."""
+
+    data_parallel_replicate_degree: int = 1
+    """Copies of the model whose gradients are averaged (HSDP when the shard degree is above 1 too)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are left."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights between forward and backward; default: always, but not under pipeline parallelism."""
+    tensor_parallel_degree: int = 1
+    """Ranks over which each matrix is split."""
+    pipeline_parallel_degree: int = 1
+    """Ranks over which the layers are split."""
+    context_parallel_degree: int = 1
+    """Ranks over which each sequence is split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When training state is saved."""
+
+    enable: bool = True
+    """Save at the interval, at the end and when the run is asked to stop; resume from the newest saved step."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints below the run's folder."""
+    interval: int = 500
+    """Steps between two saves."""
+    keep_latest_k: int = 10
+    """Newest steps that are kept; 0 keeps all."""
+    allow_data_change: bool = False
+    """Resume although the data, the tokenizer or seq_len changed since the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """What is recomputed in backward instead of kept in memory."""
+
+    mode: Literal["none", "full", "selective"] = "selective"
+    """Recompute nothing, every block, or a selection."""
+    selective_ac_option: str = "2"
+    """For mode = "selective": "op" keeps the outputs of costly operations; "n" recomputes every n-th block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile the components."""
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """What is compiled; the model is compiled block by block."""
+    backend: str = "inductor"
+    """torch.compile backend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is shown and written while training."""
+
+    log_freq: int = 10
+    """Steps between two lines of the log and rows of metrics.jsonl."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard event files."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard event files below the run's folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (extra "wandb"); its own environment variables apply."""
+    disable_color_printing: bool = False
+    """Plain log lines even on a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """torch.profiler and CUDA memory snapshots."""
+
+    enable_profiling: bool = False
+    """Write Chrome traces."""
+    save_traces_folder: str = "profile_traces"
+    """Folder of the traces below the run's folder."""
+    profile_freq: int = 10
+    """Steps from one trace to the next."""
+    profiler_warmup: int = 3
+    """Steps the profiler runs before it records."""
+    profiler_active: int = 1
+    """Steps in one trace."""
+    enable_memory_snapshot: bool = False
+    """Write the CUDA allocator's history, at profile_freq and when memory runs out."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the memory snapshots below the run's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Collective communication."""
+
+    init_timeout_seconds: int = 300
+    """Longest wait for a collective until this process has finished its first step."""
+    train_timeout_seconds: int = 100
+    """Longest wait for a collective from then on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Loss on the documents that data.held_out_fraction keeps from training."""
+
+    enable: bool = False
+    """Validate at the interval and at the end."""
+    freq: int = 100
+    """Training steps between two validations."""
+    steps: int = -1
+    """Batches of one validation; -1: the whole held-out split once."""
+    local_batch_size: int = 8
+    """Rows that one data-parallel rank passes through the model at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Reproducibility."""
+
+    seed: int = 0
+    """Decides the initial weights and the order of the data."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; slower."""
+    deterministic_warn_only: bool = False
+    """With deterministic: warn where an operation has no deterministic version, instead of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run. Read by config.loader, written to the run's folder as config.toml."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
+    comm: Comm = field(default_factory=Comm)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
