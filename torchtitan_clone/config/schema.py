@@ -48,7 +48,7 @@ class Training:
     dataset: str = "stdlib"
     """Key of data.DATASETS, or a Hugging Face hub id ("org/name") that is streamed (extra "data")."""
     dataset_path: str | None = None
-    """Text file, .jsonl(.gz|.zst) file, .parquet file, or a folder of these; where set, it is read instead of dataset."""
+    """Text, .jsonl(.gz|.zst) or .parquet file, or a folder of these; where set, it is read instead of dataset."""
     text_key: str = "text"
     """Field of a .jsonl row, or column of a .parquet file or hub dataset, that holds the document."""
     seq_len: int = 2048
