@@ -35,7 +35,7 @@ class Model:
     """Family of the model: a key of models.MODELS."""
     flavor: str = "debugmodel"
     """Size within the family, for example debugmodel, 1B, 8B."""
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
     """Laid over the flavor's arguments, for example --model.args.n_layers=4; checked against that model's arguments."""
     hf_assets_path: str | None = None
     """Folder that holds tokenizer.json; unset: the 2,048-token tokenizer that this package ships."""
