@@ -1,0 +1,1 @@
+"""Surviving what happens to a run from outside."""

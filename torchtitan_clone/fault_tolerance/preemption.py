@@ -1,0 +1,26 @@
+"""Requests to stop: a signal asks, the trainer answers between two steps.
+
+Imports nothing heavy, because the handlers are installed before torch is imported: a signal that arrives during
+start-up must not be lost.
+"""
+
+import signal
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Remembers the first signal that asked this process to stop; later ones change nothing."""
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def install(self) -> None:
+        """Takes over the stop signals of this process; main thread only."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name

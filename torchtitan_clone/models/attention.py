@@ -1,0 +1,57 @@
+"""Causal attention that stays within documents.
+
+The mask is built once for a batch and shared by all layers. What it is depends on the device: CPU has no backward for
+FlexAttention, and on CUDA a dense mask would cost T^2 of memory.
+
+Legend: B batch, T tokens, N heads, K kv heads, H head dim.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+AttentionMask = BlockMask | Tensor | None
+
+
+def build_attention_mask(documents_BT: Tensor | None) -> AttentionMask:
+    """The mask for rows whose tokens belong to the given documents; None means causal and nothing more.
+
+    On CPU a boolean [B, 1, T, T], True where attention is allowed; on CUDA a BlockMask.
+    """
+    if documents_BT is None:
+        return None
+    B, T = documents_BT.shape
+    if documents_BT.device.type == "cpu":
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        return same_BTT.tril_()[:, None]
+
+    def allowed(b: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (documents_BT[b, q] == documents_BT[b, kv])
+
+    return create_block_mask(allowed, B=B, H=None, Q_LEN=T, KV_LEN=T, device=documents_BT.device)
+
+
+@cache
+def _compiled_flex_attention():
+    # Uncompiled, FlexAttention materializes the whole score matrix; so it is compiled even where the model is not.
+    return torch.compile(flex_attention)
+
+
+class CoreAttention(nn.Module):
+    """softmax(q k^T / sqrt(H)) v with grouped queries. A module of its own, so that context parallelism can replace it."""
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask) -> Tensor:
+        """Returns [B, T, N, H]."""
+        q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
+        grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
+        if isinstance(mask, BlockMask):
+            flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+            out_BNTH = flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
+        else:
+            out_BNTH = F.scaled_dot_product_attention(
+                q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+            )
+        return out_BNTH.transpose(1, 2)

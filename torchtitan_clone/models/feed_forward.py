@@ -1,0 +1,23 @@
+"""Feed-forward layers. Legend: B batch, T tokens, D model, F hidden."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x). Source: arXiv 2002.05202."""
+
+    def __init__(self, *, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+def swiglu_hidden_dim(*, dim: int, ffn_dim_multiplier: float, multiple_of: int) -> int:
+    """Hidden size of Llama's feed-forward: 2/3 of 4 D, times the multiplier, rounded up to a multiple."""
+    hidden_dim = int(ffn_dim_multiplier * int(2 * 4 * dim / 3))
+    return multiple_of * ((hidden_dim + multiple_of - 1) // multiple_of)

@@ -1,0 +1,37 @@
+"""Llama 3 and its sizes."""
+
+from torchtitan_clone.models.llama3.model import Llama3, Llama3Args, initial_std
+from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.models.spec import ModelSpec
+
+_LLAMA_3_1 = RopeScaling(factor=8.0)
+_LLAMA_3_2 = RopeScaling(factor=32.0)
+
+FLAVORS = {
+    # 5 M parameters and the shipped tokenizer's vocabulary: learns on two CPU cores.
+    "debugmodel": Llama3Args(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, vocab_size=2048, multiple_of=64, max_seq_len=8192
+    ),
+    "1B": Llama3Args(
+        dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=_LLAMA_3_2,
+        tied_embeddings=True,
+    ),
+    "3B": Llama3Args(
+        dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0, rope_scaling=_LLAMA_3_2,
+        tied_embeddings=True,
+    ),
+    "8B": Llama3Args(
+        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, multiple_of=1024, ffn_dim_multiplier=1.3,
+        rope_scaling=_LLAMA_3_1,
+    ),
+    "70B": Llama3Args(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, multiple_of=4096, ffn_dim_multiplier=1.3,
+        rope_scaling=_LLAMA_3_1,
+    ),
+    "405B": Llama3Args(
+        dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, multiple_of=4096, ffn_dim_multiplier=1.2,
+        rope_scaling=_LLAMA_3_1,
+    ),
+}  # fmt: skip
+
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, initial_std=initial_std)

@@ -1,0 +1,50 @@
+"""Rotary position embedding, in the half-rotation layout of Hugging Face.
+
+Legend: B batch, T tokens, N heads, H head dim.
+Source: arXiv 2104.09864; the frequency scaling is that of Llama 3.1.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretches the long wavelengths, so that a model sees further than it was first trained for (Llama 3.1)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Angle per position of each pair of features [H/2], fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    inv_freq = 1.0 / (theta**exponents)
+    if scaling is None:
+        return inv_freq
+    wavelength = 2 * math.pi / inv_freq
+    old = scaling.original_max_seq_len
+    smooth = (old / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
+    is_long = wavelength > old / scaling.low_freq_factor
+    is_short = wavelength < old / scaling.high_freq_factor
+    return torch.where(is_long, inv_freq / scaling.factor, torch.where(is_short, inv_freq, blended))
+
+
+def cos_sin(positions_BT: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, each [B, T, 1, H], fp32."""
+    angles_BTH = positions_BT[..., None].float() * inv_freq
+    angles_BTH = torch.cat((angles_BTH, angles_BTH), dim=-1)[:, :, None, :]
+    return angles_BTH.cos(), angles_BTH.sin()
+
+
+def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
+    """Turns each pair (i, i + H/2) of features by its position's angle; computed in fp32, returned in x's type."""
+    first, second = x_BTNH.chunk(2, dim=-1)
+    half_turned = torch.cat((-second, first), dim=-1)
+    return (x_BTNH * cos_BT1H + half_turned * sin_BT1H).type_as(x_BTNH)

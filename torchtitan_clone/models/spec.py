@@ -1,0 +1,60 @@
+"""What a model family hands to the rest of the program."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.config.schema import Model
+
+
+class ModelArgs(Protocol):
+    """The arguments every family has, whatever else it needs: a frozen dataclass."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_seq_len(self) -> int: ...
+
+
+class LossFn(Protocol):
+    """Sum over targets of the loss, from the last hidden states and the output projection."""
+
+    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A family of models.
+
+    The module that `build` returns is plain single-device PyTorch with
+
+    - `forward(tokens_BT, *, positions_BT, documents_BT=None, targets_BT=None, loss_fn=None)`: logits [B, T, V], or
+      what `loss_fn` makes of the last hidden states where it is given;
+    - `tok_embeddings`, `layers` (a ModuleDict), `norm` and `output`;
+    - `init_buffers()`: fills what is not a parameter after construction on the meta device.
+
+    `initial_std(args, name)` is the standard deviation of the parameter of that name, or None where it starts at one.
+    """
+
+    name: str
+    flavors: Mapping[str, Any]
+    build: Callable[[Any], nn.Module]
+    initial_std: Callable[[Any, str], float | None]
+
+    def resolve_args(self, model: Model) -> Any:
+        """The flavor's arguments with `[model.args]` laid over them; ConfigError for what this family does not know."""
+        if model.flavor not in self.flavors:
+            known = ", ".join(self.flavors)
+            raise ConfigError([f'model.flavor = "{model.flavor}": {self.name} has no such flavor; known: {known}'])
+        return overlay(self.flavors[model.flavor], model.args, where="model.args")

@@ -1,0 +1,39 @@
+"""The one place that says in which order parallelism is applied to a model."""
+
+import torch
+from torch import nn
+
+from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtitan_clone.parallel.activation import apply_activation_checkpointing
+from torchtitan_clone.parallel.fsdp import apply_fsdp
+from torchtitan_clone.parallel.mesh import Mesh
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def apply_parallelism(
+    model: nn.Module,
+    *,
+    mesh: Mesh,
+    training: Training,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+) -> None:
+    """Changes a model on the meta device in place: activation checkpointing, then compile, then data parallelism."""
+    apply_activation_checkpointing(model.layers, config=activation_checkpoint)
+    if compile.enable and "model" in compile.components:
+        # Block by block: equal blocks share one compilation.
+        for name, block in list(model.layers.items()):
+            model.layers[name] = torch.compile(block, backend=compile.backend, fullgraph=True)
+    apply_fsdp(model, mesh=mesh.fsdp, training=training, parallelism=parallelism)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters under the names that the unwrapped model gives them; a tied one once, under its first name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        found[name] = parameter
+    return found

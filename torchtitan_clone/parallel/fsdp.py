@@ -1,0 +1,47 @@
+"""Data parallelism with FSDP2: weights, gradients and optimizer state are shards of the `fsdp` mesh."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from torchtitan_clone.config.schema import Parallelism, Training
+
+
+def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+    """Shards every block, the embedding, and norm with output, in place.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by the number of targets of all ranks.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            cast_forward_inputs=False,
+        ),
+    }
+    if training.enable_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    ends = [module for module in (model.norm, model.output) if module is not None]
+    tied = model.output is not None and model.tok_embeddings is not None
+    tied = tied and model.output.weight is model.tok_embeddings.weight
+    if model.tok_embeddings is not None and not tied:
+        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
+    for block in model.layers.values():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    # Backward starts with the output, so that freeing it after forward would only gather it twice.
+    reshard_ends = parallelism.fsdp_reshard_after_forward == "always"
+    if ends:
+        # Two modules that share a weight must be one group.
+        group = [model.tok_embeddings, *ends] if tied else ends
+        fully_shard(group, reshard_after_forward=reshard_ends, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no scaled sum; a plain one is exact with a factor of one.
+            module.set_force_sum_reduction_for_comms(True)

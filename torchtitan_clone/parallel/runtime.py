@@ -1,0 +1,70 @@
+"""The process group, the device and the settings of torch that hold for the whole process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.config.schema import Comm, Debug
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where this process stands among its peers, as torchrun's environment variables say; alone without them."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @staticmethod
+    def from_environment() -> "Launch":
+        """Reads RANK, LOCAL_RANK and WORLD_SIZE."""
+        rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
+                                        (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")))  # fmt: skip
+        return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
+
+
+def pick_device(launch: Launch) -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", launch.local_rank)
+
+
+@contextmanager
+def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterator[None]:
+    """The default process group: gloo for CPU tensors, NCCL for CUDA tensors. Works without torchrun for one process."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    options = {
+        "backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        "timeout": timedelta(seconds=comm.init_timeout_seconds),
+    }
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(**options)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=launch.rank, world_size=launch.world_size, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shorten_timeouts(comm: Comm) -> None:
+    """After the first step nothing slow remains, so that a rank that hangs is found sooner."""
+    group = dist.distributed_c10d._get_default_group()
+    for backend in {group._get_backend(torch.device(kind)) for kind in group._device_types}:
+        backend._set_default_timeout(timedelta(seconds=comm.train_timeout_seconds))
+
+
+def set_determinism(debug: Debug) -> None:
+    """Seeds torch's generators, and with `debug.deterministic` forbids algorithms whose result varies."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
