@@ -1,0 +1,51 @@
+"""How much arithmetic a token costs in training, and how much a device could do at best.
+
+Legend: N parameters in matrix products, L layers, H heads, D head dimension, T tokens of a row.
+"""
+
+import re
+
+PEAK_BF16_TFLOPS = (
+    # Pattern over the device's name as torch.cuda.get_device_name gives it, dense bf16 TFLOP/s; first match counts.
+    # Data sheets that state only the figure with sparsity are halved.
+    (r"\bA[18]00\b", 312.0),  # NVIDIA A100 and A800 data sheets; the A800 differs in NVLink only
+    (r"\bH[12]00 NVL\b", 835.5),  # NVIDIA H100 and H200 data sheets, NVL column: 1,671 with sparsity
+    (r"\bH100 PCIe\b", 756.0),  # NVIDIA H100 white paper, PCIe column
+    (
+        r"\b(H100|H200|GH200)\b",
+        989.4,
+    ),  # NVIDIA H100 white paper and H200 and GH200 data sheets, SXM: 1,979 with sparsity
+    (r"\bH20\b", 148.0),  # NVIDIA H20 data sheet
+    (r"\bGB200\b", 2500.0),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOP/s with sparsity over 72 GPUs
+    (r"\bB200\b", 2250.0),  # NVIDIA HGX B200 data sheet: 36 PFLOP/s with sparsity over 8 GPUs
+    (r"\bB100\b", 1750.0),  # NVIDIA HGX B100 data sheet: 28 PFLOP/s with sparsity over 8 GPUs
+    (r"\bL40S\b", 362.05),  # NVIDIA L40S data sheet
+    (r"\bL4\b", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
+    (r"\bA10\b", 125.0),  # NVIDIA A10 data sheet
+    (r"\bRTX 4090\b(?! (D|Laptop)\b)", 165.2),  # NVIDIA Ada GPU architecture white paper, fp32 accumulation
+    (r"\bMI250X\b", 191.5),  # AMD MI250X data sheet: 383 for the card, which shows up as two devices
+    (r"\bMI3(00|25)X\b", 1307.4),  # AMD MI300X and MI325X data sheets
+)
+
+
+def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
+    """Peak of one device in a dense product of `dtype`, from its maker's data sheet; None where none is known here.
+
+    A slice of a GPU (MIG) is another device than the GPU, so it has no known peak.
+    """
+    if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
+        return None
+    matches = (tflops * 1e12 for pattern, tflops in PEAK_BF16_TFLOPS if re.search(pattern, device_name))
+    return next(matches, None)
+
+
+def training_flops_per_token(
+    *, matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
+) -> float:
+    """6 N + 12 L H D T: forward and backward, nothing recomputed.
+
+    The second term counts attention as if every token saw the whole row. Causal and document masks skip at least half
+    of it; the convention keeps it, so that the figures compare with published ones.
+    Source: arXiv 2204.02311, appendix B.
+    """
+    return 6.0 * matmul_parameters + 12.0 * n_layers * n_heads * head_dim * seq_len
