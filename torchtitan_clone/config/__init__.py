@@ -1,6 +1,23 @@
 """Everything that describes a run, as plain data; the lowest room of the package."""
 
+from torchtitan_clone.config.checks import check, violations
+from torchtitan_clone.config.loader import load_config
 from torchtitan_clone.config.overlay import ConfigError, overlay
+from torchtitan_clone.config.render import help_text, to_toml
+from torchtitan_clone.config.resolved import Degrees, resolved_degrees, resolved_global_batch_size, run_folder
 from torchtitan_clone.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "overlay"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Degrees",
+    "check",
+    "help_text",
+    "load_config",
+    "overlay",
+    "resolved_degrees",
+    "resolved_global_batch_size",
+    "run_folder",
+    "to_toml",
+    "violations",
+]

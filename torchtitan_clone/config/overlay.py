@@ -68,9 +68,8 @@ def overlay_reporting(base: T, values: Mapping[str, Any], *, at: Path, report: R
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """'; did you mean x?' where a known name is near, else the known names."""
     names = list(known)
-    dotted = [f"{prefix}.{option}" if prefix else option for option in names]
     near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {dotted[names.index(near[0])]}?" if near else f"; known: {', '.join(dotted)}"
+    return f"; did you mean {'.'.join(filter(None, (prefix, near[0])))}?" if near else f"; known: {', '.join(names)}"
 
 
 def describe(annotation: Any) -> str:

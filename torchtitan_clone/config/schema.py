@@ -124,7 +124,7 @@ class LRScheduler:
     warmup_steps: int = 200
     """Steps over which the learning rate rises linearly from 0."""
     decay_ratio: float | None = None
-    """Share of all steps over which it falls at the end; unset: it falls from the end of the warm-up on."""
+    """Share of all steps over which it falls at the end, at most what the warm-up leaves; unset: all that it leaves."""
     decay_type: str = "linear"
     """Shape of the fall: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
     min_lr_factor: float = 0.0

@@ -1,0 +1,257 @@
+"""Rules that a single type cannot express, over all tables, before any process group starts.
+
+Every rule is a function of plain values that yields messages: what is wrong with which value, and what to change.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torchtitan_clone.config.overlay import ConfigError, toml_like
+from torchtitan_clone.config.resolved import Degrees, resolved_degrees
+from torchtitan_clone.config.schema import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    LRScheduler,
+    Parallelism,
+    Profiling,
+    Training,
+    Validation,
+)
+
+Bound = tuple[str, Callable[[Any], bool]]
+
+
+def check(config: Config, **facts: Any) -> None:
+    """ConfigError with all of violations(), which takes the same arguments."""
+    if found := violations(config, **facts):
+        raise ConfigError(found)
+
+
+def violations(
+    config: Config,
+    *,
+    world_size: int,
+    max_seq_len: int,
+    vocab_size: int,
+    tokenizer_vocab_size: int | None,
+    device_type: str,
+) -> list[str]:
+    """One message for each broken rule.
+
+    `max_seq_len` and `vocab_size` are the model's; `tokenizer_vocab_size` is None where no tokenizer is loaded yet.
+    """
+    out_of_bounds = list(_out_of_bounds(config))
+    found = [
+        *out_of_bounds,
+        *_unsupported(config.parallelism),
+        *_model_limits(config, max_seq_len, vocab_size, tokenizer_vocab_size),
+        *_precision(config.training),
+        *_selective(config.activation_checkpoint),
+        *_compile(config.compile),
+        *_profiling(config.profiling, device_type),
+        *_validation(config.validation, config.data.held_out_fraction),
+    ]
+    if out_of_bounds:  # the other rules compute with these values
+        return found
+    degrees = list(_degrees(config.parallelism, world_size))
+    if not degrees:
+        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
+    return [*found, *degrees, *_schedule(config.lr_scheduler, config.training.steps)]
+
+
+def _at_least(low: int) -> Bound:
+    return f"at least {low}", lambda value: value >= low
+
+
+def _open_or(low: int) -> Bound:
+    return f"-1 or at least {low}", lambda value: value == -1 or value >= low
+
+
+ABOVE_0: Bound = "a number above 0", lambda value: 0 < value < math.inf
+SHARE_BELOW_1: Bound = "at least 0 and below 1", lambda value: 0 <= value < 1
+
+BOUNDS: dict[str, Bound] = {
+    "training.seq_len": _at_least(1),
+    "training.local_batch_size": _at_least(1),
+    "training.global_batch_size": _open_or(1),
+    "training.steps": _at_least(1),
+    "training.max_norm": ("above 0 (inf never scales gradients)", lambda value: value > 0),
+    "training.loss_chunk_tokens": _at_least(1),
+    "training.max_skipped_steps": _at_least(0),
+    "training.gc_freq": _at_least(1),
+    "data.num_workers": _at_least(0),
+    "data.prepare_processes": _open_or(1),
+    "data.held_out_fraction": SHARE_BELOW_1,
+    "data.max_bad_rows": _at_least(0),
+    "optimizer.lr": ABOVE_0,
+    "optimizer.beta1": SHARE_BELOW_1,
+    "optimizer.beta2": SHARE_BELOW_1,
+    "optimizer.eps": ABOVE_0,
+    "optimizer.weight_decay": ("a number of at least 0", lambda value: 0 <= value < math.inf),
+    "lr_scheduler.warmup_steps": _at_least(0),
+    "lr_scheduler.decay_ratio": ("unset, or above 0 and at most 1", lambda value: value is None or 0 < value <= 1),
+    "lr_scheduler.min_lr_factor": ("between 0 and 1", lambda value: 0 <= value <= 1),
+    "parallelism.data_parallel_replicate_degree": _at_least(1),
+    "parallelism.data_parallel_shard_degree": _open_or(1),
+    "parallelism.tensor_parallel_degree": _at_least(1),
+    "parallelism.pipeline_parallel_degree": _at_least(1),
+    "parallelism.context_parallel_degree": _at_least(1),
+    "checkpoint.interval": _at_least(1),
+    "checkpoint.keep_latest_k": _at_least(0),
+    "metrics.log_freq": _at_least(1),
+    "profiling.profile_freq": _at_least(1),
+    "profiling.profiler_warmup": _at_least(0),
+    "profiling.profiler_active": _at_least(1),
+    "comm.init_timeout_seconds": _at_least(1),
+    "comm.train_timeout_seconds": _at_least(1),
+    "validation.freq": _at_least(1),
+    "validation.steps": _open_or(1),
+    "validation.local_batch_size": _at_least(1),
+    "debug.seed": _at_least(0),
+}
+
+
+def _out_of_bounds(config: Config) -> Iterator[str]:
+    for name, (wording, holds) in BOUNDS.items():
+        table, key = name.split(".")
+        value = getattr(getattr(config, table), key)
+        if not holds(value):
+            yield f"{name} = {toml_like(value)}: must be {wording}."
+
+
+def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
+    """The degrees multiply to the world size; with a shard degree of -1 they divide it."""
+    named = {
+        "replicate": ("data_parallel_replicate_degree", parallelism.data_parallel_replicate_degree),
+        "shard": ("data_parallel_shard_degree", parallelism.data_parallel_shard_degree),
+        "tensor": ("tensor_parallel_degree", parallelism.tensor_parallel_degree),
+        "pipeline": ("pipeline_parallel_degree", parallelism.pipeline_parallel_degree),
+        "context": ("context_parallel_degree", parallelism.context_parallel_degree),
+    }
+    rest_is_sharded = parallelism.data_parallel_shard_degree == -1
+    shown = {name: pair for name, pair in named.items() if pair[1] > 1} or {"shard": named["shard"]}
+    product = math.prod(degree for _, degree in named.values() if degree > 0)
+    if world_size == product or (rest_is_sharded and world_size % product == 0):
+        return
+    remedies: list[str] = []
+    for key, degree in shown.values():
+        rest, remainder = divmod(world_size, product // degree)
+        if remainder == 0:
+            values = _nearest_divisors(rest, degree) if rest_is_sharded else [rest]
+            remedies.append(f"parallelism.{key} to {_either(values)}{' or -1' if key == named['shard'][0] else ''}")
+    ranks = [product]
+    if rest_is_sharded:
+        ranks = [count for count in (world_size // product * product, (world_size // product + 1) * product) if count]
+    factors = " x ".join(f"{name} {degree}" for name, (_, degree) in shown.items())
+    total = f" = {product}" if len(shown) > 1 else ""
+    verb = "does not divide" if rest_is_sharded else "is not"
+    setting = f"set {' or '.join(remedies)}, or " if remedies else ""
+    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {_either(ranks)} ranks."
+
+
+def _unsupported(parallelism: Parallelism) -> Iterator[str]:
+    for kind in ("tensor", "pipeline", "context"):
+        degree = getattr(parallelism, f"{kind}_parallel_degree")
+        if degree > 1:
+            yield (
+                f"parallelism.{kind}_parallel_degree = {degree}: this version has no {kind} parallelism; set it to 1 "
+                "(parallelism.data_parallel_shard_degree spreads the model over all ranks)."
+            )
+
+
+def _batch_size(training: Training, degrees: Degrees) -> Iterator[str]:
+    rows, local, ranks = training.global_batch_size, training.local_batch_size, degrees.data
+    at_once = local * ranks
+    if rows == -1 or rows % at_once == 0:
+        return
+    totals = [count for count in (rows // at_once * at_once, (rows // at_once + 1) * at_once) if count]
+    remedy = f"set training.global_batch_size to {_either(totals)}"
+    if rows % ranks == 0:
+        remedy += f", or training.local_batch_size to {_either(_nearest_divisors(rows // ranks, local))}"
+    yield (
+        f"training.global_batch_size = {rows}: not a multiple of training.local_batch_size {local} x data-parallel "
+        f"degree {ranks} = {at_once}; {remedy}."
+    )
+
+
+def _model_limits(config: Config, max_seq_len: int, vocab_size: int, tokenizer_vocab_size: int | None) -> Iterator[str]:
+    model = f"{config.model.name} {config.model.flavor}"
+    if config.training.seq_len > max_seq_len:
+        yield (
+            f"training.seq_len = {config.training.seq_len}: {model} takes sequences of up to {max_seq_len} tokens; "
+            f"set it to at most {max_seq_len}, or raise model.args.max_seq_len."
+        )
+    if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab_size:
+        tokenizer = config.model.hf_assets_path or "this package"
+        yield (
+            f"model.args.vocab_size = {vocab_size}: the tokenizer of {tokenizer} has {tokenizer_vocab_size} tokens; "
+            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the folder of the model's own tokenizer."
+        )
+
+
+def _precision(training: Training) -> Iterator[str]:
+    if training.dtype == "bfloat16" and training.mixed_precision_param == "float32":
+        yield (
+            'training.mixed_precision_param = "float32": more precise than the weights themselves (training.dtype = '
+            '"bfloat16"); set training.mixed_precision_param to "bfloat16" or training.dtype to "float32".'
+        )
+
+
+def _schedule(lr_scheduler: LRScheduler, steps: int) -> Iterator[str]:
+    if lr_scheduler.warmup_steps > steps:
+        yield (
+            f"lr_scheduler.warmup_steps = {lr_scheduler.warmup_steps}: more than training.steps {steps}, so the "
+            f"learning rate never gets to optimizer.lr; set it to at most {steps}."
+        )
+
+
+def _selective(activation_checkpoint: ActivationCheckpoint) -> Iterator[str]:
+    option = activation_checkpoint.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) > 0):
+        yield (
+            f'activation_checkpoint.selective_ac_option = "{option}": must be "op", or a number n to recompute every '
+            'n-th block, for example "2".'
+        )
+
+
+def _compile(compile: Compile) -> Iterator[str]:
+    if compile.enable and not compile.components:
+        yield (
+            "compile.components = []: leaves compile.enable nothing to compile; name model or loss, or set "
+            "compile.enable to false."
+        )
+
+
+def _profiling(profiling: Profiling, device_type: str) -> Iterator[str]:
+    if profiling.enable_memory_snapshot and device_type != "cuda":
+        yield (
+            f"profiling.enable_memory_snapshot = true: it records CUDA's memory allocator, and this run is on "
+            f"{device_type}; set it to false."
+        )
+    busy = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and busy > profiling.profile_freq:
+        yield (
+            f"profiling.profile_freq = {profiling.profile_freq}: less than the {busy} steps of one trace ("
+            f"profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}); set it to at least {busy}."
+        )
+
+
+def _validation(validation: Validation, held_out_fraction: float) -> Iterator[str]:
+    if validation.enable and held_out_fraction == 0:
+        yield (
+            "validation.enable = true: data.held_out_fraction = 0 keeps no documents for it; set "
+            "data.held_out_fraction to 0.01, or validation.enable to false."
+        )
+
+
+def _nearest_divisors(number: int, target: int) -> list[int]:
+    """The up to four divisors of `number` that are nearest to `target`, smallest first."""
+    divisors = [count for count in range(1, number + 1) if number % count == 0]
+    return sorted(sorted(divisors, key=lambda count: abs(math.log(count / target)))[:4])
+
+
+def _either(numbers: list[int]) -> str:
+    *head, last = map(str, numbers)
+    return f"{', '.join(head)} or {last}" if head else last

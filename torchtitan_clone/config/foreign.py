@@ -1,0 +1,122 @@
+"""The keys of torchtitan v0.2 that this package does not have, so that its TOML files load here.
+
+A key is left out where its value changes nothing here: it means "off", or it tunes something that is off. Any other
+value is an error that says why and what to do instead. This is the only place that knows of them.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+ANY = object()
+"""Every value of the key is harmless."""
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """What becomes of one key, or of all that match a pattern."""
+
+    otherwise: str
+    """Why a value that is not harmless is refused, and what to do."""
+    harmless: tuple[Any, ...] = ()
+    """Values that change nothing here."""
+    tunes: str = ""
+    """The key that switches on what this one tunes; while that one is off, every value is harmless."""
+
+    def admits(self, value: Any, *, switch: Any) -> bool:
+        """Whether the value may be left out without changing the run; `switch` is the value of the key in `tunes`."""
+        if self.tunes and switch in _SWITCHED_OFF:
+            return True
+        return ANY in self.harmless or any(type(value) is type(item) and value == item for item in self.harmless)
+
+
+_NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
+_NO_FT = "there is no fault tolerance over replicas yet; set fault_tolerance.enable to false"
+_NO_PIPELINE = "there is no pipeline parallelism yet; set parallelism.pipeline_parallel_degree to 1"
+_NO_TENSOR = "there is no tensor parallelism yet; set parallelism.tensor_parallel_degree to 1"
+_NO_CONTEXT = "there is no context parallelism yet; set parallelism.context_parallel_degree to 1"
+_NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
+_HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
+_LOADER = "the loader reads ahead by itself; remove the key, and set data.num_workers for streamed data"
+_NO_INITIAL = "a run starts from fresh weights or goes on from its own folder; remove the key"
+
+FOREIGN_KEYS: dict[str, ForeignKey] = {
+    "job.print_config": ForeignKey("every run writes its config.toml", (ANY,)),
+    "job.print_args": ForeignKey("every run writes its config.toml", (ANY,)),
+    "job.use_for_integration_test": ForeignKey("of use in torchtitan's own tests only", (ANY,)),
+    "job.save_config_file": ForeignKey("every run writes config.toml into its folder; remove the key", ("",)),
+    "job.custom_config_module": ForeignKey("options stand in config/schema.py; add a field there", ("",)),
+    "experimental.*": ForeignKey("models and datasets are entered in MODELS and DATASETS; remove the key", ("",)),
+    "metrics.save_for_all_ranks": ForeignKey("rank 0 writes values reduced over all ranks; set it to false", (False,)),
+    "model.tokenizer_path": ForeignKey("set model.hf_assets_path to the folder that holds tokenizer.json"),
+    "model.converters": ForeignKey("there is no quantized training here; set it to []", ([],)),
+    "model.print_after_conversion": ForeignKey("there are no converters", (ANY,)),
+    "quantize.*": ForeignKey(_NO_FLOAT8, (ANY,)),
+    "float8.*": ForeignKey(_NO_FLOAT8, (ANY,)),
+    "mx.*": ForeignKey(_NO_FLOAT8, (ANY,)),
+    "memory_estimation.enable": ForeignKey("--dry-run prints what a run needs; set it to false", (False,)),
+    "memory_estimation.disable_fake_mode": ForeignKey("there is no memory estimation; remove the key", (ANY,)),
+    "optimizer.early_step_in_backward": ForeignKey("gradients are clipped before the step; set it to false", (False,)),
+    "training.gc_debug": ForeignKey("the time of garbage collection is logged anyway; set it to false", (False,)),
+    "training.dataloader.num_workers": ForeignKey("set data.num_workers instead", (0,)),
+    "training.dataloader.*": ForeignKey(_LOADER, (False,)),
+    "validation.dataloader.*": ForeignKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.dataset": ForeignKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.dataset_path": ForeignKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.seq_len": ForeignKey("validation uses training.seq_len; remove the key", tunes="validation.enable"),
+    "parallelism.enable_compiled_autograd": ForeignKey("it is not supported; set it to false", (False,)),
+    "parallelism.enable_async_tensor_parallel": ForeignKey(
+        _NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"
+    ),
+    "parallelism.disable_loss_parallel": ForeignKey(_NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"),
+    "parallelism.pipeline_parallel_*": ForeignKey(_NO_PIPELINE, tunes="parallelism.pipeline_parallel_degree"),
+    "parallelism.module_fqns_per_model_part": ForeignKey(_NO_PIPELINE, tunes="parallelism.pipeline_parallel_degree"),
+    "parallelism.context_parallel_*": ForeignKey(_NO_CONTEXT, tunes="parallelism.context_parallel_degree"),
+    "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
+    "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
+    "parallelism.expert_parallel_comm_backend": ForeignKey(_NO_EXPERT, (ANY,)),
+    "checkpoint.async_mode": ForeignKey('checkpoints are saved synchronously; set it to "disabled"', ("disabled",)),
+    "checkpoint.last_save_model_only": ForeignKey("the last checkpoint holds the whole state, the model too", (ANY,)),
+    "checkpoint.last_save_in_hf": ForeignKey("checkpoints are written in one format; set it to false", (False,)),
+    "checkpoint.export_dtype": ForeignKey('checkpoints keep training.dtype; set it to "float32"', ("float32",)),
+    "checkpoint.initial_load_path": ForeignKey(_NO_INITIAL, ("",)),
+    "checkpoint.initial_load_model_only": ForeignKey(_NO_INITIAL, (ANY,)),
+    "checkpoint.initial_load_in_hf*": ForeignKey(_NO_INITIAL, (False,)),
+    "checkpoint.load_step": ForeignKey("a run goes on from its newest checkpoint; set it to -1", (-1,)),
+    "checkpoint.load_only": ForeignKey("a run that loads also saves; set it to false", (False,)),
+    "checkpoint.exclude_from_loading": ForeignKey("a checkpoint is loaded whole; set it to []", ([],)),
+    "checkpoint.enable_first_step_checkpoint": ForeignKey(
+        "try saving with --training.steps=1 first; set it to false", (False,)
+    ),
+    "checkpoint.create_seed_checkpoint": ForeignKey(
+        "the initial weights are the same on every mesh anyway; set it to false", (False,)
+    ),
+    "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(_NO_FT, (ANY,)),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ForeignKey(
+        "every matrix multiplication whose output is kept is chosen by operation; remove the key",
+        ([], ["moe.router.gate"]),
+    ),
+    "activation_checkpoint.early_stop": ForeignKey("it is not supported; set it to false", (False,)),
+    "activation_checkpoint.memory_budget": ForeignKey("mode has no memory_budget here", (ANY,)),
+    "activation_checkpoint.visualize_memory_budget_pareto": ForeignKey(
+        "it is not supported; set it to false", (False,)
+    ),
+    "activation_checkpoint.preserve_rng_state": ForeignKey("no layer draws random numbers", (ANY,)),
+    "activation_checkpoint.determinism_check": ForeignKey('it is not supported; set it to "default"', ("default",)),
+    "activation_checkpoint.debug": ForeignKey("it is not supported; set it to false", (False,)),
+    "comm.trace_buf_size": ForeignKey(
+        "there is no flight recorder here; set it to 0, and TORCH_FR_BUFFER_SIZE in the environment", (0, 20000)
+    ),
+    "comm.save_traces_*": ForeignKey("there is no flight recorder here", (ANY,)),
+    "comm.mode": ForeignKey('use --dry-run to check without devices; set it to "default"', ("default",)),
+    "fault_tolerance.enable": ForeignKey(_NO_FT, (False,)),
+    "fault_tolerance.*": ForeignKey(_NO_FT, (ANY,)),
+    "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),
+}
+
+_SWITCHED_OFF = (None, False, 1)
+
+
+def foreign_key(key: str) -> ForeignKey | None:
+    """The entry of a dotted key of torchtitan's, or None for a key that torchtitan does not have either."""
+    return FOREIGN_KEYS.get(key) or next((FOREIGN_KEYS[name] for name in FOREIGN_KEYS if fnmatchcase(key, name)), None)

@@ -1,0 +1,101 @@
+"""A Config from TOML files and --table.key=value.
+
+The `extends` chain, the file itself and the command line lie over each other key by key, and only what results is
+built and judged: an error names the place whose value won.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torchtitan_clone.config.foreign import foreign_key
+from torchtitan_clone.config.overlay import ConfigError, did_you_mean, overlay_reporting, toml_like
+from torchtitan_clone.config.schema import Config
+from torchtitan_clone.config.settings import COMMAND_LINE, TABLES, Key, Settings, lay_over, parse_arguments, read_chain
+
+logger = logging.getLogger("torchtitan_clone")
+
+
+def load_config(argv: list[str]) -> Config:
+    """The run that command line arguments describe, `--job.config_file=FILE` among them.
+
+    ConfigError lists everything that is wrong, each with its file and line.
+    """
+    problems: list[str] = []
+    command_line = parse_arguments(argv, problems=problems)
+    settings: Settings = {}
+    if config_file := command_line.get(("job", "config_file")):
+        read_chain(Path(str(config_file.value)), origin=COMMAND_LINE, chain=[], settings=settings, problems=problems)
+    if extends := command_line.pop(("job", "extends"), None):
+        problems.append(f"{extends.origin}: job.extends belongs in a file; give the file as --job.config_file")
+    lay_over(settings, command_line)
+    _drop_foreign(settings, problems=problems)
+    _drop_unknown(settings, problems=problems)
+
+    def report(path: Key, text: str) -> None:
+        problems.append(f"{_origin(settings, path)}: {'.'.join(path)}{text}")
+
+    config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _drop_foreign(settings: Settings, *, problems: list[str]) -> None:
+    values = {".".join(path): setting.value for path, setting in settings.items()}
+    for path, setting in list(settings.items()):
+        name = ".".join(path)
+        foreign = foreign_key(f"{name}." if setting.value == {} else name)
+        if foreign is None or _is_known(path):
+            continue
+        del settings[path]
+        shown = f"{name} = {toml_like(setting.value)}"
+        if foreign.admits(setting.value, switch=values.get(foreign.tunes)):
+            logger.info("%s: %s is left out, it changes nothing here", setting.origin, shown)
+        else:
+            problems.append(f"{setting.origin}: {shown}: {foreign.otherwise}")
+
+
+def _drop_unknown(settings: Settings, *, problems: list[str]) -> None:
+    reported: set[Key] = set()
+    for path, setting in list(settings.items()):
+        if _is_known(path):
+            continue
+        del settings[path]
+        name = path[:2] if path[0] in TABLES else path[:1]
+        if name not in reported:
+            reported.add(name)
+            problems.append(f"{setting.origin}: {_unknown(path)}")
+
+
+def _is_known(path: Key) -> bool:
+    return path[0] in TABLES and (len(path) == 1 or path[1] in TABLES[path[0]])
+
+
+def _unknown(path: Key) -> str:
+    """What to say about a key that no table has."""
+    table, key = path[0], path[min(1, len(path) - 1)]
+    elsewhere = [f"{name}.{key}" for name in TABLES if key in TABLES[name]]
+    if table in TABLES:
+        hint = did_you_mean(key, TABLES[table], prefix=table)
+        if elsewhere:
+            hint = f"; did you mean {' or '.join(elsewhere)}?"
+        return f"{'.'.join(path)}: there is no such option{hint}"
+    if len(path) == 1 and elsewhere:
+        return f"{table}: options belong to a table; did you mean {' or '.join(elsewhere)}?"
+    return f"[{table}]: there is no such table{did_you_mean(table, TABLES)}"
+
+
+def _origin(settings: Settings, path: Key) -> str:
+    """Where a key, or the first key of a table, was written."""
+    return next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
+
+
+def _nested(settings: Settings) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, setting in settings.items():
+        table = nested
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+        table[path[-1]] = setting.value
+    return nested

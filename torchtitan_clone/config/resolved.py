@@ -1,0 +1,59 @@
+"""What an option comes to that the user may leave open: -1, or unset."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_clone.config.schema import Job, Parallelism, Training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Ranks on each axis of the device mesh; their product is the world size."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different rows."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
+    """The degrees with -1 filled in; that they fit the world size, `checks.check` has made sure before."""
+    others = (
+        parallelism.pipeline_parallel_degree
+        * parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+    )
+    shard = parallelism.data_parallel_shard_degree
+    degrees = Degrees(
+        pp=parallelism.pipeline_parallel_degree,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=world_size // others if shard == -1 else shard,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+    )
+    assert others * degrees.dp_shard == world_size, f"{degrees} do not multiply to {world_size}; run check() first"
+    return degrees
+
+
+def resolved_global_batch_size(training: Training, degrees: Degrees) -> int:
+    """Rows of one optimizer step over all ranks."""
+    if training.global_batch_size == -1:
+        return training.local_batch_size * degrees.data
+    return training.global_batch_size
+
+
+def run_folder(job: Job) -> Path:
+    """The folder that a run writes to."""
+    return Path(job.dump_folder) / run_name(job)
+
+
+def run_name(job: Job) -> str:
+    """Name of the run's folder: as given, else after the TOML file, else "run"."""
+    return job.run_name or (Path(job.config_file).stem if job.config_file else "run")
