@@ -5,6 +5,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch import profiler
+
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.logging import logger
@@ -17,29 +20,27 @@ class _Tracer:
     """torch.profiler; a trace of `profiler_active` steps ends every profile_freq steps after the start."""
 
     def __init__(self, profiling: Profiling, *, folder: Path, rank: int, resume_step: int) -> None:
-        from torch import profiler
-
         self.folder, self.rank, self.step_number = folder, rank, resume_step
         warmup, active = profiling.profiler_warmup, profiling.profiler_active
-        self.profiler = profiler.profile(
+        self.profile = profiler.profile(
             schedule=profiler.schedule(wait=profiling.profile_freq - warmup - active, warmup=warmup, active=active),
             on_trace_ready=self._export,
         )
 
     def start(self) -> None:
-        self.profiler.start()
+        self.profile.start()
 
     def step(self) -> None:
         self.step_number += 1
-        self.profiler.step()
+        self.profile.step()
 
     def stop(self, error: BaseException | None) -> None:
-        self.profiler.stop()
+        self.profile.stop()
 
-    def _export(self, profiler: Any) -> None:
+    def _export(self, profile: Any) -> None:
         file = _file(self.folder, step=self.step_number, name=f"rank{self.rank}_trace.json")
         start = time.perf_counter()
-        profiler.export_chrome_trace(str(file))
+        profile.export_chrome_trace(str(file))
         logger.info("trace: %s (%.1f s)", file, time.perf_counter() - start)
 
 
@@ -51,8 +52,6 @@ class _MemoryRecorder:
         self.resume_step = self.step_number = resume_step
 
     def start(self) -> None:
-        import torch
-
         torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def step(self) -> None:
@@ -61,15 +60,11 @@ class _MemoryRecorder:
             self._dump("memory")
 
     def stop(self, error: BaseException | None) -> None:
-        import torch
-
         if isinstance(error, torch.OutOfMemoryError):
             self._dump("out_of_memory")
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _dump(self, what: str) -> None:
-        import torch
-
         file = _file(self.folder, step=self.step_number, name=f"rank{self.rank}_{what}.pickle")
         torch.cuda.memory._dump_snapshot(str(file))
         logger.info("memory snapshot: %s", file)

@@ -1,0 +1,269 @@
+"""The record of a run: rows, their continuity over a resume, and what a user sees."""
+
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
+
+ROW_KEYS = {
+    *("step", "loss", "grad_norm", "lr", "tokens_per_second", "tflops_per_second", "mfu_percent", "step_seconds"),
+    *("data_seconds", "tokens_seen", "memory_gib", "skipped_steps", "time"),
+}
+
+
+def writer(folder: Path, *, metrics: Metrics | None = None, rank: int = 0, **changes: object) -> MetricsWriter:
+    options = {
+        "resume_step": 0,
+        "total_steps": 100,
+        "tokens_per_step": 1000,
+        "flops_per_token": 3e9,
+        "peak_flops": 24e12,
+        "run_config": {"training": {"steps": 100}},
+    }
+    return build_metrics(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
+
+
+def record(step: int, **changes: float) -> StepRecord:
+    values = {
+        "loss": 5.0 - step / 10,
+        "grad_norm": 1.5,
+        "lr": 8e-4,
+        "tokens_seen": 1000 * step,
+        "step_seconds": 0.5,
+        "data_seconds": 0.05,
+        "memory_gib": 1.25,
+        "skipped_steps": 0,
+    }
+    return StepRecord(step=step, **values | changes)
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def log_steps(folder: Path, steps: range, **options: object) -> None:
+    metrics = writer(folder, **options)
+    for step in steps:
+        metrics.log(record(step))
+    metrics.close()
+
+
+def test_row_of_a_step(tmp_path):
+    log_steps(tmp_path, range(1, 2))
+    (row,) = rows(tmp_path)
+    assert set(row) == ROW_KEYS
+    # 1,000 tokens in 0.5 s; 2,000 tokens/s x 3 GFLOP = 6 TFLOP/s, a quarter of 24.
+    assert row["tokens_per_second"] == 2000
+    assert row["tflops_per_second"] == pytest.approx(6)
+    assert row["mfu_percent"] == pytest.approx(25)
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        log_steps(tmp_path, range(1, 2), peak_flops=None)
+    assert set(rows(tmp_path)[0]) == ROW_KEYS - {"mfu_percent"}
+    assert "MFU" not in caplog.text
+
+
+def test_line_of_a_step(tmp_path, caplog):
+    metrics = writer(tmp_path)
+    with caplog.at_level(logging.INFO):
+        metrics.log(record(20, skipped_steps=2))
+    assert caplog.messages == [
+        "step 20/100  loss 3.0000  grad norm 1.5  lr 8.00e-04  2,000 tokens/s  6 TFLOP/s  MFU 25.0 %  "
+        "memory 1.25 GiB  data wait 10.0%  ETA 0:00:40  skipped 2"
+    ]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    folder = tmp_path / "run"
+    log_steps(folder, range(1, 3), rank=1, metrics=Metrics(enable_tensorboard=True, enable_wandb=True))
+    assert not folder.exists()
+
+
+def test_validation_and_event_rows(tmp_path, caplog):
+    metrics = writer(tmp_path)
+    with caplog.at_level(logging.INFO):
+        metrics.log_validation(10, 2.5, validation_tokens=4096)
+        metrics.log_event(10, "checkpoint saved", save_seconds=0.25)
+    validation, event = rows(tmp_path)
+    assert validation | {"time": 0} == {"step": 10, "validation_loss": 2.5, "validation_tokens": 4096, "time": 0}
+    assert event | {"time": 0} == {"step": 10, "event": "checkpoint saved", "save_seconds": 0.25, "time": 0}
+    assert caplog.messages == [
+        "step 10  validation loss 2.5000  validation_tokens 4096",
+        "step 10  checkpoint saved  save_seconds 0.25",
+    ]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_non_finite_numbers_are_null(tmp_path, loss):
+    metrics = writer(tmp_path)
+    metrics.log(record(1, loss=loss, grad_norm=loss))
+    (row,) = rows(tmp_path)
+    assert row["loss"] is None
+    assert row["grad_norm"] is None
+
+
+def test_resume_continues_the_rows(tmp_path):
+    log_steps(tmp_path, range(1, 9))
+    log_steps(tmp_path, range(6, 11), resume_step=5)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 11))
+
+
+def test_resume_drops_the_torn_line_of_a_killed_process(tmp_path):
+    program = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_metrics import record, writer
+from pathlib import Path
+metrics = writer(Path({str(tmp_path)!r}))
+for step in range(1, 4):
+    metrics.log(record(step))
+metrics.sinks[0].stream.write('{{"step": 3, "lo')
+metrics.sinks[0].stream.flush()
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('"lo')
+    log_steps(tmp_path, range(4, 6), resume_step=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_full_disk_costs_rows_but_not_the_run(tmp_path):
+    """A limit on the size of files stands in for the full disk."""
+    program = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_metrics import record, writer
+from pathlib import Path
+from torchtitan_clone.observe.logging import setup_logging
+setup_logging(rank=0, color=False)
+metrics = writer(Path({str(tmp_path)!r}))
+for step, size in ((1, 10_000), (2, 300), (3, 10_000)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    metrics.log(record(step))
+metrics.close()
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.count("WARNING [rank 0] metrics cannot be written: [Errno 27] File too large") == 1
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def tensorboard_steps(folder: Path, tag: str) -> list[int]:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return [event.step for event in accumulator.Scalars(tag)]
+
+
+def test_tensorboard_is_one_curve_after_a_resume(tmp_path):
+    metrics = Metrics(enable_tensorboard=True)
+    log_steps(tmp_path, range(1, 9), metrics=metrics)
+    log_steps(tmp_path, range(6, 11), metrics=metrics, resume_step=5)
+    assert tensorboard_steps(tmp_path / "tb", "loss") == list(range(1, 11))
+    assert tensorboard_steps(tmp_path / "tb", "mfu_percent") == list(range(1, 11))
+
+
+def test_tensorboard_is_imported_at_the_first_row(tmp_path):
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.observe.metrics import build_metrics
+build_metrics(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, resume_step=0, total_steps=1,
+              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}})
+print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"
+
+
+def test_missing_wandb_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'enable_wandb.*not installed.*"torchtitan_clone\[wandb\]"'):
+        writer(tmp_path / "run", metrics=Metrics(enable_wandb=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_offline_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    metrics = Metrics(enable_wandb=True)
+    ids = []
+    for resume_step in (0, 5):
+        run = writer(tmp_path, metrics=metrics, resume_step=resume_step)
+        ids.append(run.sinks[1].run.id)
+        run.log(record(resume_step + 1))
+        run.close()
+    assert ids == [(tmp_path / "wandb_id").read_text()] * 2
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
+
+
+def run_on_a_terminal(program: str) -> str:
+    """What a user's terminal receives from a Python program."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (40, 200))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=slave, stderr=slave)
+    os.close(slave)
+    received = b""
+    while chunk := _read(master):
+        received += chunk
+    os.close(master)
+    assert process.wait() == 0
+    return received.decode()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # Linux' way to say that the other end is closed
+        return b""
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_metrics import record, writer
+from torchtitan_clone.observe.logging import setup_logging
+setup_logging(rank=0, color=False)
+metrics = writer(Path({folder!r}), total_steps=6)
+for step in range(1, 7):
+    metrics.progress(step)
+    if step % 2 == 0:
+        metrics.log(record(step))
+metrics.close()
+"""
+
+
+def test_progress_bar_only_on_a_terminal_and_lines_stay_whole(tmp_path):
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    piped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.split("  ")[0].split(" ", 2)[2] for line in piped.stdout.splitlines()] == [
+        "step 2/6",
+        "step 4/6",
+        "step 6/6",
+    ]
+    assert piped.stderr == ""
+    (tmp_path / "metrics.jsonl").unlink()
+    shown = run_on_a_terminal(program)
+    assert "6/6 [" in shown
+    lines = [line.rsplit("\r", 1)[-1] for line in shown.split("\r\n")]
+    assert [line.split("  ")[0].split(" ", 2)[2] for line in lines if "loss" in line] == [
+        "step 2/6",
+        "step 4/6",
+        "step 6/6",
+    ]
