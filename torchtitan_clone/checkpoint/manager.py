@@ -136,6 +136,11 @@ class CheckpointManager:
             shutil.rmtree(final)
         partial.rename(final)
         _sync_folder(self._folder)
+        self._purge()
+
+    def _purge(self) -> None:
+        for leftover in self._folder.glob("step-*.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)
         if self._options.keep_latest_k:
             for step in committed_steps(self._folder)[: -self._options.keep_latest_k]:
                 shutil.rmtree(self._folder / f"step-{step}", ignore_errors=True)

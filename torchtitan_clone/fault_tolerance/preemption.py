@@ -10,11 +10,23 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+class StopBeforeTraining(BaseException):
+    """A signal arrived while there was nothing to save yet."""
+
+
 class StopRequest:
-    """Remembers the first signal that asked this process to stop; later ones change nothing."""
+    """Remembers the first signal that asked this process to stop; later ones change nothing.
+
+    Until `defer` is called, a signal ends what is running with StopBeforeTraining.
+    """
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
+        self._deferred = False
+
+    def defer(self) -> None:
+        """From now on a signal is only remembered: the trainer finishes its step and saves."""
+        self._deferred = True
 
     def install(self) -> None:
         """Takes over the stop signals of this process; main thread only."""
@@ -24,3 +36,5 @@ class StopRequest:
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         if self.signal_name is None:
             self.signal_name = signal.Signals(number).name
+            if not self._deferred:
+                raise StopBeforeTraining(self.signal_name)

@@ -41,7 +41,7 @@ def _compiled_flex_attention():
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(H)) v with grouped queries. A module of its own, so that context parallelism can replace it."""
+    """softmax(q k^T / sqrt(H)) v with grouped queries; a module of its own, so that another can take its place."""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask) -> Tensor:
         """Returns [B, T, N, H]."""

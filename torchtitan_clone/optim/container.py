@@ -3,7 +3,7 @@
 Names, not positions, are what a checkpoint holds: so the state survives another split of the model over ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +81,14 @@ class OptimizerContainer:
                 value.zero_()
 
 
-def build_optimizer(
-    optimizer: Optimizer, *, named_parameters: Iterable[tuple[str, nn.Parameter]]
-) -> OptimizerContainer:
+def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
     """The optimizer that `optimizer.name` names, over these parameters; ConfigError for an unknown one.
 
     Weight decay applies to matrices only, unless `decay_all_parameters`.
     """
     if optimizer.name not in OPTIMIZERS:
         raise ConfigError([f'optimizer.name = "{optimizer.name}": no such optimizer; known: {", ".join(OPTIMIZERS)}'])
-    names = {parameter: name for name, parameter in named_parameters if parameter.requires_grad}
+    names = {parameter: name for name, parameter in named_parameters.items() if parameter.requires_grad}
     matrices = [p for p in names if p.ndim >= 2 or optimizer.decay_all_parameters]
     vectors = [p for p in names if p.ndim < 2 and not optimizer.decay_all_parameters]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -1,4 +1,7 @@
-"""Activation checkpointing: recompute in backward what would be costly to keep. Source: arXiv 2205.05198 (selective)."""
+"""Activation checkpointing: recompute in backward what would be costly to keep.
+
+Source: arXiv 1604.06174; selective, arXiv 2205.05198.
+"""
 
 from functools import partial
 
@@ -34,7 +37,7 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, *, config: ActivationC
 def _selective_context():
     products = {"forward": 0, "recompute": 0}
 
-    def policy(ctx, op, *args, **kwargs):  # noqa: ARG001, torch fixes the signature
+    def policy(ctx, op, *args, **kwargs):
         if op in _PRODUCTS:
             phase = "recompute" if ctx.is_recompute else "forward"
             products[phase] += 1

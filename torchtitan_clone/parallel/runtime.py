@@ -37,7 +37,7 @@ def pick_device(launch: Launch) -> torch.device:
 
 @contextmanager
 def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for CUDA tensors. Works without torchrun for one process."""
+    """The default process group: gloo for CPU tensors, NCCL for CUDA tensors; one process needs no torchrun."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     options = {
@@ -48,10 +48,9 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
         dist.init_process_group(**options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=launch.rank, world_size=launch.world_size, **options)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    # Not torn down after an error: that may wait for a rank that is gone, and the process ends anyway.
+    yield
+    dist.destroy_process_group()
 
 
 def shorten_timeouts(comm: Comm) -> None:

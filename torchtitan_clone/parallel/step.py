@@ -14,13 +14,13 @@ class Rows(Protocol):
     """A batch: rows of tokens with their positions, documents and targets."""
 
     @property
-    def tokens_BT(self) -> Tensor: ...  # noqa: N802
+    def tokens_BT(self) -> Tensor: ...
     @property
-    def positions_BT(self) -> Tensor: ...  # noqa: N802
+    def positions_BT(self) -> Tensor: ...
     @property
-    def documents_BT(self) -> Tensor | None: ...  # noqa: N802
+    def documents_BT(self) -> Tensor | None: ...
     @property
-    def targets_BT(self) -> Tensor: ...  # noqa: N802
+    def targets_BT(self) -> Tensor: ...
 
 
 class ForwardBackward(Protocol):

@@ -132,13 +132,13 @@ class Llama3(nn.Module):
         self.register_buffer("inv_freq", torch.empty(args.head_dim // 2, dtype=torch.float32), persistent=False)
         self.init_buffers()
 
-    def init_buffers(self) -> None:
-        """Computes the rotary frequencies where `inv_freq` lies."""
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Computes the rotary frequencies, where they lie or on `device`."""
         self.inv_freq: Tensor = inverse_frequencies(
             head_dim=self.args.head_dim,
             theta=self.args.rope_theta,
             scaling=self.args.rope_scaling,
-            device=self.inv_freq.device,
+            device=device or self.inv_freq.device,
         )
 
     def forward(

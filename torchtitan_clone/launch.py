@@ -1,0 +1,185 @@
+"""Starts the training processes of this node, with torchrun's agent: one per device.
+
+    python -m torchtitan_clone.launch --nproc-per-node=2 --job.config_file=FILE --training.steps=20
+
+What differs from torchrun:
+- SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 reach the workers, once, and nothing is killed: the workers finish their step, save
+  and exit 0, and so does the launcher. SIGQUIT (Ctrl-\\) ends everything at once.
+- Exit code 2, with which a worker leaves after it has reported an error in its configuration, is passed on in silence.
+  Any other failure is one short block, and an exit code that is not 0.
+- Workers die with the launcher, even if it is killed by SIGKILL.
+- Ranks that are not shown write to files, which are deleted after a success; those shown own the terminal.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # importing torch takes seconds, which a worker's way through this file must not cost
+    from torch.distributed.elastic.agent.server import SimpleElasticAgent
+    from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+CONFIG_ERROR = 2
+"""Exit code of a worker that has reported an error in its configuration."""
+PR_SET_PDEATHSIG = 1
+WORKER = "--worker"
+
+
+def main(argv: list[str]) -> int:
+    """Launch, or be one of the processes launched; the exit code."""
+    if argv[0] == WORKER:
+        return _run_worker(argv[1], module=argv[2], arguments=argv[3:])
+    options, arguments = _parse(argv)
+    for number in FORWARDED:
+        signal.signal(number, signal.SIG_DFL)  # until there are workers, a signal just ends the launcher
+    logging.disable()  # what torchrun's agent has to say is said here, once
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    log_folder = Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
+    code = _launch(options, arguments, log_folder=log_folder)
+    if code in (0, CONFIG_ERROR):
+        shutil.rmtree(log_folder)
+    return code
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Own options, and what is left for the training."""
+    parser = argparse.ArgumentParser(prog="torchtitan_clone.launch", allow_abbrev=False, add_help=False)
+    parser.add_argument("--nproc-per-node", type=int, required=True, help="processes on this node")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes; each starts this command")
+    parser.add_argument("--node-rank", type=int, default=0, help="which of the nodes this is; 0 hosts the rendezvous")
+    parser.add_argument("--master-addr", default="127.0.0.1", help="node 0's address")
+    parser.add_argument("--master-port", type=int, default=29500, help="a port free on node 0; unused with one node")
+    parser.add_argument("--log-rank", default="0", help="local ranks shown on the console, for example 0,1")
+    parser.add_argument("--module", default="torchtitan_clone.train", help="what each process runs")
+    return parser.parse_known_args(argv)
+
+
+def _run_worker(launcher_pid: str, *, module: str, arguments: list[str]) -> int:
+    """Tie this process' life to the launcher's, then become `python -m module`."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher_pid):  # it died before the tie was made
+        return 1
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _launch(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    agent = _build_agent(options, arguments, log_folder=log_folder)
+    _forward_signals(agent)
+    try:
+        result = agent.run()
+    except SignalException as stop:
+        _say(f"stopped at once by {stop.sigval.name}")
+        return 128 + stop.sigval
+    except (DistError, RendezvousError) as error:
+        _say(f"the {options.nnodes} nodes did not meet at {options.master_addr}:{options.master_port}: {error}")
+        return 1
+    return _report(result.failures, shown=_shown_ranks(options), log_folder=log_folder)
+
+
+def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> "SimpleElasticAgent":
+    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    one_node = options.nnodes == 1
+    rendezvous = RendezvousParameters(
+        backend="c10d" if one_node else "static",
+        endpoint="127.0.0.1:0" if one_node else f"{options.master_addr}:{options.master_port}",
+        run_id=uuid.uuid4().hex if one_node else "torchtitan_clone",
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        local_addr="127.0.0.1" if one_node else None,
+        rank=options.node_rank,
+        timeout=900,
+    )
+    shown = _shown_ranks(options)
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=options.nproc_per_node,
+        entrypoint=sys.executable,
+        args=("-u", "-m", "torchtitan_clone.launch", WORKER, str(os.getpid()), options.module, *arguments),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=0,
+        monitor_interval=0.1,
+        master_addr=None if one_node else options.master_addr,
+        master_port=None if one_node else options.master_port,
+        local_addr=rendezvous.local_addr,
+    )
+    to_files = {rank: Std.NONE if rank in shown else Std.ALL for rank in range(options.nproc_per_node)}
+    return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=to_files))
+
+
+def _forward_signals(agent: "SimpleElasticAgent") -> None:
+    """Hand each signal to the workers the first time it comes; they run in sessions of their own and hear of none."""
+    forwarded: set[int] = set()
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        workers = agent.get_worker_group().workers
+        if not all(isinstance(worker.id, int) for worker in workers):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif number not in forwarded:
+            forwarded.add(number)
+            _say(f"{signal.Signals(number).name}: the workers finish their step and save; Ctrl-\\ ends them at once")
+            for worker in workers:
+                _send(number, worker.id)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+
+
+def _send(number: int, pid: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # it has ended already
+
+
+def _report(failures: "dict[int, ProcessFailure]", *, shown: set[int], log_folder: Path) -> int:
+    """Say which ranks failed, and how; the launcher's exit code."""
+    if not failures:
+        return 0
+    if any(failure.exitcode == CONFIG_ERROR for failure in failures.values()):
+        return CONFIG_ERROR
+    # Ranks that the agent itself ended after the first failure have SIGTERM to show for it.
+    ranks = sorted(failures, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, failures[rank].timestamp))
+    _say("training failed")
+    for rank in ranks:
+        _say(f"  rank {rank}: {_how(failures[rank].exitcode)}")
+    return 1
+
+
+def _how(exitcode: int) -> str:
+    return f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
+
+
+def _shown_ranks(options: argparse.Namespace) -> set[int]:
+    return {int(rank) for rank in options.log_rank.split(",")}
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"launch: {text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

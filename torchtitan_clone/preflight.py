@@ -1,0 +1,189 @@
+"""Everything that can be refused, refused before a process group starts or a folder is made."""
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.checkpoint.manager import Progress, committed_steps, read_progress
+from torchtitan_clone.config import (
+    Config,
+    ConfigError,
+    Degrees,
+    load_config,
+    resolved_degrees,
+    resolved_global_batch_size,
+    run_folder,
+    to_toml,
+    violations,
+)
+from torchtitan_clone.data import Loader, Tokenizer, build_loader, build_tokenizer, open_dataset
+from torchtitan_clone.models import ModelSpec, find_model
+from torchtitan_clone.observe.flops import training_flops_per_token
+from torchtitan_clone.optim import build_schedule
+from torchtitan_clone.parallel.mesh import batch_rank, describe_mesh
+from torchtitan_clone.parallel.runtime import Launch
+
+CONFIG_FILE = "config.toml"
+
+_SOURCE = ("dataset", "dataset_path", "text_key", "seq_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a run looks like: its model, its mesh, its batches. Needs no data."""
+
+    config: Config
+    folder: Path
+    spec: ModelSpec
+    model_args: Any
+    tokenizer: Tokenizer
+    degrees: Degrees
+    global_batch_size: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.global_batch_size * self.config.training.seq_len
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Numbers in all parameters."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.spec.build(self.model_args).parameters())
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward for one token."""
+        args = self.model_args
+        embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+        return training_flops_per_token(
+            matmul_parameters=self.parameter_count - embedding,
+            n_layers=args.n_layers,
+            n_heads=args.n_heads,
+            head_dim=args.head_dim,
+            seq_len=self.config.training.seq_len,
+        )
+
+    @property
+    def overview(self) -> str:
+        """The run in one line."""
+        config, rows = self.config, self.global_batch_size
+        return (
+            f"{config.model.name} {config.model.flavor}, {self.parameter_count:,} parameters, "
+            f"{config.training.steps:,} steps of {rows:,} rows x {config.training.seq_len:,} = "
+            f"{self.tokens_per_step:,} tokens, in {self.folder}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run that may start: its shape, its data, and where it goes on from."""
+
+    shape: Shape
+    loader: Loader
+    validation_loader: Loader | None
+    progress: Progress
+
+
+def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
+    """Resolves names and sizes; ConfigError with all that is wrong."""
+    found: list[str] = []
+    spec = find_model(config.model)
+    model_args = spec.resolve_args(config.model)
+    found += model_args.violations()
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    found += violations(
+        config,
+        world_size=world_size,
+        max_seq_len=model_args.max_seq_len,
+        vocab_size=model_args.vocab_size,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        device_type=device_type,
+    )
+    if found:
+        raise ConfigError(found)
+    build_schedule(config.lr_scheduler, steps=config.training.steps)
+    degrees = resolved_degrees(config.parallelism, world_size)
+    return Shape(
+        config=config,
+        folder=run_folder(config.job),
+        spec=spec,
+        model_args=model_args,
+        tokenizer=tokenizer,
+        degrees=degrees,
+        global_batch_size=resolved_global_batch_size(config.training, degrees),
+    )
+
+
+def summary(shape: Shape) -> str:
+    """What --dry-run prints."""
+    accumulation = shape.global_batch_size // (shape.degrees.data * shape.config.training.local_batch_size)
+    return (
+        f"{to_toml(shape.config)}\n"
+        f"mesh              {describe_mesh(shape.degrees)}\n"
+        f"parameters        {shape.parameter_count:,}\n"
+        f"FLOPs per token   {shape.flops_per_token:,.0f}\n"
+        f"tokens per step   {shape.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
+        f"tokens of the run {shape.tokens_per_step * shape.config.training.steps:,}\n"
+        f"run folder        {shape.folder}\n"
+    )
+
+
+def prepare(shape: Shape, *, launch: Launch) -> Run:
+    """Opens the data and finds where the run goes on; ConfigError where the data or the run's folder do not fit."""
+    config = shape.config
+    checkpoints = shape.folder / config.checkpoint.folder
+    steps = committed_steps(checkpoints)
+    if steps:
+        _check_folder_is_ours(shape)
+    dataset = open_dataset(training=config.training, data=config.data, tokenizer=shape.tokenizer)
+    common = {
+        "dataset": dataset,
+        "seq_len": config.training.seq_len,
+        "document_masking": config.training.document_masking,
+        "seed": config.debug.seed,
+        "rank": batch_rank(shape.degrees, rank=launch.rank),
+        "num_ranks": shape.degrees.data,
+        "num_workers": config.data.num_workers,
+        "all_gather_object": _all_gather_object,
+    }
+    loader = build_loader(split="train", global_batch_size=shape.global_batch_size, **common)
+    validation_loader = None
+    if config.validation.enable:
+        validation_rows = config.validation.local_batch_size * shape.degrees.data
+        validation_loader = build_loader(split="validation", global_batch_size=validation_rows, **common)
+    progress = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
+    if steps and config.checkpoint.enable:
+        progress = read_progress(checkpoints, step=steps[-1])
+        loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
+    return Run(shape=shape, loader=loader, validation_loader=validation_loader, progress=progress)
+
+
+def _all_gather_object(value: object) -> list[object]:
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _check_folder_is_ours(shape: Shape) -> None:
+    """A folder with checkpoints belongs to the model and the data it was started with."""
+    path = shape.folder / CONFIG_FILE
+    if not path.exists():
+        return
+    before, now = load_config([f"--job.config_file={path}"]), shape.config
+    then = {f"model.args.{k}": v for k, v in asdict(find_model(before.model).resolve_args(before.model)).items()}
+    today = {f"model.args.{k}": v for k, v in asdict(shape.model_args).items()}
+    if not now.checkpoint.allow_data_change:
+        then |= {f"training.{name}": getattr(before.training, name) for name in _SOURCE}
+        today |= {f"training.{name}": getattr(now.training, name) for name in _SOURCE}
+    then["model.name"], today["model.name"] = before.model.name, now.model.name
+    changes = [f"{key} {then.get(key)} -> {today.get(key)}" for key in today if then.get(key) != today.get(key)]
+    if changes:
+        raise ConfigError(
+            f"the run folder {shape.folder} holds checkpoints of another run: {', '.join(changes)}; "
+            "choose another job.run_name, put the values back, or delete the folder"
+        )

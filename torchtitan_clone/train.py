@@ -1,0 +1,86 @@
+"""Entry: parse the configuration, refuse what cannot work, train.
+
+Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configuration or the data cannot be used.
+"""
+
+import logging
+import os
+import sys
+
+from torchtitan_clone.config import Config, ConfigError, help_text, load_config
+from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
+from torchtitan_clone.observe.logging import setup_logging
+
+logger = logging.getLogger("torchtitan_clone")
+
+
+def main(argv: list[str]) -> int:
+    """Runs one process of the run that the arguments describe; returns its exit code."""
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(help_text())
+        return 0
+    stop = StopRequest()
+    stop.install()
+    rank = int(os.environ.get("RANK", "0"))
+    setup_logging(rank=rank, color=True)
+    try:
+        config = load_config(argv)
+        setup_logging(rank=rank, color=not config.metrics.disable_color_printing)
+        return run(config, stop=stop)
+    except ConfigError as error:
+        # Every process finds the same; one of each machine says so.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"error: {error}\n")
+        return 2
+    except StopBeforeTraining as stopped:
+        logger.info("stopped by %s before the first step", stopped)
+        return 0
+
+
+def run(config: Config, *, stop: StopRequest) -> int:
+    """Trains and returns the exit code; torch is imported only now, so that a wrong option is reported at once."""
+    from torchtitan_clone import preflight
+    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+    from torchtitan_clone.trainer import Trainer, TrainingError
+
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    if config.job.dry_run:
+        sys.stdout.write(preflight.summary(shape))
+        return 0
+    run = preflight.prepare(shape, launch=launch)
+    if run.progress.step >= config.training.steps:
+        logger.info(
+            "the run in %s is complete: step %d of training.steps = %d; raise training.steps to go on",
+            shape.folder,
+            run.progress.step,
+            config.training.steps,
+        )
+        return 0
+    for line in (config.job.description, shape.overview):
+        if line:
+            logger.info("%s", line)
+    with process_group(config.comm, launch=launch, device=device):
+        try:
+            Trainer(run, launch=launch, device=device, stop=stop).train()
+        except TrainingError as error:
+            logger.error("%s", error)
+            return 1
+    return 0
+
+
+def exit_process(argv: list[str]) -> None:
+    """Runs main and ends at once: gloo's threads sometimes abort a process that tears down in order."""
+    try:
+        code = main(argv)
+    except Exception:
+        logger.exception("training failed")
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_process(sys.argv[1:])

@@ -1,0 +1,299 @@
+"""The trainer: builds everything in physical order, then runs the loop.
+
+What a step does is written in `Trainer._train_step`; when something happens between two steps, in `Trainer.train`.
+"""
+
+import logging
+import math
+import resource
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan_clone.checkpoint import CheckpointManager, Progress
+from torchtitan_clone.config import to_toml
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.loss import build_loss
+from torchtitan_clone.observe.flops import peak_flops_per_second
+from torchtitan_clone.observe.garbage import GarbageCollector
+from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
+from torchtitan_clone.observe.profiling import build_profiler
+from torchtitan_clone.optim import OptimizerContainer, build_optimizer, build_schedule
+from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
+from torchtitan_clone.parallel.initial import init_weights
+from torchtitan_clone.parallel.mesh import Mesh, build_mesh
+from torchtitan_clone.parallel.runtime import Launch, set_determinism, shorten_timeouts
+from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape
+
+logger = logging.getLogger("torchtitan_clone")
+
+
+class TrainingError(Exception):
+    """Training cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step gives: the same numbers on all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    data_seconds: float
+    stop: bool
+
+
+class Trainer:
+    """Trains one run to its last step, or to a request to stop. Needs the process group."""
+
+    def __init__(self, run: Run, *, launch: Launch, device: torch.device, stop: StopRequest):
+        config = run.shape.config
+        self._config = config
+        self._shape = run.shape
+        self._device = device
+        self._stop = stop
+        set_determinism(config.debug)
+        mesh = build_mesh(run.shape.degrees, device_type=device.type)
+        self._is_batch_leader = mesh.is_batch_leader
+        self.model = build_model(run.shape, mesh=mesh, device=device)
+        self.parameters = named_parameters(self.model)
+        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
+        self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
+        compile_loss = config.compile.enable and "loss" in config.compile.components
+        loss_fn = build_loss(
+            chunk_tokens=config.training.loss_chunk_tokens,
+            compile_backend=config.compile.backend if compile_loss else None,
+        )
+        self._forward_backward = build_forward_backward(self.model, loss_fn=loss_fn, device=device)
+        self._loader = run.loader
+        self._validation_loader = run.validation_loader
+        self._checkpoints = CheckpointManager(
+            config.checkpoint,
+            folder=run.shape.folder / config.checkpoint.folder,
+            state=partial(training_state, self.parameters, self.optimizer),
+        )
+        self._progress = run.progress
+        self._saved_step = run.progress.step
+        if run.progress.step:
+            self._checkpoints.load(run.progress.step)
+            logger.info("resumed after step %d", run.progress.step)
+        self._skipped_in_a_row = 0
+        if launch.rank == 0:
+            write_config(run.shape)
+        self._metrics = self._build_metrics(launch)
+        self._profiler = build_profiler(
+            config.profiling,
+            folder=run.shape.folder,
+            rank=launch.rank,
+            device_type=device.type,
+            resume_step=run.progress.step,
+        )
+
+    def train(self) -> None:
+        """Runs the steps that are left, saving and validating in between."""
+        self._stop.defer()
+        garbage = GarbageCollector(self._config.training.gc_freq)
+        first_step, last_step = self._progress.step + 1, self._config.training.steps
+        interval = _Interval()
+        with self._profiler:
+            for step in range(first_step, last_step + 1):
+                result = self._train_step(step)
+                interval.add(result.data_seconds)
+                if step == first_step:
+                    shorten_timeouts(self._config.comm)
+                if step in (first_step, last_step) or step % self._config.metrics.log_freq == 0 or result.stop:
+                    self._log(result, interval)
+                    interval = _Interval()
+                self._metrics.progress(step)
+                garbage.run(step)
+                self._profiler.step()
+                stop = result.stop and step < last_step
+                if self._is_validation_due(step) and not stop:
+                    self._validate(step)
+                    interval = _Interval()
+                if self._checkpoints.is_due(step) or step == last_step or stop:
+                    self._save()
+                    interval = _Interval()
+                if stop:
+                    break
+        garbage.close()
+        self._metrics.close()
+        self._say_how_it_ended()
+
+    def _train_step(self, step: int) -> StepResult:
+        training = self._config.training
+        start = time.perf_counter()
+        batch = next(self._loader)
+        data_seconds = time.perf_counter() - start
+        (num_targets,) = sum_over_ranks([batch.num_targets if self._is_batch_leader else 0])
+        lr_factor = self._lr_factor(step)
+        self.optimizer.set_lr_factor(lr_factor)
+        microbatches = (rows.to(self._device) for rows in batch.microbatches(training.local_batch_size))
+        local_loss = self._forward_backward(microbatches, num_targets=max(1, int(num_targets)))
+        norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
+        # Host sync: whether the step counts must be known before the weights change.
+        grad_norm = norm.item()
+        stop_wanted = self._stop.signal_name is not None
+        loss, stops = sum_over_ranks([local_loss.item() if self._is_batch_leader else 0.0, stop_wanted])
+        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        if skipped:
+            self._count_skip(step, loss=loss, grad_norm=grad_norm)
+        else:
+            self.optimizer.step()
+            self._skipped_in_a_row = 0
+        self.optimizer.zero_grad()
+        self._progress = Progress(
+            step=step,
+            tokens_seen=self._progress.tokens_seen + self._shape.tokens_per_step,
+            skipped_steps=self._progress.skipped_steps + skipped,
+            data={},
+        )
+        return StepResult(
+            loss=loss, grad_norm=grad_norm, lr=self.optimizer.lr, data_seconds=data_seconds, stop=stops > 0
+        )
+
+    def _count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
+        self._skipped_in_a_row += 1
+        limit = self._config.training.max_skipped_steps
+        what = f"step {step}: loss {loss}, gradient norm {grad_norm}"
+        if self._skipped_in_a_row > limit:
+            raise TrainingError(
+                f"{what}: not finite for {self._skipped_in_a_row} steps in a row, and training.max_skipped_steps is "
+                f"{limit}; lower optimizer.lr or training.max_norm, or look at the data of these steps"
+            )
+        if self._metrics.active:
+            logger.warning("%s: not finite, the weights stay as they are", what)
+
+    def _is_validation_due(self, step: int) -> bool:
+        validation = self._config.validation
+        return validation.enable and (step % validation.freq == 0 or step == self._config.training.steps)
+
+    def _validate(self, step: int) -> None:
+        """Mean loss over the targets of the held-out documents."""
+        assert self._validation_loader is not None
+        start = time.perf_counter()
+        loss_sum = torch.zeros((), device=self._device)
+        num_targets = 0
+        with torch.no_grad():
+            for count, batch in enumerate(self._validation_loader, start=1):
+                loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1)
+                num_targets += batch.num_targets
+                if count == self._config.validation.steps:
+                    break
+        is_leader = self._is_batch_leader
+        total, targets = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader])
+        seconds = time.perf_counter() - start
+        self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
+
+    def _save(self) -> None:
+        if not self._config.checkpoint.enable or self._saved_step == self._progress.step:
+            return
+        progress = Progress(**{**vars(self._progress), "data": self._loader.state_dict()})
+        report = self._checkpoints.save(progress)
+        if report.error is None:
+            self._saved_step = progress.step
+            self._metrics.log_event(progress.step, "checkpoint saved", seconds=report.seconds)
+
+    def _log(self, result: StepResult, interval: "_Interval") -> None:
+        self._metrics.log(
+            StepRecord(
+                step=self._progress.step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens_seen=self._progress.tokens_seen,
+                step_seconds=interval.seconds / interval.steps,
+                data_seconds=interval.data_seconds / interval.steps,
+                memory_gib=peak_memory_gib(self._device),
+                skipped_steps=self._progress.skipped_steps,
+            )
+        )
+
+    def _build_metrics(self, launch: Launch) -> MetricsWriter:
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        peak = peak_flops_per_second(name, dtype=self._config.training.mixed_precision_param)
+        return build_metrics(
+            self._config.metrics,
+            folder=self._shape.folder,
+            rank=launch.rank,
+            resume_step=self._progress.step,
+            total_steps=self._config.training.steps,
+            tokens_per_step=self._shape.tokens_per_step,
+            flops_per_token=self._shape.flops_per_token,
+            peak_flops=peak and peak * launch.world_size,
+            run_config=asdict(self._config),
+        )
+
+    def _say_how_it_ended(self) -> None:
+        step, last_step = self._progress.step, self._config.training.steps
+        saved = self._saved_step == step
+        if step == last_step:
+            logger.info("training is complete: step %d of %d", step, last_step)
+        elif saved:
+            logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop.signal_name, step)
+        else:
+            logger.warning("stopped by %s after step %d, which is not saved", self._stop.signal_name, step)
+
+
+class _Interval:
+    """Time since the last logged step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.steps = 0
+        self.data_seconds = 0.0
+
+    def add(self, data_seconds: float) -> None:
+        """Counts one step."""
+        self.steps += 1
+        self.data_seconds += data_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all its steps."""
+        return time.perf_counter() - self._start
+
+
+def build_model(shape: Shape, *, mesh: Mesh, device: torch.device) -> nn.Module:
+    """The model, parallelized on the meta device, then made real and given its initial weights."""
+    config = shape.config
+    with torch.device("meta"):
+        model = shape.spec.build(shape.model_args).to(getattr(torch, config.training.dtype))
+    apply_parallelism(
+        model,
+        mesh=mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+    )
+    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    model.init_buffers(device)
+    parameters = named_parameters(model)
+    init_weights(parameters, seed=config.debug.seed, std_of=partial(shape.spec.initial_std, shape.model_args))
+    return model
+
+
+def training_state(parameters: dict[str, nn.Parameter], optimizer: OptimizerContainer) -> dict[str, Tensor]:
+    """The tensors that a checkpoint holds: the very tensors, not copies."""
+    state: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
+    return state | {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
+
+
+def write_config(shape: Shape) -> None:
+    """Writes the resolved configuration into the run's folder, all of it or nothing."""
+    shape.folder.mkdir(parents=True, exist_ok=True)
+    partial_file = shape.folder / f"{CONFIG_FILE}.partial"
+    partial_file.write_text(to_toml(shape.config))
+    partial_file.rename(shape.folder / CONFIG_FILE)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory in use so far: of the CUDA allocator, or of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
