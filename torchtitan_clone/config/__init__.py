@@ -1,6 +1,6 @@
 """Everything that describes a run, as plain data; the lowest room of the package."""
 
-from torchtitan_clone.config.checks import check, violations
+from torchtitan_clone.config.checks import violations
 from torchtitan_clone.config.loader import load_config
 from torchtitan_clone.config.overlay import ConfigError, overlay
 from torchtitan_clone.config.render import help_text, to_toml
@@ -11,7 +11,6 @@ __all__ = [
     "Config",
     "ConfigError",
     "Degrees",
-    "check",
     "help_text",
     "load_config",
     "overlay",

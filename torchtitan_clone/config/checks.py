@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchtitan_clone.config.overlay import ConfigError, toml_like
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees
 from torchtitan_clone.config.schema import (
     ActivationCheckpoint,
@@ -21,12 +21,6 @@ from torchtitan_clone.config.schema import (
 )
 
 Bound = tuple[str, Callable[[Any], bool]]
-
-
-def check(config: Config, **facts: Any) -> None:
-    """ConfigError with all of violations(), which takes the same arguments."""
-    if found := violations(config, **facts):
-        raise ConfigError(found)
 
 
 def violations(
@@ -65,24 +59,21 @@ def _at_least(low: int) -> Bound:
     return f"at least {low}", lambda value: value >= low
 
 
-def _open_or(low: int) -> Bound:
-    return f"-1 or at least {low}", lambda value: value == -1 or value >= low
-
-
+OPEN_OR_ABOVE_0: Bound = "-1 or at least 1", lambda value: value == -1 or value >= 1
 ABOVE_0: Bound = "a number above 0", lambda value: 0 < value < math.inf
 SHARE_BELOW_1: Bound = "at least 0 and below 1", lambda value: 0 <= value < 1
 
 BOUNDS: dict[str, Bound] = {
     "training.seq_len": _at_least(1),
     "training.local_batch_size": _at_least(1),
-    "training.global_batch_size": _open_or(1),
+    "training.global_batch_size": OPEN_OR_ABOVE_0,
     "training.steps": _at_least(1),
     "training.max_norm": ("above 0 (inf never scales gradients)", lambda value: value > 0),
     "training.loss_chunk_tokens": _at_least(1),
     "training.max_skipped_steps": _at_least(0),
     "training.gc_freq": _at_least(1),
     "data.num_workers": _at_least(0),
-    "data.prepare_processes": _open_or(1),
+    "data.prepare_processes": OPEN_OR_ABOVE_0,
     "data.held_out_fraction": SHARE_BELOW_1,
     "data.max_bad_rows": _at_least(0),
     "optimizer.lr": ABOVE_0,
@@ -94,7 +85,7 @@ BOUNDS: dict[str, Bound] = {
     "lr_scheduler.decay_ratio": ("unset, or above 0 and at most 1", lambda value: value is None or 0 < value <= 1),
     "lr_scheduler.min_lr_factor": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "parallelism.data_parallel_replicate_degree": _at_least(1),
-    "parallelism.data_parallel_shard_degree": _open_or(1),
+    "parallelism.data_parallel_shard_degree": OPEN_OR_ABOVE_0,
     "parallelism.tensor_parallel_degree": _at_least(1),
     "parallelism.pipeline_parallel_degree": _at_least(1),
     "parallelism.context_parallel_degree": _at_least(1),
@@ -107,7 +98,7 @@ BOUNDS: dict[str, Bound] = {
     "comm.init_timeout_seconds": _at_least(1),
     "comm.train_timeout_seconds": _at_least(1),
     "validation.freq": _at_least(1),
-    "validation.steps": _open_or(1),
+    "validation.steps": OPEN_OR_ABOVE_0,
     "validation.local_batch_size": _at_least(1),
     "debug.seed": _at_least(0),
 }
@@ -121,34 +112,35 @@ def _out_of_bounds(config: Config) -> Iterator[str]:
             yield f"{name} = {toml_like(value)}: must be {wording}."
 
 
+AXES = {
+    "replicate": "data_parallel_replicate_degree",
+    "shard": "data_parallel_shard_degree",
+    "tensor": "tensor_parallel_degree",
+    "pipeline": "pipeline_parallel_degree",
+    "context": "context_parallel_degree",
+}
+
+
 def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
     """The degrees multiply to the world size; with a shard degree of -1 they divide it."""
-    named = {
-        "replicate": ("data_parallel_replicate_degree", parallelism.data_parallel_replicate_degree),
-        "shard": ("data_parallel_shard_degree", parallelism.data_parallel_shard_degree),
-        "tensor": ("tensor_parallel_degree", parallelism.tensor_parallel_degree),
-        "pipeline": ("pipeline_parallel_degree", parallelism.pipeline_parallel_degree),
-        "context": ("context_parallel_degree", parallelism.context_parallel_degree),
-    }
-    rest_is_sharded = parallelism.data_parallel_shard_degree == -1
-    shown = {name: pair for name, pair in named.items() if pair[1] > 1} or {"shard": named["shard"]}
-    product = math.prod(degree for _, degree in named.values() if degree > 0)
+    degrees = {axis: getattr(parallelism, option) for axis, option in AXES.items()}
+    fixed = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"shard": 1}
+    product = math.prod(fixed.values())
+    rest_is_sharded = degrees["shard"] == -1
     if world_size == product or (rest_is_sharded and world_size % product == 0):
         return
     remedies: list[str] = []
-    for key, degree in shown.values():
+    for axis, degree in fixed.items():
         rest, remainder = divmod(world_size, product // degree)
         if remainder == 0:
             values = _nearest_divisors(rest, degree) if rest_is_sharded else [rest]
-            remedies.append(f"parallelism.{key} to {_either(values)}{' or -1' if key == named['shard'][0] else ''}")
-    ranks = [product]
-    if rest_is_sharded:
-        ranks = [count for count in (world_size // product * product, (world_size // product + 1) * product) if count]
-    factors = " x ".join(f"{name} {degree}" for name, (_, degree) in shown.items())
-    total = f" = {product}" if len(shown) > 1 else ""
+            remedies.append(f"parallelism.{AXES[axis]} to {_either(values)}{' or -1' if axis == 'shard' else ''}")
+    factors = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items())
+    total = f" = {product}" if len(fixed) > 1 else ""
     verb = "does not divide" if rest_is_sharded else "is not"
     setting = f"set {' or '.join(remedies)}, or " if remedies else ""
-    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {_either(ranks)} ranks."
+    ranks = _either(_nearest_multiples(product, world_size) if rest_is_sharded else [product])
+    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {ranks} ranks."
 
 
 def _unsupported(parallelism: Parallelism) -> Iterator[str]:
@@ -166,8 +158,7 @@ def _batch_size(training: Training, degrees: Degrees) -> Iterator[str]:
     at_once = local * ranks
     if rows == -1 or rows % at_once == 0:
         return
-    totals = [count for count in (rows // at_once * at_once, (rows // at_once + 1) * at_once) if count]
-    remedy = f"set training.global_batch_size to {_either(totals)}"
+    remedy = f"set training.global_batch_size to {_either(_nearest_multiples(at_once, rows))}"
     if rows % ranks == 0:
         remedy += f", or training.local_batch_size to {_either(_nearest_divisors(rows // ranks, local))}"
     yield (
@@ -187,7 +178,7 @@ def _model_limits(config: Config, max_seq_len: int, vocab_size: int, tokenizer_v
         tokenizer = config.model.hf_assets_path or "this package"
         yield (
             f"model.args.vocab_size = {vocab_size}: the tokenizer of {tokenizer} has {tokenizer_vocab_size} tokens; "
-            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the folder of the model's own tokenizer."
+            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the model's own tokenizer."
         )
 
 
@@ -233,8 +224,8 @@ def _profiling(profiling: Profiling, device_type: str) -> Iterator[str]:
     busy = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and busy > profiling.profile_freq:
         yield (
-            f"profiling.profile_freq = {profiling.profile_freq}: less than the {busy} steps of one trace ("
-            f"profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}); set it to at least {busy}."
+            f"profiling.profile_freq = {profiling.profile_freq}: less than profiler_warmup "
+            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}; set it to at least {busy}."
         )
 
 
@@ -250,6 +241,12 @@ def _nearest_divisors(number: int, target: int) -> list[int]:
     """The up to four divisors of `number` that are nearest to `target`, smallest first."""
     divisors = [count for count in range(1, number + 1) if number % count == 0]
     return sorted(sorted(divisors, key=lambda count: abs(math.log(count / target)))[:4])
+
+
+def _nearest_multiples(number: int, target: int) -> list[int]:
+    """The multiples of `number` just below and just above `target`, above 0."""
+    below = target // number * number
+    return [count for count in (below, below + number) if count > 0]
 
 
 def _either(numbers: list[int]) -> str:

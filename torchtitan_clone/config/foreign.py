@@ -25,9 +25,9 @@ class ForeignKey:
 
     def admits(self, value: Any, *, switch: Any) -> bool:
         """Whether the value may be left out without changing the run; `switch` is the value of the key in `tunes`."""
-        if self.tunes and switch in _SWITCHED_OFF:
+        if self.tunes and _is_one_of(switch, _SWITCHED_OFF):
             return True
-        return ANY in self.harmless or any(type(value) is type(item) and value == item for item in self.harmless)
+        return ANY in self.harmless or _is_one_of(value, self.harmless)
 
 
 _NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
@@ -115,6 +115,11 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
 }
 
 _SWITCHED_OFF = (None, False, 1)
+
+
+def _is_one_of(value: Any, items: tuple[Any, ...]) -> bool:
+    """`value in items`, but for Python true is 1 and 0 is false, and for a configuration they are not."""
+    return any(type(value) is type(item) and value == item for item in items)
 
 
 def foreign_key(key: str) -> ForeignKey | None:

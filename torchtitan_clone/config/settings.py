@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import tomli
 
@@ -59,7 +59,8 @@ def _parse_value(text: str, *, annotation: Any) -> Any:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
         return text
-    if len(parsed) > 1 or (str in (annotation, *get_args(annotation)) and not isinstance(parsed["value"], str)):
+    wants_string = annotation in (str, str | None)
+    if len(parsed) > 1 or (wants_string and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]
 

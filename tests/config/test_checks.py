@@ -1,0 +1,183 @@
+"""violations(): one broken rule gives exactly one message, with the remedy for these values."""
+
+from typing import Any
+
+import pytest
+
+from torchtitan_clone.config import (
+    Config,
+    Degrees,
+    load_config,
+    resolved_degrees,
+    resolved_global_batch_size,
+    run_folder,
+    violations,
+)
+from torchtitan_clone.config.checks import BOUNDS
+
+FACTS: dict[str, Any] = {
+    "world_size": 8,
+    "max_seq_len": 4096,
+    "vocab_size": 2048,
+    "tokenizer_vocab_size": 2048,
+    "device_type": "cpu",
+}
+
+
+def test_the_defaults_break_no_rule() -> None:
+    assert violations(Config(), **FACTS) == []
+    assert violations(Config(), **FACTS | {"tokenizer_vocab_size": None, "world_size": 1}) == []
+
+
+OUT_OF_BOUNDS = {
+    "training.seq_len": 0,
+    "training.local_batch_size": 0,
+    "training.global_batch_size": -2,
+    "training.steps": 0,
+    "training.max_norm": 0,
+    "training.loss_chunk_tokens": 0,
+    "training.max_skipped_steps": -1,
+    "training.gc_freq": 0,
+    "data.num_workers": -1,
+    "data.prepare_processes": 0,
+    "data.held_out_fraction": 1.0,
+    "data.max_bad_rows": -1,
+    "optimizer.lr": "nan",
+    "optimizer.beta1": 1.0,
+    "optimizer.beta2": -0.1,
+    "optimizer.eps": 0,
+    "optimizer.weight_decay": "inf",
+    "lr_scheduler.warmup_steps": -1,
+    "lr_scheduler.decay_ratio": 0,
+    "lr_scheduler.min_lr_factor": 1.1,
+    "parallelism.data_parallel_replicate_degree": 0,
+    "parallelism.data_parallel_shard_degree": 0,
+    "parallelism.tensor_parallel_degree": 0,
+    "parallelism.pipeline_parallel_degree": -1,
+    "parallelism.context_parallel_degree": 0,
+    "checkpoint.interval": 0,
+    "checkpoint.keep_latest_k": -1,
+    "metrics.log_freq": 0,
+    "profiling.profile_freq": 0,
+    "profiling.profiler_warmup": -1,
+    "profiling.profiler_active": 0,
+    "comm.init_timeout_seconds": 0,
+    "comm.train_timeout_seconds": 0,
+    "validation.freq": 0,
+    "validation.steps": 0,
+    "validation.local_batch_size": 0,
+    "debug.seed": -1,
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name: str) -> None:
+    (message,) = violations(load_config([f"--{name}={OUT_OF_BOUNDS[name]}"]), **FACTS)
+    assert message.startswith(f"{name} = ")
+    assert ": must be " in message
+
+
+REPLICATE, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+
+RULES = [
+    (
+        [f"{REPLICATE}=3"],
+        {},
+        "parallelism: replicate 3 does not divide WORLD_SIZE 8; set parallelism.data_parallel_replicate_degree to "
+        "1, 2, 4 or 8, or launch 6 or 9 ranks.",
+    ),
+    (
+        [f"{SHARD}=16"],
+        {},
+        "parallelism: shard 16 is not WORLD_SIZE 8; set parallelism.data_parallel_shard_degree to 8 or -1, or "
+        "launch 16 ranks.",
+    ),
+    (
+        [f"{REPLICATE}=2", f"{SHARD}=3"],
+        {},
+        "parallelism: replicate 2 x shard 3 = 6 is not WORLD_SIZE 8; set parallelism.data_parallel_shard_degree to "
+        "4 or -1, or launch 6 ranks.",
+    ),
+    ([f"{SHARD}=1"], {"world_size": 4}, "shard 1 is not WORLD_SIZE 4; set parallelism.data_parallel_shard_degree to 4"),
+    ([f"{REPLICATE}=4"], {"world_size": 1}, "or launch 4 ranks"),
+    (["--parallelism.tensor_parallel_degree=2"], {}, "this version has no tensor parallelism; set it to 1"),
+    (["--parallelism.pipeline_parallel_degree=2"], {}, "this version has no pipeline parallelism; set it to 1"),
+    (["--parallelism.context_parallel_degree=2"], {}, "this version has no context parallelism; set it to 1"),
+    (
+        ["--training.global_batch_size=80", "--training.local_batch_size=4"],
+        {},
+        "training.global_batch_size = 80: not a multiple of training.local_batch_size 4 x data-parallel degree 8 = 32; "
+        "set training.global_batch_size to 64 or 96, or training.local_batch_size to 1, 2, 5 or 10.",
+    ),
+    (["--training.global_batch_size=12"], {}, "set training.global_batch_size to 64."),
+    (["--training.seq_len=8192"], {}, "llama3 debugmodel takes sequences of up to 4096 tokens; set it to at most 4096"),
+    ([], {"tokenizer_vocab_size": 3000}, "model.args.vocab_size = 2048: the tokenizer of this package has 3000 tokens"),
+    (
+        ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
+        {},
+        'set training.mixed_precision_param to "bfloat16" or training.dtype to "float32"',
+    ),
+    (["--training.steps=20"], {}, "lr_scheduler.warmup_steps = 200: more than training.steps 20"),
+    (["--activation_checkpoint.selective_ac_option=0"], {}, 'selective_ac_option = "0": must be "op", or a number'),
+    (["--activation_checkpoint.selective_ac_option=some"], {}, 'selective_ac_option = "some": must be "op"'),
+    (["--compile.enable", "--compile.components=[]"], {}, "leaves compile.enable nothing to compile"),
+    (["--profiling.enable_memory_snapshot"], {}, "this run is on cpu; set it to false"),
+    (["--profiling.enable_profiling", "--profiling.profile_freq=3"], {}, "set it to at least 4"),
+    (
+        ["--validation.enable", "--data.held_out_fraction=0"],
+        {},
+        "keeps no documents for it; set data.held_out_fraction",
+    ),
+]
+
+
+@pytest.mark.parametrize(("argv", "facts", "fragment"), RULES)
+def test_rules(argv: list[str], facts: dict[str, Any], fragment: str) -> None:
+    (message,) = violations(load_config(argv), **FACTS | facts)
+    assert fragment in message
+
+
+ALLOWED = [
+    (["--profiling.enable_memory_snapshot"], {"device_type": "cuda"}),
+    ([f"{REPLICATE}=2", f"{SHARD}=4"], {}),
+    (["--training.global_batch_size=128"], {}),
+    (["--training.max_norm=inf"], {}),
+    (["--lr_scheduler.decay_ratio=1", "--lr_scheduler.min_lr_factor=1"], {}),
+    (["--activation_checkpoint.selective_ac_option=op"], {}),
+    (["--training.dtype=bfloat16"], {}),
+    (["--training.enable_cpu_offload"], {}),
+    (["--training.steps=200"], {}),
+]
+
+
+@pytest.mark.parametrize(("argv", "facts"), ALLOWED)
+def test_what_no_rule_forbids(argv: list[str], facts: dict[str, Any]) -> None:
+    assert violations(load_config(argv), **FACTS | facts) == []
+
+
+def test_remedies_over_several_degrees() -> None:
+    config = load_config(["--parallelism.tensor_parallel_degree=4", "--parallelism.pipeline_parallel_degree=2"])
+    found = violations(config, **FACTS | {"world_size": 12})
+    assert found[-1] == (
+        "parallelism: tensor 4 x pipeline 2 = 8 does not divide WORLD_SIZE 12; set parallelism.tensor_parallel_degree "
+        "to 1, 2, 3 or 6 or parallelism.pipeline_parallel_degree to 1 or 3, or launch 8 or 16 ranks."
+    )
+
+
+def test_all_broken_rules_at_once() -> None:
+    argv = ["--training.steps=0", "--optimizer.lr=0", "--profiling.enable_memory_snapshot", "--training.seq_len=8192"]
+    assert len(violations(load_config(argv), **FACTS)) == 4
+
+
+def test_resolved_degrees_and_batch() -> None:
+    config = load_config([f"{REPLICATE}=2"])
+    degrees = resolved_degrees(config.parallelism, 8)
+    assert degrees == Degrees(pp=1, dp_replicate=2, dp_shard=4, cp=1, tp=1)
+    assert degrees.data == 8
+    assert resolved_global_batch_size(config.training, degrees) == 64
+    assert resolved_global_batch_size(load_config(["--training.global_batch_size=16"]).training, degrees) == 16
+
+
+def test_run_folder() -> None:
+    assert str(run_folder(Config().job)) == "outputs/run"
+    assert str(run_folder(load_config(["--job.run_name=a", "--job.dump_folder=/x"]).job)) == "/x/a"

@@ -1,0 +1,215 @@
+"""load_config: precedence, extends, strictness, and errors that name the place."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_clone.config import Config, ConfigError, load_config
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Write a file below an empty current folder; messages then name it as the test does."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return f"--job.config_file={name}"
+
+    return write_file
+
+
+def messages(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(argv))
+    return caught.value.messages
+
+
+def message(*argv: str) -> str:
+    (only,) = messages(*argv)
+    return only
+
+
+def test_without_arguments_everything_is_default() -> None:
+    assert load_config([]) == Config()
+
+
+def test_file_goes_over_defaults_and_command_line_over_file(write) -> None:
+    file = write("a.toml", "[training]\nsteps = 5\nseq_len = 64\n")
+    config = load_config([file, "--training.steps=7"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
+    assert config.job.config_file == "a.toml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "table", "key", "value"),
+    [
+        (["--training.steps", "7"], "training", "steps", 7),
+        (["--training.global_batch_size", "-1"], "training", "global_batch_size", -1),
+        (["--debug.deterministic"], "debug", "deterministic", True),
+        (["--debug.deterministic", "--training.steps=7"], "debug", "deterministic", True),
+        (["--debug.deterministic=false"], "debug", "deterministic", False),
+        (["--optimizer.lr=1e-3"], "optimizer", "lr", 1e-3),
+        (["--optimizer.lr=1"], "optimizer", "lr", 1.0),
+        (["--optimizer.name=AdamW"], "optimizer", "name", "AdamW"),
+        (['--optimizer.name="AdamW"'], "optimizer", "name", "AdamW"),
+        (["--activation_checkpoint.selective_ac_option=2"], "activation_checkpoint", "selective_ac_option", "2"),
+        (["--job.run_name=2024-01-01"], "job", "run_name", "2024-01-01"),
+        (["--job.run_name=a\nb=1"], "job", "run_name", "a\nb=1"),
+        (["--job.description="], "job", "description", ""),
+        (['--compile.components=["loss"]'], "compile", "components", ["loss"]),
+        (["--dry-run"], "job", "dry_run", True),
+        (["--training.steps=1", "--training.steps=2"], "training", "steps", 2),
+    ],
+)
+def test_command_line_forms(argv: list[str], table: str, key: str, value: object) -> None:
+    read = getattr(getattr(load_config(argv), table), key)
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_model_args_merge_key_by_key_and_nested(write) -> None:
+    file = write("a.toml", "[model.args]\nn_layers = 2\nrope = {factor = 8.0, low = 1}\n")
+    config = load_config([file, "--model.args.n_layers=4", "--model.args.rope.low=3", "--model.args.name=x"])
+    assert config.model.args == {"n_layers": 4, "rope": {"factor": 8.0, "low": 3}, "name": "x"}
+
+
+def test_extends_goes_below_and_is_relative_to_its_file(write) -> None:
+    write("base.toml", "[training]\nsteps = 1\nseq_len = 2\nlocal_batch_size = 3\n[model.args]\na = 1\n")
+    write("sub/middle.toml", '[job]\nextends = "../base.toml"\n[training]\nsteps = 10\nseq_len = 20\n')
+    file = write("sub/top.toml", '[job]\nextends = "middle.toml"\n[training]\nsteps = 100\n[model.args]\nb = 2\n')
+    config = load_config([file])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (100, 20, 3)
+    assert config.model.args == {"a": 1, "b": 2}
+
+
+def test_extends_in_a_circle(write) -> None:
+    write("a.toml", '[job]\nextends = "b.toml"\n')
+    file = write("b.toml", '[job]\ndescription = "b"\nextends = "a.toml"\n')
+    assert message(file) == "a.toml:2: job.extends leads in a circle: b.toml -> a.toml -> b.toml"
+
+
+def test_files_that_cannot_be_read(write, tmp_path: Path) -> None:
+    assert message("--job.config_file=no.toml") == "command line: cannot read no.toml: No such file or directory"
+    file = write("a.toml", '\n[job]\nextends = "no.toml"\n')
+    assert message(file) == "a.toml:3: cannot read no.toml: No such file or directory"
+    assert "a directory" in message("--job.config_file=.")
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "fragment"),
+    [
+        ("[training]\nsteps = \n", "a.toml:2", "Invalid value"),
+        ("[training]\nsteps = 1\nsteps = 2\n", "a.toml:3", "Cannot overwrite"),
+        ('[job]\ndescription = """no end\n', "a.toml:2", "Unterminated"),
+    ],
+)
+def test_malformed_toml(write, text: str, place: str, fragment: str) -> None:
+    found = message(write("a.toml", text))
+    assert found.startswith(f"{place}: malformed TOML: ")
+    assert fragment in found
+
+
+def test_a_file_that_is_not_utf8(write, tmp_path: Path) -> None:
+    file = write("a.toml", "")
+    (tmp_path / "a.toml").write_bytes(b'[job]\ndescription = "\xff"\n')
+    assert message(file) == "a.toml:2: not UTF-8: byte 0xff; save the file as UTF-8"
+
+
+UNKNOWN = [
+    ("[training]\nstepz = 1\n", "a.toml:2: training.stepz: there is no such option; did you mean training.steps?"),
+    ("[training]\n\n# c\nlr = 1\n", "a.toml:4: training.lr: there is no such option; did you mean optimizer.lr?"),
+    (
+        "[checkpoint]\nfreq = 1\n",
+        "a.toml:2: checkpoint.freq: there is no such option; did you mean validation.freq?",
+    ),
+    (
+        "[compile]\nzzz = 1\n",
+        "a.toml:2: compile.zzz: there is no such option; known: enable, components, backend",
+    ),
+    ("[trainin]\nsteps = 1\nx = 2\n", "a.toml:2: [trainin]: there is no such table; did you mean training?"),
+    ("training.stepz = 1\n", "a.toml:1: training.stepz: there is no such option; did you mean training.steps?"),
+    ("seq_len = 1\n", "a.toml:1: seq_len: options belong to a table; did you mean training.seq_len?"),
+    ('["training"]\n"stepz" = 1\n', "a.toml:2: training.stepz: there is no such option; did you mean training.steps?"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), UNKNOWN)
+def test_unknown_names(write, text: str, expected: str) -> None:
+    assert message(write("a.toml", text)) == expected
+
+
+def test_an_unknown_table_without_a_near_name_lists_the_tables(write) -> None:
+    found = message(write("a.toml", "[zzz]\n"))
+    assert found.startswith("a.toml:1: [zzz]: there is no such table; known: job, model, training")
+
+
+WRONG_TYPES = [
+    ('training.steps = "3"', "must be an integer"),
+    ("training.steps = 3.0", "must be an integer"),
+    ("training.steps = true", "must be an integer"),
+    ("training.steps = {a = 1}", "must be an integer"),
+    ("optimizer.lr = true", "must be a number"),
+    ("debug.deterministic = 1", "must be true or false"),
+    ("job.description = 3", "must be a string"),
+    ("lr_scheduler.decay_ratio = false", "must be a number"),
+    ('training.dtype = "float16"', 'must be "float32" | "bfloat16"'),
+    ('compile.components = "model"', 'must be a list, each item "model" | "loss"'),
+    ('compile.components = ["model", "optimizer"]', 'must be "model" | "loss"'),
+    ("model.args = 3", "must be a table"),
+    ("training = 3", "must be a table"),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), WRONG_TYPES)
+def test_wrong_types(write, line: str, expected: str) -> None:
+    found = message(write("a.toml", f"\n{line}\n"))
+    assert found.startswith(f"a.toml:2: {line.split(' = ')[0]} = ")
+    assert found.endswith(expected)
+
+
+def test_a_wrong_value_that_something_goes_over_is_none(write) -> None:
+    file = write("a.toml", '[training]\nsteps = "many"\n')
+    assert load_config([file, "--training.steps=3"]).training.steps == 3
+
+
+def test_the_place_is_the_file_of_the_chain_that_wrote_it(write) -> None:
+    write("base.toml", '[training]\nseq_len = "long"\n')
+    file = write("a.toml", '[job]\nextends = "base.toml"\n[training]\nsteps = "many"\n')
+    assert sorted(messages(file, "--optimizer.lr=fast")) == [
+        'a.toml:4: training.steps = "many": must be an integer',
+        'base.toml:2: training.seq_len = "long": must be an integer',
+        'command line: optimizer.lr = "fast": must be a number',
+    ]
+
+
+def test_all_problems_on_one_screen(write) -> None:
+    text = "[training]\n" + "".join(f"wrong{i} = {i}\n" for i in range(40))
+    with pytest.raises(ConfigError) as caught:
+        load_config([write("a.toml", text), "--training.steps=x"])
+    assert len(caught.value.messages) == 41
+    shown = str(caught.value).splitlines()
+    assert shown[0] == "41 problems in the configuration:"
+    assert shown[-1] == "  and 16 more"
+    assert len(shown) <= 30
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["mine.toml"], 'command line: "mine.toml" is no option; write --table.key=value; did you mean '),
+        (["-x"], 'command line: "-x" is no option; write --table.key=value'),
+        (["--steps=3"], "command line: steps: options belong to a table; did you mean training.steps or validation"),
+        (["--training.steps"], "command line, where no value follows: training.steps = true: must be an integer"),
+        (["--training.step=3"], "command line: training.step: there is no such option; did you mean training.steps?"),
+        (["--job.extends=a.toml"], "command line: job.extends belongs in a file; give the file as --job.config_file"),
+    ],
+)
+def test_arguments_that_cannot_be_read(argv: list[str], expected: str) -> None:
+    assert message(*argv).startswith(expected)
+
+
+def test_a_file_does_not_name_the_config_file(write) -> None:
+    found = message(write("a.toml", '[job]\nconfig_file = "b.toml"\n'))
+    assert found == "a.toml:2: job.config_file belongs on the command line; write job.extends here"

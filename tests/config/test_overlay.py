@@ -1,0 +1,57 @@
+"""overlay: a model's arguments with a user's values over them."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from torchtitan_clone.config import ConfigError, overlay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Nested arguments, one of them required."""
+
+    factor: float
+    low: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Arguments of a model."""
+
+    n_layers: int = 2
+    tied: bool = False
+    scaling: Scaling | None = None
+
+
+def messages(base: Args, values: dict[str, object]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        overlay(base, values, where="model.args")
+    return caught.value.messages
+
+
+def test_values_go_over_a_copy() -> None:
+    base = Args()
+    assert overlay(base, {"n_layers": 4}, where="model.args") == Args(n_layers=4)
+    assert base == Args()
+    assert overlay(base, {}, where="model.args") == base
+
+
+def test_a_nested_table_is_built_where_there_was_none() -> None:
+    assert overlay(Args(), {"scaling": {"factor": 8}}, where="model.args") == Args(scaling=Scaling(factor=8.0))
+
+
+def test_a_nested_table_goes_over_the_one_that_is_there() -> None:
+    base = Args(scaling=Scaling(factor=2.0, low=5))
+    assert overlay(base, {"scaling": {"low": 7}}, where="model.args").scaling == Scaling(factor=2.0, low=7)
+
+
+def test_every_problem_is_named() -> None:
+    assert messages(Args(), {"n_layer": 4, "tied": 1, "scaling": {"low": 2.0, "facto": 1}}) == [
+        "model.args.n_layer: there is no such option; did you mean model.args.n_layers?",
+        "model.args.tied = 1: must be true or false",
+        "model.args.scaling: the table needs factor too",
+        "model.args.scaling.low = 2.0: must be an integer",
+        "model.args.scaling.facto: there is no such option; did you mean model.args.scaling.factor?",
+    ]
+    assert messages(Args(), {"scaling": 3}) == ["model.args.scaling = 3: must be a table"]

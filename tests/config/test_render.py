@@ -1,0 +1,79 @@
+"""to_toml reads back as the same run; help shows every option."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from torchtitan_clone.config import Config, help_text, load_config, run_folder, to_toml
+from torchtitan_clone.config.overlay import describe, toml_like
+from torchtitan_clone.config.render import option_docs
+from torchtitan_clone.config.settings import TABLES
+
+LETTERS = "aZ09 _-.=#'\"\\/\n\t\b\x1f\x7f[]{},äßЖ中🙂"
+
+
+def random_value(annotation: Any, *, source: random.Random) -> Any:
+    """Any value that the annotation admits; None for what is left unset."""
+    if get_origin(annotation) is Literal:
+        return source.choice(get_args(annotation))
+    if get_origin(annotation) is list:
+        return [random_value(get_args(annotation)[0], source=source) for _ in range(source.randrange(3))]
+    if get_origin(annotation) is dict:
+        kinds = (int, float, str, bool, list[int], dict[str, Any])
+        return {f"k{index}": random_value(source.choice(kinds), source=source) for index in range(source.randrange(4))}
+    if get_args(annotation):
+        return random_value(get_args(annotation)[0], source=source)
+    return {
+        bool: lambda: source.random() < 0.5,
+        int: lambda: source.choice((0, -1, source.randrange(10**12))),
+        float: lambda: source.choice((0.0, 1e-8, 1e22, float("inf"), source.gauss(0, 1), source.gauss(0, 1e-9))),
+        str: lambda: "".join(source.choices(LETTERS, k=source.randrange(12))),
+    }[annotation]()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_configuration_survives_the_round_trip(seed: int, tmp_path: Path) -> None:
+    source = random.Random(seed)
+    options = [(table, key) for table in TABLES for key in TABLES[table] if (table, key) not in LEFT_OUT]
+    chosen = {
+        option: random_value(TABLES[option[0]][option[1]], source=source)
+        for option in source.sample(options, k=source.randrange(len(options)))
+    }
+    config = load_config([f"--{table}.{key}={toml_like(value)}" for (table, key), value in chosen.items()])
+    assert {option: getattr(getattr(config, option[0]), option[1]) for option in chosen} == chosen
+
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), newline="")
+    again = load_config([f"--job.config_file={path}"])
+    assert run_folder(again.job) == run_folder(config.job)
+    assert replace(again, job=config.job) == config
+    assert to_toml(again) == to_toml(config)
+
+
+LEFT_OUT = {("job", "config_file"), ("job", "extends"), ("job", "dry_run")}
+
+
+def test_the_resolved_file_keeps_the_name_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
+    (tmp_path / "my_run.toml").write_text('[job]\nextends = "base.toml"\n')
+    config = load_config([f"--job.config_file={tmp_path / 'my_run.toml'}", "--dry-run"])
+    text = to_toml(config)
+    assert 'run_name = "my_run"' in text
+    assert "steps = 3" in text
+    assert not any(f"{key} =" in text for _, key in LEFT_OUT)
+
+
+def test_help_shows_every_option_with_default_and_docstring() -> None:
+    text = " ".join(help_text().split())
+    for table, section in vars(Config()).items():
+        for key in TABLES[table]:
+            default = getattr(section, key)
+            shown = "unset" if default is None else toml_like(default)
+            documented = " ".join(option_docs()[table][key].split())
+            assert f"--{table}.{key} ({describe(TABLES[table][key])}; default {shown}) {documented}" in text
+    assert '--training.dtype ("float32" | "bfloat16"; default "float32")' in text
+    assert "--job.config_file=my_run.toml" in text
+    assert max(map(len, help_text().splitlines())) <= 120
