@@ -3,8 +3,8 @@
     python -m torchtitan_clone.launch --nproc-per-node=2 --job.config_file=FILE --training.steps=20
 
 What differs from torchrun:
-- SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 reach the workers, once, and nothing is killed: the workers finish their step, save
-  and exit 0, and so does the launcher. SIGQUIT (Ctrl-\\) ends everything at once.
+- SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 reach the workers, once, and nothing is killed: the workers finish their step,
+  save and exit 0, and so does the launcher. SIGQUIT (Ctrl-\\) ends everything at once.
 - Exit code 2, with which a worker leaves after it has reported an error in its configuration, is passed on in silence.
   Any other failure is one short block, and an exit code that is not 0.
 - Workers die with the launcher, even if it is killed by SIGKILL.
@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import logging
 import os
-import runpy
 import shutil
 import signal
 import sys
@@ -23,26 +22,27 @@ import tempfile
 import uuid
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, cast
 
 if TYPE_CHECKING:  # importing torch takes seconds, which a worker's way through this file must not cost
     from torch.distributed.elastic.agent.server import SimpleElasticAgent
-    from torch.distributed.elastic.multiprocessing import ProcessFailure
+    from torch.distributed.elastic.agent.server.api import RunResult
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 CONFIG_ERROR = 2
 """Exit code of a worker that has reported an error in its configuration."""
 PR_SET_PDEATHSIG = 1
+LAST_LINES = 20
+"""Lines shown of the log of a failed rank that the console does not show."""
 WORKER = "--worker"
 
 
 def main(argv: list[str]) -> int:
     """Launch, or be one of the processes launched; the exit code."""
-    if argv[0] == WORKER:
-        return _run_worker(argv[1], module=argv[2], arguments=argv[3:])
+    if argv[:1] == [WORKER]:
+        _become_worker(int(argv[1]), module=argv[2], arguments=argv[3:])
     options, arguments = _parse(argv)
-    for number in FORWARDED:
-        signal.signal(number, signal.SIG_DFL)  # until there are workers, a signal just ends the launcher
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are workers, Ctrl-C just ends the launcher
     logging.disable()  # what torchrun's agent has to say is said here, once
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -66,14 +66,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def _run_worker(launcher_pid: str, *, module: str, arguments: list[str]) -> int:
-    """Tie this process' life to the launcher's, then become `python -m module`."""
+def _become_worker(launcher_pid: int, *, module: str, arguments: list[str]) -> NoReturn:
+    """Tie this process' life to the launcher's, then be `python -m module`: the tie outlasts exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher_pid):  # it died before the tie was made
-        return 1
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    return 0
+    if os.getppid() != launcher_pid:  # it died before the tie was made
+        sys.exit(1)
+    os.execv(sys.executable, [sys.executable, "-u", "-m", module, *arguments])
 
 
 def _launch(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> int:
@@ -84,14 +82,15 @@ def _launch(options: argparse.Namespace, arguments: list[str], *, log_folder: Pa
     agent = _build_agent(options, arguments, log_folder=log_folder)
     _forward_signals(agent)
     try:
-        result = agent.run()
+        result = cast("RunResult", agent.run())
     except SignalException as stop:
         _say(f"stopped at once by {stop.sigval.name}")
         return 128 + stop.sigval
     except (DistError, RendezvousError) as error:
-        _say(f"the {options.nnodes} nodes did not meet at {options.master_addr}:{options.master_port}: {error}")
+        reason = str(error).splitlines()[0]
+        _say(f"the {options.nnodes} nodes did not meet at {options.master_addr}:{options.master_port}: {reason}")
         return 1
-    return _report(result.failures, shown=_shown_ranks(options), log_folder=log_folder)
+    return _report(result, shown=_shown_ranks(options), log_folder=log_folder) if result.is_failed() else 0
 
 
 def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> "SimpleElasticAgent":
@@ -117,7 +116,7 @@ def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folde
         role="default",
         local_world_size=options.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-u", "-m", "torchtitan_clone.launch", WORKER, str(os.getpid()), options.module, *arguments),
+        args=("-m", "torchtitan_clone.launch", WORKER, str(os.getpid()), options.module, *arguments),
         rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=0,
         monitor_interval=0.1,
@@ -155,22 +154,36 @@ def _send(number: int, pid: int) -> None:
         return  # it has ended already
 
 
-def _report(failures: "dict[int, ProcessFailure]", *, shown: set[int], log_folder: Path) -> int:
-    """Say which ranks failed, and how; the launcher's exit code."""
-    if not failures:
-        return 0
-    if any(failure.exitcode == CONFIG_ERROR for failure in failures.values()):
-        return CONFIG_ERROR
-    # Ranks that the agent itself ended after the first failure have SIGTERM to show for it.
-    ranks = sorted(failures, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, failures[rank].timestamp))
-    _say("training failed")
-    for rank in ranks:
-        _say(f"  rank {rank}: {_how(failures[rank].exitcode)}")
-    return 1
+def _report(result: "RunResult", *, shown: set[int], log_folder: Path) -> int:
+    """Say which ranks failed, how, and why if the console has not shown it; the launcher's exit code."""
+    # In the order in which they failed; those that the agent ended after the first have SIGTERM to show for it.
+    order = sorted(result.failures, key=lambda rank: result.failures[rank].exitcode == -signal.SIGTERM)
+    config_errors = [rank for rank in order if result.failures[rank].exitcode == CONFIG_ERROR]
+    causes = config_errors or order[:1]
+    if not any(result.failures[rank].local_rank in shown for rank in causes):
+        sys.stderr.write(_last_words(result.failures[causes[0]].local_rank, log_folder=log_folder))
+    if not config_errors:
+        failures = (f"rank {rank}: {_how(result.failures[rank].exitcode)}" for rank in order)
+        _say(f"training failed; logs of the ranks not shown: {log_folder}\n  " + "\n  ".join(failures))
+    return _exit_code(result.failures[causes[0]].exitcode)
 
 
-def _how(exitcode: int) -> str:
-    return f"exit code {exitcode}" if exitcode > 0 else f"killed by {signal.Signals(-exitcode).name}"
+def _how(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _exit_code(code: int) -> int:
+    """As a shell has it."""
+    return code if code > 0 else 128 - code
+
+
+def _last_words(local_rank: int, *, log_folder: Path) -> str:
+    """The end of what a rank wrote to stderr, or else to stdout."""
+    for stream in ("stderr", "stdout"):
+        for file in log_folder.glob(f"*/*/{local_rank}/{stream}.log"):
+            if lines := file.read_text(errors="replace").splitlines(keepends=True):
+                return "".join(lines[-LAST_LINES:])
+    return ""
 
 
 def _shown_ranks(options: argparse.Namespace) -> set[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.schema import Model
@@ -49,7 +49,7 @@ class ModelSpec:
 
     name: str
     flavors: Mapping[str, Any]
-    build: Callable[[Any], nn.Module]
+    build: Callable[[Any], Any]
     initial_std: Callable[[Any, str], float | None]
 
     def resolve_args(self, model: Model) -> Any:

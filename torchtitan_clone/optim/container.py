@@ -88,7 +88,9 @@ def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.P
     """
     if optimizer.name not in OPTIMIZERS:
         raise ConfigError([f'optimizer.name = "{optimizer.name}": no such optimizer; known: {", ".join(OPTIMIZERS)}'])
-    names = {parameter: name for name, parameter in named_parameters.items() if parameter.requires_grad}
+    names: dict[Tensor, str] = {
+        parameter: name for name, parameter in named_parameters.items() if parameter.requires_grad
+    }
     matrices = [p for p in names if p.ndim >= 2 or optimizer.decay_all_parameters]
     vectors = [p for p in names if p.ndim < 2 and not optimizer.decay_all_parameters]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

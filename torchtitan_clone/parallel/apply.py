@@ -1,5 +1,7 @@
 """The one place that says in which order parallelism is applied to a model."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def apply_parallelism(
-    model: nn.Module,
+    model: Any,
     *,
     mesh: Mesh,
     training: Training,

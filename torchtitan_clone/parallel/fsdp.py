@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torchtitan_clone.config.schema import Parallelism, Training
 
 
-def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
     """Shards every block, the embedding, and norm with output, in place.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the number of targets of all ranks.
@@ -27,8 +27,7 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, training: Training, parall
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = parallelism.fsdp_reshard_after_forward != "never"
     ends = [module for module in (model.norm, model.output) if module is not None]
-    tied = model.output is not None and model.tok_embeddings is not None
-    tied = tied and model.output.weight is model.tok_embeddings.weight
+    tied = _is_tied(model.tok_embeddings, model.output)
     if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
     for block in model.layers.values():
@@ -45,3 +44,7 @@ def apply_fsdp(model: nn.Module, *, mesh: DeviceMesh, training: Training, parall
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum; a plain one is exact with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _is_tied(embedding: nn.Module | None, output: nn.Module | None) -> bool:
+    return embedding is not None and output is not None and embedding.weight is output.weight

@@ -7,6 +7,7 @@ Source: arXiv 2407.21783.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_clone.models.attention import AttentionMask, CoreAttention, build_attention_mask
@@ -104,16 +105,21 @@ class TransformerBlock(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-class OutputProjection(nn.Linear):
+class OutputProjection(nn.Module):
     """Hidden states to logits, or straight to the loss, so that logits need never exist all at once.
 
     The loss is computed in here because only during this module's forward does FSDP hold its weight whole.
     """
 
+    def __init__(self, args: Llama3Args):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(args.vocab_size, args.dim))
+        nn.init.normal_(self.weight, std=args.dim**-0.5)
+
     def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
         """Logits [B, T, V], or the loss."""
         if loss_fn is None or targets_BT is None:
-            return super().forward(hidden_BTD)
+            return F.linear(hidden_BTD, self.weight)
         return loss_fn(hidden_BTD, self.weight, targets_BT)
 
 
@@ -126,7 +132,7 @@ class Llama3(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = OutputProjection(args.dim, args.vocab_size, bias=False)
+        self.output = OutputProjection(args)
         if args.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(args.head_dim // 2, dtype=torch.float32), persistent=False)
