@@ -147,6 +147,8 @@ ALLOWED = [
     (["--training.dtype=bfloat16"], {}),
     (["--training.enable_cpu_offload"], {}),
     (["--training.steps=200"], {}),
+    (["--data.held_out_fraction=0"], {}),
+    (["--profiling.profile_freq=1"], {}),
 ]
 
 

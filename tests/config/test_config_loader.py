@@ -75,6 +75,23 @@ def test_model_args_merge_key_by_key_and_nested(write) -> None:
     assert config.model.args == {"n_layers": 4, "rope": {"factor": 8.0, "low": 3}, "name": "x"}
 
 
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        ("rope = {factor = 8.0}", "--model.args.rope=3", {"rope": 3}),
+        ("rope = 3", "--model.args.rope.low=1", {"rope": {"low": 1}}),
+        ("rope = {factor = 8.0}", "--model.args.rope={}", {"rope": {"factor": 8.0}}),
+        (
+            "rope = {factor = 8.0}",
+            "--model.args={rope = {low = 1}, n = 2}",
+            {"rope": {"factor": 8.0, "low": 1}, "n": 2},
+        ),
+    ],
+)
+def test_values_and_tables_over_each_other(write, text: str, override: str, expected: dict[str, object]) -> None:
+    assert load_config([write("a.toml", f"[model.args]\n{text}\n"), override]).model.args == expected
+
+
 def test_extends_goes_below_and_is_relative_to_its_file(write) -> None:
     write("base.toml", "[training]\nsteps = 1\nseq_len = 2\nlocal_batch_size = 3\n[model.args]\na = 1\n")
     write("sub/middle.toml", '[job]\nextends = "../base.toml"\n[training]\nsteps = 10\nseq_len = 20\n')
@@ -202,6 +219,7 @@ def test_all_problems_on_one_screen(write) -> None:
         (["-x"], 'command line: "-x" is no option; write --table.key=value'),
         (["--steps=3"], "command line: steps: options belong to a table; did you mean training.steps or validation"),
         (["--training.steps"], "command line, where no value follows: training.steps = true: must be an integer"),
+        (["--training.steps=3\nx = 1"], 'command line: training.steps = "3\\nx = 1": must be an integer'),
         (["--training.step=3"], "command line: training.step: there is no such option; did you mean training.steps?"),
         (["--job.extends=a.toml"], "command line: job.extends belongs in a file; give the file as --job.config_file"),
     ],
