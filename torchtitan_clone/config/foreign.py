@@ -17,7 +17,7 @@ class ForeignKey:
     """What becomes of one key, or of all that match a pattern."""
 
     otherwise: str
-    """Why a value that is not harmless is refused, and what to do."""
+    """Why a value is refused, and what to do instead; where every value is harmless: why none matters."""
     harmless: tuple[Any, ...] = ()
     """Values that change nothing here."""
     tunes: str = ""
