@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Trains: sets up an environment if there is none, then starts one process per GPU, or one on a machine without.
+#
+#   ./run_train.sh
+#   CONFIG_FILE=my.toml NGPU=2 ./run_train.sh --training.steps=20 --optimizer.lr=1e-3
+#
+# Arguments are overrides of the config file. Environment variables:
+#   NGPU         processes on this node (default: the GPUs present, else 1)
+#   CONFIG_FILE  TOML file (default: train_configs/debug_model.toml); --job.config_file=FILE among the arguments wins
+#   LOG_RANK     local ranks whose output is shown (default 0; for example 0,1)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: start this script on each
+#   PYTHON       Python to use (default: see scripts/setup_env.sh); NO_SETUP=1 checks and installs nothing
+# Relative paths count from the folder you are in.
+set -euo pipefail
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/scripts/setup_env.sh"
+
+count_gpus() {
+    local present listed
+    present=$(find /dev -maxdepth 1 -name 'nvidia[0-9]*' 2>/dev/null | wc -l)
+    if [ "$present" = 0 ] && command -v nvidia-smi >/dev/null; then
+        present=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    elif [ "$present" = 0 ] && [ -e /dev/kfd ]; then # AMD
+        present=$(find /dev/dri -name 'renderD*' | wc -l)
+    fi
+    case "${CUDA_VISIBLE_DEVICES-all}" in
+    all) listed=$present ;;
+    "" | -1) listed=0 ;;
+    *) listed=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l) ;;
+    esac
+    echo $((listed < present ? listed : present))
+}
+
+has_argument() { # NAME ARGUMENTS...: NAME or NAME=... is among them
+    local name="$1" argument
+    shift
+    for argument in "$@"; do
+        case "$argument" in "$name" | "$name"=*) return 0 ;; esac
+    done
+    return 1
+}
+
+setup_env ""
+NNODES="${NNODES:-1}"
+NGPU="${NGPU:-$(count_gpus)}"
+[ "$NGPU" != 0 ] || NGPU=1
+has_argument --job.config_file "$@" ||
+    set -- "--job.config_file=${CONFIG_FILE:-$REPO/train_configs/debug_model.toml}" "$@"
+
+if [ "$NGPU" = 1 ] && [ "$NNODES" = 1 ]; then
+    exec "$PYTHON" -m torchtitan_clone.train "$@"
+fi
+if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@"; then # one process can tell
+    WORLD_SIZE=$((NGPU * NNODES)) exec "$PYTHON" -m torchtitan_clone.train "$@"
+fi
+if [ "$NNODES" != 1 ]; then
+    set -- --nnodes="$NNODES" --node-rank="${NODE_RANK:?is this node, from 0 to NNODES - 1}" \
+        --master-addr="${MASTER_ADDR:?is the address of the node with NODE_RANK=0}" \
+        --master-port="${MASTER_PORT:-29500}" "$@"
+fi
+exec "$PYTHON" -m torchtitan_clone.launch --nproc-per-node="$NGPU" --log-rank="${LOG_RANK:-0}" "$@"

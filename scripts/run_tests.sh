@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up as run_train.sh does, with what the tests need, and runs them; arguments go to pytest.
+set -euo pipefail
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup_env.sh"
+setup_env dev,data,wandb
+cd "$REPO"
+exec "$PYTHON" -m pytest "$@"
