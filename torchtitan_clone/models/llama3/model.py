@@ -5,6 +5,7 @@ Source: arXiv 2407.21783.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +135,7 @@ class Llama3(nn.Module):
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = OutputProjection(args)
         if args.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+            self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)
         self.register_buffer("inv_freq", torch.empty(args.head_dim // 2, dtype=torch.float32), persistent=False)
         self.init_buffers()
 

@@ -1,0 +1,122 @@
+"""Gradients of the parallelized model against plain PyTorch on one device, with uneven numbers of targets."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.harness import run_ranks
+from tests.runs import options
+from torchtitan_clone import preflight
+from torchtitan_clone.config import load_config
+from torchtitan_clone.loss import IGNORE_INDEX, build_loss
+from torchtitan_clone.parallel.apply import named_parameters
+from torchtitan_clone.parallel.initial import init_weights
+from torchtitan_clone.parallel.mesh import build_mesh
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.trainer import build_model
+
+ROWS = 8
+
+
+def masked(batch, *, first_row):
+    """The batch with another share of targets masked in every row; one row has none left."""
+    for index, row in enumerate(batch.targets_BT, start=first_row):
+        row[: 8 * index] = IGNORE_INDEX
+    num_targets = int((batch.targets_BT != IGNORE_INDEX).sum())
+    return type(batch)(**{**vars(batch), "num_targets": num_targets})
+
+
+def std_of(shape):
+    return lambda name: shape.spec.initial_std(shape.model_args, name)
+
+
+def parallel_gradients(argv):
+    """Loss, gradient norm and gradients as the trainer computes them."""
+    config = load_config(argv)
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(shape, launch=launch)
+    with process_group(config.comm, launch=launch, device=device):
+        model = build_model(shape, mesh=build_mesh(shape.degrees, device_type=device.type), device=device)
+        parameters = named_parameters(model)
+        loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
+        batch = masked(next(run.loader), first_row=launch.rank * ROWS // launch.world_size)
+        (num_targets,) = sum_over_ranks([batch.num_targets])
+        step = build_forward_backward(model, loss_fn=loss_fn, device=device)
+        local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
+        gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
+        norm = clip_gradients(parameters.values(), max_norm=1e9)
+        return sum_over_ranks([local_loss.item()])[0], norm.item(), gradients
+
+
+def plain_gradients(argv):
+    """The same with nothing but torch."""
+    config = load_config(argv)
+    launch = Launch.from_environment()
+    shape = preflight.resolve(config, world_size=1, device_type="cpu")
+    batch = masked(next(preflight.prepare(shape, launch=launch).loader), first_row=0)
+    model = shape.spec.build(shape.model_args)
+    init_weights(dict(model.named_parameters()), seed=config.debug.seed, std_of=std_of(shape))
+    logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    return loss.item(), norm.item(), gradients
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {"training__local_batch_size": 8}),
+        (1, {"training__local_batch_size": 2}),
+        (1, {"training__local_batch_size": 4, "activation_checkpoint__selective_ac_option": "op"}),
+        (2, {"training__local_batch_size": 1}),
+        (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
+        (2, {"training__local_batch_size": 2, "model__args__tied_embeddings": True}),
+        (4, {"training__local_batch_size": 1, "parallelism__data_parallel_replicate_degree": 2}),
+        (3, {"training__local_batch_size": 1, "training__global_batch_size": 6}),
+        (2, {"training__local_batch_size": 2, "compile__enable": True, "compile__backend": "aot_eager"}),
+    ],
+    ids=["whole", "accumulate", "selective op", "2 ranks", "2 full ac", "2 tied", "hsdp 2x2", "3 ranks", "2 compiled"],
+)
+def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, changes):
+    argv = options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes)
+    plain = [a for a in argv if not a.startswith(("--parallelism", "--compile", "--activation"))]
+    expected_loss, expected_norm, expected = run_ranks(plain_gradients, 1, plain)[0]
+    for loss, norm, gradients in run_ranks(parallel_gradients, world_size, argv):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        assert set(gradients) == set(expected)
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def mixed_precision_types(argv):
+    """Types seen by the blocks in forward, and of the parameters and gradients that the optimizer sees."""
+    config = load_config(argv)
+    launch = Launch.from_environment()
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    run = preflight.prepare(shape, launch=launch)
+    with process_group(config.comm, launch=launch, device=torch.device("cpu")):
+        model = build_model(shape, mesh=build_mesh(shape.degrees, device_type="cpu"), device=torch.device("cpu"))
+        seen = set()
+        for block in model.layers.values():
+            block.register_forward_hook(
+                lambda module, _, out: seen.update({out.dtype, next(module.parameters()).dtype})
+            )
+        step = build_forward_backward(
+            model, loss_fn=build_loss(chunk_tokens=64, compile_backend=None), device=torch.device("cpu")
+        )
+        step(next(run.loader).microbatches(2), num_targets=100)
+        return seen, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_mixed_precision_computes_in_bf16_and_keeps_fp32_masters(corpus, tmp_path, world_size):
+    argv = options(corpus, tmp_path, training__mixed_precision_param="bfloat16", activation_checkpoint__mode="none")
+    for in_blocks, masters, gradients in run_ranks(mixed_precision_types, world_size, argv):
+        assert in_blocks == {torch.bfloat16}
+        assert masters == gradients == {torch.float32}
