@@ -28,6 +28,10 @@ setup_env() {
         PYTHON="$VENV/bin/python"
         [ ! -e "$UNFINISHED" ] && check "$PYTHON" "$extras" >/dev/null || install_alone "$extras"
     fi
+    case "$PYTHON" in
+    /*) ;;
+    */*) PYTHON="$PWD/$PYTHON" ;; # the scripts change folders
+    esac
 }
 
 check() { # PYTHON EXTRAS: succeeds, or prints what is lacking
@@ -37,7 +41,10 @@ check() { # PYTHON EXTRAS: succeeds, or prints what is lacking
 
 install_alone() { # EXTRAS: one process at a time; the others wait and find the work done
     exec 9<"$REPO"
-    if command -v flock >/dev/null; then flock 9; fi
+    if command -v flock >/dev/null && ! flock --nonblock 9; then
+        say "waiting for another process that is installing"
+        flock 9
+    fi
     if [ -e "$UNFINISHED" ]; then
         say "an installation was interrupted; starting over"
         rm -rf "$VENV"
