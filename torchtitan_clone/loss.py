@@ -1,37 +1,68 @@
 """Cross-entropy straight from hidden states, a chunk of tokens at a time.
 
 The loss is a sum over targets; the trainer divides it by the number of targets in the whole global batch, so that
-gradient accumulation and every data axis give the gradient of one large batch.
+gradient accumulation and every data axis give the gradient of one large batch. Where tensor parallelism has split the
+output projection, each rank holds the logits of its own rows of the vocabulary only.
 
-Legend: B batch, T tokens, D model, V vocabulary, C tokens of one chunk.
+Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of one chunk,
+N tokens of all rows.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 IGNORE_INDEX = -100
 
-ChunkFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Which rows of the output projection this rank holds: those from `start` on; all of them without a group."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def reduce_(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces in place over the ranks that hold the other rows."""
+        if self.group is not None:
+            dist.all_reduce(x, op, group=self.group)
+        return x
 
 
-def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of losses, and the fp32 log-probabilities [C, V] with the mask of targets [C, 1] that the gradient needs."""
-    log_probs_CV = torch.log_softmax(hidden_CD @ weight_VD.T, dim=-1, dtype=torch.float32)
-    is_target_C1 = (targets_C != IGNORE_INDEX)[:, None]
-    picked_C1 = log_probs_CV.gather(1, targets_C[:, None].clamp_min(0))
-    return -torch.where(is_target_C1, picked_C1, 0.0).sum(), log_probs_CV, is_target_C1
+Chunk = tuple[Tensor, Tensor, Tensor]
+ChunkFn = Callable[[Tensor, Tensor, Tensor, Vocabulary], Chunk]
 
 
-def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum of losses and its gradients by hidden state [C, D] and by weight [V, D]."""
-    loss, log_probs_CV, is_target_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C)
+def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
+    if vocabulary.group is None:
+        return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+    logits_CV = logits_CV.float()
+    shifted_CV = logits_CV - vocabulary.reduce_(logits_CV.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX)
+    return shifted_CV - vocabulary.reduce_(shifted_CV.exp().sum(dim=-1, keepdim=True)).log()
+
+
+def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
+    """This rank's sum of losses; the fp32 log-probabilities [C, V]; each target's column [C, 1], or -1."""
+    log_probs_CV = _log_softmax(hidden_CD @ weight_VD.T, vocabulary)
+    column_C = targets_C - vocabulary.start
+    is_here_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
+    column_C1 = torch.where(is_here_C, column_C, -1)[:, None]
+    picked_C1 = log_probs_CV.gather(1, column_C1.clamp_min(0))
+    return -torch.where(column_C1 >= 0, picked_C1, 0.0).sum(), log_probs_CV, column_C1
+
+
+def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
+    """This rank's sum of losses and its gradients by hidden state [C, D] and by weight [V, D]."""
+    loss, log_probs_CV, column_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C, vocabulary)
     grad_CV = log_probs_CV.exp_()
-    one_C1 = torch.ones_like(targets_C, dtype=grad_CV.dtype)[:, None]
-    grad_CV.scatter_add_(1, targets_C[:, None].clamp_min(0), -one_C1)
-    grad_CV = grad_CV.mul_(is_target_C1).to(weight_VD.dtype)
+    grad_CV.scatter_add_(1, column_C1.clamp_min(0), -(column_C1 >= 0).to(grad_CV.dtype))
+    grad_CV = grad_CV.mul_((targets_C != IGNORE_INDEX)[:, None]).to(weight_VD.dtype)
     return loss, grad_CV @ weight_VD, grad_CV.T @ hidden_CD
 
 
@@ -39,23 +70,43 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes the gradients during forward, chunk by chunk, and only scales them in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunks: int, chunk_fn: ChunkFn):
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        vocabulary: Vocabulary,
+        chunks: int,
+        chunk_fn: ChunkFn,
+    ) -> Tensor:
         losses, hidden_grads, weight_grad_VD = [], [], None
         for hidden_CD, targets_C in zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks), strict=True):
-            loss, hidden_grad_CD, chunk_grad_VD = chunk_fn(hidden_CD, weight_VD, targets_C)
+            loss, hidden_grad_CD, chunk_grad_VD = chunk_fn(hidden_CD, weight_VD, targets_C, vocabulary)
             losses.append(loss)
             hidden_grads.append(hidden_grad_CD)
             # Summed in fp32, so that the rounding does not grow with the number of chunks.
             weight_grad_VD = chunk_grad_VD.float() if weight_grad_VD is None else weight_grad_VD.add_(chunk_grad_VD)
         assert weight_grad_VD is not None
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD.to(weight_VD.dtype))
-        return torch.stack(losses).sum()
+        return vocabulary.reduce_(torch.stack(losses).sum())
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         hidden_grad_ND, weight_grad_VD = ctx.saved_tensors
         (scale,) = grad_outputs
-        return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None
+        return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None, None
+
+
+def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
+    """Plain tensors of what tensor parallelism may have split: whole hidden states, some rows of the weight."""
+    if not isinstance(weight_VD, DTensor):
+        return hidden_BTD, weight_VD, Vocabulary()
+    assert isinstance(hidden_BTD, DTensor)
+    mesh = weight_VD.device_mesh
+    _, (start, _) = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
+    # Every rank's rows add their share to the gradient of the hidden states.
+    whole_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole_BTD, weight_VD.to_local(), Vocabulary(start=start, group=mesh.get_group())
 
 
 def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -70,11 +121,13 @@ def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[T
         eval_chunk = torch.compile(eval_chunk, backend=compile_backend)
 
     def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
+        hidden_BTD, weight_VD, vocabulary = _local(hidden_BTD, weight_VD)
         hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         chunks = -(-len(targets_N) // chunk_tokens)
         if torch.is_grad_enabled():
-            return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, targets_N, chunks, train_chunk)
+            return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, targets_N, vocabulary, chunks, train_chunk)
         pairs = zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks), strict=True)
-        return torch.stack([eval_chunk(h_CD, weight_VD, t_C)[0] for h_CD, t_C in pairs]).sum()
+        losses = [eval_chunk(hidden_CD, weight_VD, targets_C, vocabulary)[0] for hidden_CD, targets_C in pairs]
+        return vocabulary.reduce_(torch.stack(losses).sum())
 
     return loss_fn

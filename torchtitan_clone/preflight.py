@@ -102,6 +102,7 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
         max_seq_len=model_args.max_seq_len,
         vocab_size=model_args.vocab_size,
         tokenizer_vocab_size=tokenizer.vocab_size,
+        heads={"n_heads": model_args.n_heads, "n_kv_heads": model_args.kv_heads},
         device_type=device_type,
     )
     if found:

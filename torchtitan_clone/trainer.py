@@ -266,6 +266,7 @@ def build_model(shape: Shape, *, mesh: Mesh, device: torch.device) -> nn.Module:
     apply_parallelism(
         model,
         mesh=mesh,
+        tensor_plan=shape.spec.tensor_plan(),
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,

@@ -20,6 +20,7 @@ FACTS: dict[str, Any] = {
     "max_seq_len": 4096,
     "vocab_size": 2048,
     "tokenizer_vocab_size": 2048,
+    "heads": {"n_heads": 8, "n_kv_heads": 4},
     "device_type": "cpu",
 }
 
@@ -100,7 +101,16 @@ RULES = [
     ),
     ([f"{SHARD}=1"], {"world_size": 4}, "shard 1 is not WORLD_SIZE 4; set parallelism.data_parallel_shard_degree to 4"),
     ([f"{REPLICATE}=4"], {"world_size": 1}, "or launch 4 ranks"),
-    (["--parallelism.tensor_parallel_degree=2"], {}, "this version has no tensor parallelism; set it to 1"),
+    (
+        ["--parallelism.tensor_parallel_degree=8"],
+        {},
+        "parallelism.tensor_parallel_degree = 8: does not divide model.args.n_kv_heads 4; set it to a divisor (1, 2 or 4), ",
+    ),
+    (
+        ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=6"],
+        {},
+        "parallelism.tensor_parallel_degree = 4: does not divide training.seq_len 6; set it to a divisor (1, 2, 3 or 6)",
+    ),
     (["--parallelism.pipeline_parallel_degree=2"], {}, "this version has no pipeline parallelism; set it to 1"),
     (["--parallelism.context_parallel_degree=2"], {}, "this version has no context parallelism; set it to 1"),
     (

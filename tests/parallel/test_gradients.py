@@ -11,12 +11,12 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.loss import IGNORE_INDEX, build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.initial import init_weights
-from torchtitan_clone.parallel.mesh import build_mesh
+from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
 from torchtitan_clone.trainer import build_model
 
-ROWS = 8
+TIED = {"model__args__tied_embeddings": True}
 
 
 def masked(batch, *, first_row):
@@ -39,16 +39,18 @@ def parallel_gradients(argv):
     shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     run = preflight.prepare(shape, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
-        model = build_model(shape, mesh=build_mesh(shape.degrees, device_type=device.type), device=device)
+        mesh = build_mesh(shape.degrees, device_type=device.type)
+        model = build_model(shape, mesh=mesh, device=device)
         parameters = named_parameters(model)
         loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
-        batch = masked(next(run.loader), first_row=launch.rank * ROWS // launch.world_size)
-        (num_targets,) = sum_over_ranks([batch.num_targets])
+        first_row = batch_rank(shape.degrees, rank=launch.rank) * shape.global_batch_size // shape.degrees.data
+        batch = masked(next(run.loader), first_row=first_row)
+        (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_batch_leader])
         step = build_forward_backward(model, loss_fn=loss_fn, device=device)
         local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
-        return sum_over_ranks([local_loss.item()])[0], norm.item(), gradients
+        return sum_over_ranks([local_loss.item() * mesh.is_batch_leader])[0], norm.item(), gradients
 
 
 def plain_gradients(argv):
@@ -75,12 +77,30 @@ def plain_gradients(argv):
         (1, {"training__local_batch_size": 4, "activation_checkpoint__selective_ac_option": "op"}),
         (2, {"training__local_batch_size": 1}),
         (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
-        (2, {"training__local_batch_size": 2, "model__args__tied_embeddings": True}),
+        (2, {"training__local_batch_size": 2, **TIED}),
         (4, {"training__local_batch_size": 1, "parallelism__data_parallel_replicate_degree": 2}),
         (3, {"training__local_batch_size": 1, "training__global_batch_size": 6}),
+        (2, {"training__local_batch_size": 4, "parallelism__tensor_parallel_degree": 2}),
+        (2, {"parallelism__tensor_parallel_degree": 2, "model__args__vocab_size": 2051, **TIED}),
+        (4, {"parallelism__tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"}),
+        (4, {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_replicate_degree": 2}),
         (2, {"training__local_batch_size": 2, "compile__enable": True, "compile__backend": "aot_eager"}),
     ],
-    ids=["whole", "accumulate", "selective op", "2 ranks", "2 full ac", "2 tied", "hsdp 2x2", "3 ranks", "2 compiled"],
+    ids=[
+        "whole",
+        "accumulate",
+        "selective op",
+        "2 ranks",
+        "2 full ac",
+        "2 tied",
+        "hsdp 2x2",
+        "3 ranks",
+        "tp",
+        "tp tied uneven",
+        "fsdp tp",
+        "hsdp tp",
+        "2 compiled",
+    ],
 )
 def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, changes):
     argv = options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes)

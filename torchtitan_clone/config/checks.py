@@ -30,11 +30,13 @@ def violations(
     max_seq_len: int,
     vocab_size: int,
     tokenizer_vocab_size: int | None,
+    heads: dict[str, int],
     device_type: str,
 ) -> list[str]:
     """One message for each broken rule.
 
     `max_seq_len` and `vocab_size` are the model's; `tokenizer_vocab_size` is None where no tokenizer is loaded yet.
+    `heads` are the model's numbers of heads, by the argument's name.
     """
     out_of_bounds = list(_out_of_bounds(config))
     found = [
@@ -52,7 +54,7 @@ def violations(
     degrees = list(_degrees(config.parallelism, world_size))
     if not degrees:
         found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
-    return [*found, *degrees, *_schedule(config.lr_scheduler, config.training.steps)]
+    return [*found, *degrees, *_tensor(config, heads), *_schedule(config.lr_scheduler, config.training.steps)]
 
 
 def _at_least(low: int) -> Bound:
@@ -144,12 +146,23 @@ def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
 
 
 def _unsupported(parallelism: Parallelism) -> Iterator[str]:
-    for kind in ("tensor", "pipeline", "context"):
+    for kind in ("pipeline", "context"):
         degree = getattr(parallelism, f"{kind}_parallel_degree")
         if degree > 1:
             yield (
                 f"parallelism.{kind}_parallel_degree = {degree}: this version has no {kind} parallelism; set it to 1 "
                 "(parallelism.data_parallel_shard_degree spreads the model over all ranks)."
+            )
+
+
+def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
+    degree = config.parallelism.tensor_parallel_degree
+    sizes = {"training.seq_len": config.training.seq_len} | {f"model.args.{key}": size for key, size in heads.items()}
+    for key, size in sizes.items():
+        if size % degree:
+            yield (
+                f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
+                f"({_either(_nearest_divisors(size, degree))}), or {key} to a multiple of it."
             )
 
 

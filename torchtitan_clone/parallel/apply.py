@@ -1,14 +1,17 @@
 """The one place that says in which order parallelism is applied to a model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan_clone.parallel.activation import apply_activation_checkpointing
 from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
+from torchtitan_clone.parallel.tensor import apply_tensor_parallel
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -17,12 +20,15 @@ def apply_parallelism(
     model: Any,
     *,
     mesh: Mesh,
+    tensor_plan: Mapping[str, ParallelStyle],
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> None:
-    """Changes a model on the meta device in place: activation checkpointing, then compile, then data parallelism."""
+    """Changes a model on the meta device in place: tensor, activation checkpointing, compile, data; in this order."""
+    if mesh.tp.size() > 1:
+        apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     apply_activation_checkpointing(model.layers, config=activation_checkpoint)
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.

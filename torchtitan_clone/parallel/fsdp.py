@@ -1,5 +1,6 @@
 """Data parallelism with FSDP2: weights, gradients and optimizer state are shards of the `fsdp` mesh."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
         group = [model.tok_embeddings, *ends] if tied else ends
         fully_shard(group, reshard_after_forward=reshard_ends, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
+    # Under tensor parallelism the embedding returns a view; it matters to in-place operations, and there are none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -18,12 +18,15 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 class Mesh:
     """The mesh and its views.
 
-    - `fsdp`: the axes over which FSDP2 shards (and for HSDP replicates) weights;
+    - `world`: all five axes;
+    - `fsdp`: what FSDP2 shards weights over, dp_shard and cp as one axis; under HSDP with dp_replicate before it;
+    - `tp`: what matrices are split over;
     - `is_batch_leader` holds on one of the ranks that read the same rows.
     """
 
     world: DeviceMesh
     fsdp: DeviceMesh
+    tp: DeviceMesh
     is_batch_leader: bool
 
 
@@ -57,12 +60,18 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
 
 def build_mesh(degrees: Degrees, *, device_type: str) -> Mesh:
     """Makes the process groups of all axes; every rank must call it, after the default process group exists."""
-    sizes = tuple(getattr(degrees, axis) for axis in AXES)
-    world = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    world = init_device_mesh(device_type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
     coordinate = _coordinate(degrees, rank=world.get_rank())
-    fsdp_axes = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else ("dp_shard",)
+    # The same ranks in the same order, with the two axes that weights are sharded over as one: slicing an axis that
+    # was flattened later is deprecated in torch.
+    weights = init_device_mesh(
+        device_type,
+        (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp),
+        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+    )
     return Mesh(
         world=world,
-        fsdp=world[fsdp_axes],
+        fsdp=weights["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else weights["fsdp"],
+        tp=weights["tp"],
         is_batch_leader=coordinate["pp"] == coordinate["cp"] == coordinate["tp"] == 0,
     )

@@ -1,6 +1,7 @@
 """How one forward and backward runs, and what becomes of its gradients."""
 
 from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -64,14 +65,27 @@ def build_forward_backward(
 def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:
     """Scales all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
 
-    A collective: every rank of the mesh must call it.
+    A collective over all ranks: a parameter may be whole, or a shard on any axis, or live on some pipeline stages only.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, norm)
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    norms = torch.stack(torch._foreach_norm(local)).double()
+    # What several ranks hold alike counts once, so that one sum over all ranks is enough for every mesh.
+    copies = torch.tensor([_copies(g) for g in gradients], dtype=torch.float64).to(norms.device, non_blocking=True)
+    squares = (norms.square() / copies).sum()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    norm = squares.sqrt().float()
+    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many ranks hold the same part of this gradient."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return prod(size for size, placement in sizes if placement.is_replicate())
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

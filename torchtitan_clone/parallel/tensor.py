@@ -1,0 +1,28 @@
+"""Tensor and sequence parallelism: each matrix a shard of the `tp` axis, as the model's plan says."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+
+def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
+    """Splits the model in place over a one-dimensional mesh.
+
+    The output projection is split by rows of the vocabulary; what that means for logits is left to the loss.
+    """
+    embedding, output = model.tok_embeddings, model.output
+    tied = embedding is not None and output is not None and embedding.weight is output.weight
+    parallelize_module(model, mesh, {name: style for name, style in plan.items() if _has(model, name)})
+    if tied:
+        output.weight = embedding.weight
+    elif output is not None:
+        output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether this part of the model has the module, or for a pattern its first part."""
+    return getattr(model, name.split(".")[0], None) is not None
