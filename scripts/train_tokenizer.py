@@ -1,0 +1,49 @@
+"""Train the byte-level BPE tokenizer that the package ships, on the source of Python's standard library.
+
+    python scripts/train_tokenizer.py [--vocab_size=2048] [--folder=FOLDER]
+
+The same corpus gives the same file, byte for byte. The corpus differs between versions of Python, so the shipped
+file is kept in the repository, and its fingerprint is part of every token store and checkpoint.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from torchtitan_clone.data.sources import BadRows, read_documents, stdlib_source
+from torchtitan_clone.data.tokenizer import CONFIG_FILE, SHIPPED_FOLDER, TOKENIZER_FILE
+
+EOS_TOKEN = "<|end_of_text|>"
+
+
+def train(*, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with EOS_TOKEN as id 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    documents = read_documents(stdlib_source(), bad_rows=BadRows(limit=0))
+    tokenizer.train_from_iterator((text for text, _ in documents), trainer)
+    return tokenizer
+
+
+def main() -> None:
+    """Parse, train, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab_size", type=int, default=2048)
+    parser.add_argument("--folder", type=Path, default=SHIPPED_FOLDER)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    train(vocab_size=options.vocab_size).save(str(options.folder / TOKENIZER_FILE))
+    (options.folder / CONFIG_FILE).write_text(json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n")
+    print(f"wrote {options.folder / TOKENIZER_FILE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""A shuffled order that needs no memory: where a row stands is computed, not looked up."""
+
+import hashlib
+
+import numpy as np
+
+ROUNDS = 8
+
+
+def permuted(positions: np.ndarray, *, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Map positions in [0, n) one-to-one onto [0, n), in an order that seed and epoch decide.
+
+    A Feistel network over pairs (left, right) with left < a and right < b, where a * b is barely above n; a result
+    beyond n goes through it again. Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002.
+    """
+    keys = _round_keys(seed=seed, epoch=epoch)
+    b = np.uint64(max(1, int(np.ceil(np.sqrt(n)))))
+    a = np.uint64(-(-n // int(b)))
+    result = _network(positions.astype(np.uint64), a=a, b=b, keys=keys)
+    while (outside := np.flatnonzero(result >= n)).size:
+        result[outside] = _network(result[outside], a=a, b=b, keys=keys)
+    return result.astype(np.int64)
+
+
+def _round_keys(*, seed: int, epoch: int) -> np.ndarray:
+    return np.frombuffer(hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest(), dtype="<u8")
+
+
+def _network(values: np.ndarray, *, a: np.uint64, b: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = np.divmod(values, b)
+    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + _mixed(right ^ key_left) % a) % a
+        right = (right + _mixed(left ^ key_right) % b) % b
+    return left * b + right
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """64 bits that depend on every bit of the input (wrapping). Source: the finalizer of SplitMix64, OOPSLA 2014."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

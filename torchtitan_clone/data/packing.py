@@ -1,0 +1,87 @@
+"""From rows of token ids to what a model reads.
+
+Shapes: B batch rows, T tokens of a row (seq_len).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""As a target: no loss here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of tokens and, for each token, its target, its position and its document."""
+
+    tokens_BT: Tensor
+    """int64."""
+    targets_BT: Tensor
+    """int64; the next token, or IGNORE_INDEX."""
+    positions_BT: Tensor
+    """int64; counts from 0 at the start of the row and, with document masking, of each document in it."""
+    documents_BT: Tensor | None
+    """int32; 0, 1, 2, ... for the documents within a row; None without document masking."""
+    num_targets: int
+    """Targets that are not IGNORE_INDEX."""
+
+    def microbatches(self, rows: int) -> "list[Batch]":
+        """The batch in parts of so many rows, the last of which may have fewer."""
+        return [self._slice(start, start + rows) for start in range(0, len(self.tokens_BT), rows)]
+
+    def _slice(self, start: int, stop: int) -> "Batch":
+        num_targets = int((self.targets_BT[start:stop] != IGNORE_INDEX).sum())
+        return self._mapped(lambda tensor: tensor[start:stop], num_targets=num_targets)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device; from pinned memory without waiting for the copy."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True), num_targets=self.num_targets)
+
+    def pin_memory(self) -> "Batch":
+        """The batch in memory from which a GPU copies by itself."""
+        return self._mapped(Tensor.pin_memory, num_targets=self.num_targets)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], *, num_targets: int) -> "Batch":
+        return Batch(
+            tokens_BT=change(self.tokens_BT),
+            targets_BT=change(self.targets_BT),
+            positions_BT=change(self.positions_BT),
+            documents_BT=None if self.documents_BT is None else change(self.documents_BT),
+            num_targets=num_targets,
+        )
+
+
+def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0) -> Batch:
+    """Build a batch from rows [B, T+1] of token ids, in which eos_id ends a document.
+
+    The last `padding` rows get no targets. With document masking neither does eos, because what follows it is the
+    first token of another document.
+    """
+    rows = rows.astype(np.int64)
+    tokens_BT, targets_BT = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+    positions_BT, documents_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape), None
+    if document_masking:
+        ends_BT = tokens_BT == eos_id
+        positions_BT, documents_BT = _documents(ends_BT)
+        targets_BT[ends_BT] = IGNORE_INDEX
+    targets_BT[len(targets_BT) - padding :] = IGNORE_INDEX
+    return Batch(
+        tokens_BT=torch.from_numpy(tokens_BT),
+        targets_BT=torch.from_numpy(targets_BT),
+        positions_BT=torch.from_numpy(np.ascontiguousarray(positions_BT)),
+        documents_BT=None if documents_BT is None else torch.from_numpy(documents_BT),
+        num_targets=int(np.count_nonzero(targets_BT != IGNORE_INDEX)),
+    )
+
+
+def _documents(ends_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and document numbers within each row, given where documents end."""
+    starts_BT = np.zeros_like(ends_BT)
+    starts_BT[:, 1:] = ends_BT[:, :-1]
+    index_T = np.arange(ends_BT.shape[1])
+    first_BT = np.maximum.accumulate(np.where(starts_BT, index_T, 0), axis=1)
+    return index_T - first_BT, np.cumsum(starts_BT, axis=1, dtype=np.int32)

@@ -1,0 +1,269 @@
+"""Where text comes from: files, read one document at a time.
+
+A *source* is a list of files below one root. A *document* is one text: a row of a .jsonl or .parquet file, or a text
+file (a long one is cut at line ends into several). A *bad row* is one that cannot be read: it is left out, counted, and
+an error as soon as there are more than data.max_bad_rows.
+"""
+
+import gzip
+import io
+import json
+import logging
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Training
+
+logger = logging.getLogger("torchtitan_clone")
+
+PIECE_BYTES = 1 << 20  # a longer text file becomes several documents, so that no text is ever held whole
+FIRST_BAD_ROWS = 5  # so many are named in the report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Files below a root, in the order in which they are read, and the field that holds the text of their rows."""
+
+    name: str
+    root: Path
+    files: tuple[Path, ...]
+    text_key: str = "text"
+
+
+@dataclass(kw_only=True)
+class BadRows:
+    """Counts what cannot be read; raises ConfigError when that is more than the limit."""
+
+    limit: int
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, place: str, *, reason: str) -> None:
+        self.count += 1
+        if self.count <= FIRST_BAD_ROWS:
+            self.first.append(f"{place}: {reason}")
+        self.check()
+
+    def check(self) -> None:
+        if self.count > self.limit:
+            raise ConfigError(f"{self.report()}\ndata.max_bad_rows is {self.limit}: mend the data, or raise it")
+
+    def report(self) -> str:
+        more = self.count - len(self.first)
+        lines = [f"{self.count} unreadable row(s) of text:", *self.first, *([f"and {more} more"] if more else [])]
+        return "\n  ".join(lines)
+
+
+def stdlib_source() -> Source:
+    """The source code of Python's own standard library, without its tests: real text that is on every machine."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    files = tuple(file for file in _files_below(root, skipped=skipped) if file.suffix == ".py")
+    return Source(name="stdlib", root=root, files=files)
+
+
+DATASETS: dict[str, Callable[[], Source]] = {"stdlib": stdlib_source}
+
+
+def find_source(training: Training) -> Source:
+    """The local files that the options name; ConfigError if there are none."""
+    if training.dataset_path is not None:
+        source = _path_source(Path(training.dataset_path), text_key=training.text_key)
+    elif training.dataset in DATASETS:
+        source = DATASETS[training.dataset]()
+    else:
+        raise ConfigError(
+            f"training.dataset = {training.dataset!r} is unknown; known: {', '.join(sorted(DATASETS))}; "
+            'a name with a slash, as in "org/name", is a dataset of the Hugging Face hub; '
+            "for your own files set training.dataset_path"
+        )
+    if not source.files:
+        raise ConfigError(f"training data {source.name}: {source.root} holds no file to read")
+    return source
+
+
+def _path_source(path: Path, *, text_key: str) -> Source:
+    if path.is_dir():
+        return Source(name=str(path), root=path, files=tuple(_files_below(path)), text_key=text_key)
+    if path.is_file():
+        return Source(name=str(path), root=path.parent, files=(path,), text_key=text_key)
+    raise ConfigError(f"training.dataset_path = {str(path)!r}: no such file or folder (seen from {Path.cwd()})")
+
+
+def _files_below(root: Path, *, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+    """All files below root, sorted by path, without hidden ones."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, int]]:
+    """Yield every document that has text, and how many bytes of the source's files have been read by then."""
+    done = 0
+    for file in source.files:
+        with file.open("rb") as raw:
+            for text in _read_file(raw, file=file, text_key=source.text_key, bad_rows=bad_rows):
+                if text:
+                    yield text, done + raw.tell()
+            done += os.fstat(raw.fileno()).st_size
+
+
+def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
+    if file.name.endswith(".parquet"):
+        return _read_parquet(file, text_key=text_key, bad_rows=bad_rows)
+    if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+        return _read_jsonl(raw, file=file, text_key=text_key, bad_rows=bad_rows)
+    return _read_text(raw, file=file, bad_rows=bad_rows)
+
+
+def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]:
+    line = 1
+    for number, piece in enumerate(_pieces(raw)):
+        if number == 0 and b"\0" in piece[:8192]:
+            logger.warning("%s is not text: left out", file)
+            return
+        try:
+            yield piece.decode()
+        except UnicodeDecodeError as error:
+            bad_line = line + piece.count(b"\n", 0, error.start)
+            bad_rows.add(f"{file}:{bad_line}", reason=f"not UTF-8 ({error.reason})")
+        line += piece.count(b"\n")
+
+
+def _pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Cut at the last line end within each PIECE_BYTES; where there is none, at the next one."""
+    while piece := raw.read(PIECE_BYTES):
+        if len(piece) == PIECE_BYTES:
+            end = piece.rfind(b"\n") + 1
+            if end:
+                raw.seek(end - len(piece), io.SEEK_CUR)
+                piece = piece[:end]
+            else:
+                piece += raw.readline()
+        yield piece
+
+
+def _read_jsonl(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
+    number = 0
+    try:
+        for number, line in enumerate(_open_lines(raw, file=file), start=1):
+            try:
+                if line.strip():
+                    yield _parse_row(line, text_key=text_key)
+            except (ValueError, RecursionError) as error:
+                bad_rows.add(f"{file}:{number}", reason=str(error))
+    except (EOFError, OSError, zlib.error) as error:
+        raise ConfigError(f"{file}: the compressed data is damaged after line {number} ({error})") from error
+
+
+def _open_lines(raw: BinaryIO, *, file: Path) -> Iterable[bytes]:
+    if file.suffix == ".gz":
+        return gzip.open(raw)
+    return _zstd_lines(raw) if file.suffix == ".zst" else raw
+
+
+def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
+    rest = b""
+    for block in _zstd_blocks(raw):
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+    yield rest
+
+
+def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    """Decompress frame by frame, because zstandard's own reader takes a file that breaks off for a whole one."""
+    import zstandard
+
+    context, frame, block = zstandard.ZstdDecompressor(), None, b""
+    while block := block or raw.read(1 << 17):
+        frame = frame or context.decompressobj()
+        try:
+            text = frame.decompress(block)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        yield text
+        block = frame.unused_data
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it breaks off within a frame")
+
+
+def _parse_row(line: bytes, *, text_key: str) -> str:
+    """The text of one .jsonl row; ValueError with the reason if it has none."""
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
+    return text_of_row(row, text_key=text_key)
+
+
+def text_of_row(row: object, *, text_key: str) -> str:
+    """The row's text; ValueError with the reason if it has none."""
+    if not isinstance(row, dict):
+        raise ValueError(f"not a JSON object but {_json_type(row)}")
+    if text_key not in row:
+        raise ValueError(f"no key {text_key!r} (training.text_key) among {', '.join(map(repr, row)) or 'no keys'}")
+    text = row[text_key]
+    if not isinstance(text, str):
+        raise ValueError(f"{text_key!r} holds {_json_type(text)}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{text_key!r} is not valid Unicode ({error.reason})") from error
+    return text
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _read_parquet(file: Path, *, text_key: str, bad_rows: BadRows) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        _check_column(parquet.schema_arrow, file=file, text_key=text_key)
+        for batch in parquet.iter_batches(batch_size=256, columns=[text_key]):
+            for value in batch.column(0):
+                number += 1
+                try:
+                    yield _text_of_value(value, text_key=text_key)
+                except ValueError as error:
+                    bad_rows.add(f"{file}:{number}", reason=str(error))
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{file}: not a whole parquet file; damaged after row {number} ({error})") from error
+
+
+def _check_column(schema, *, file: Path, text_key: str) -> None:
+    import pyarrow.types as types
+
+    if text_key not in schema.names:
+        raise ConfigError(f"{file} has no column {text_key!r}; set training.text_key to one of {schema.names}")
+    kind = schema.field(text_key).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise ConfigError(f"{file}: column {text_key!r} holds {kind}, not strings; set training.text_key to another")
+
+
+def _text_of_value(value, *, text_key: str) -> str:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason})") from error
+    if text is None:
+        raise ValueError(f"{text_key!r} holds null, not a string")
+    return text
