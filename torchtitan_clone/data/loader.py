@@ -52,9 +52,15 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dat
 
 
 @overload
-def build_loader(*, split: Literal["train"], **options: Any) -> "Loader": ...
+def build_loader(*, split: Literal["train"], **options: Any) -> "Loader":
+    """Rows to train on, shuffled, without end."""
+
+
 @overload
-def build_loader(*, split: Literal["validation"], **options: Any) -> "ValidationLoader": ...
+def build_loader(*, split: Literal["validation"], **options: Any) -> "ValidationLoader":
+    """Held-out rows, in order."""
+
+
 def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads leave the options to this signature)
     *,
     dataset: Dataset,

@@ -61,9 +61,8 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
     The last `padding` rows get no targets. With document masking neither does eos, because what follows it is the
     first token of another document.
     """
-    rows = rows.astype(np.int64)
-    tokens_BT, targets_BT = np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
-    positions_BT, documents_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape), None
+    tokens_BT, targets_BT = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+    positions_BT, documents_BT = np.tile(np.arange(tokens_BT.shape[1]), (len(rows), 1)), None
     if document_masking:
         ends_BT = tokens_BT == eos_id
         positions_BT, documents_BT = _documents(ends_BT)
@@ -72,7 +71,7 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
     return Batch(
         tokens_BT=torch.from_numpy(tokens_BT),
         targets_BT=torch.from_numpy(targets_BT),
-        positions_BT=torch.from_numpy(np.ascontiguousarray(positions_BT)),
+        positions_BT=torch.from_numpy(positions_BT),
         documents_BT=None if documents_BT is None else torch.from_numpy(documents_BT),
         num_targets=int(np.count_nonzero(targets_BT != IGNORE_INDEX)),
     )

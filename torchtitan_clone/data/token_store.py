@@ -3,7 +3,7 @@
     <cache>/stores/<key>/{train,validation}.tokens      token ids, eos after every document (uint16 or uint32)
                          {train,validation}.offsets     where each document starts, and the end of the last (int64)
                          meta.json                      what it was made from, and how large everything is
-    <cache>/sources/<source>/lock, files.json, partial/    of one source: its lock, hashes of its files, a store being made
+    <cache>/sources/<source>/lock, files.json, partial/   of one source: its lock, hashes of its files, store being made
 
 The key is a hash of everything that decides the content. A store is made in partial/ under the source's lock and
 renamed into place when all of it is on disk: it is whole or it does not exist, and whatever an interrupted process left

@@ -1,0 +1,86 @@
+"""Targets, positions and documents of a batch, against the obvious loop."""
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_clone.data.packing import IGNORE_INDEX, pack
+
+EOS = 0
+
+
+def random_rows(num_rows: int, seq_len: int, *, seed: int) -> np.ndarray:
+    """Token rows in which one token in five ends a document, so that all neighbourhoods of ends occur."""
+    generator = np.random.default_rng(seed)
+    rows = generator.integers(1, 2048, (num_rows, seq_len + 1), dtype=np.uint16)
+    rows[generator.random(rows.shape) < 0.2] = EOS
+    return rows
+
+
+def reference(row: list[int], *, document_masking: bool) -> list[tuple[int, int, int, int]]:
+    """(token, target, position, document) one after the other."""
+    found, position, document = [], 0, 0
+    for token, following in zip(row, row[1:], strict=False):
+        ends = document_masking and token == EOS
+        found.append((token, IGNORE_INDEX if ends else following, position, document))
+        position, document = (0, document + 1) if ends else (position + 1, document)
+    return found
+
+
+@pytest.mark.parametrize("document_masking", [True, False])
+@pytest.mark.parametrize(("num_rows", "seq_len"), [(1, 1), (1, 2), (3, 7), (16, 64)])
+def test_a_batch_equals_the_reference(num_rows, seq_len, document_masking):
+    for seed in range(20):
+        rows = random_rows(num_rows, seq_len, seed=seed)
+        batch = pack(rows, eos_id=EOS, document_masking=document_masking)
+        documents_BT = torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
+        for index, row in enumerate(rows.tolist()):
+            columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT, documents_BT)
+            found = list(zip(*(column[index].tolist() for column in columns), strict=True))
+            assert found == reference(row, document_masking=document_masking)
+        assert (batch.documents_BT is None) == (not document_masking)
+        assert batch.num_targets == (batch.targets_BT != IGNORE_INDEX).sum()
+
+
+def test_types_are_what_embedding_and_loss_take():
+    batch = pack(random_rows(2, 8, seed=0), eos_id=EOS, document_masking=True)
+    assert {batch.tokens_BT.dtype, batch.targets_BT.dtype, batch.positions_BT.dtype} == {torch.int64}
+    assert batch.documents_BT is not None
+    assert batch.documents_BT.dtype == torch.int32
+    assert all(tensor.is_contiguous() for tensor in (batch.tokens_BT, batch.targets_BT, batch.positions_BT))
+
+
+@pytest.mark.parametrize("document_masking", [True, False])
+def test_padding_rows_have_no_targets(document_masking):
+    rows = random_rows(4, 16, seed=1)
+    whole = pack(rows, eos_id=EOS, document_masking=document_masking)
+    batch = pack(rows, eos_id=EOS, document_masking=document_masking, padding=3)
+    assert (batch.targets_BT[1:] == IGNORE_INDEX).all()
+    assert torch.equal(batch.targets_BT[0], whole.targets_BT[0])
+    assert batch.num_targets == (whole.targets_BT[0] != IGNORE_INDEX).sum()
+
+
+def test_microbatches_are_the_batch_in_parts():
+    batch = pack(random_rows(7, 16, seed=2), eos_id=EOS, document_masking=True)
+    parts = batch.microbatches(3)
+    assert [len(part.tokens_BT) for part in parts] == [3, 3, 1]
+    assert torch.equal(torch.cat([part.targets_BT for part in parts]), batch.targets_BT)
+    assert torch.equal(torch.cat([part.positions_BT for part in parts]), batch.positions_BT)
+    assert all(part.num_targets == (part.targets_BT != IGNORE_INDEX).sum() for part in parts)
+    assert sum(part.num_targets for part in parts) == batch.num_targets
+
+
+def test_a_batch_moves_to_a_device():
+    batch = pack(random_rows(2, 8, seed=3), eos_id=EOS, document_masking=False)
+    moved = batch.to(torch.device("meta"))
+    assert moved.tokens_BT.is_meta
+    assert moved.documents_BT is None
+    assert moved.num_targets == batch.num_targets
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_pinned_microbatches_reach_the_gpu_unchanged():
+    batch = pack(random_rows(4, 64, seed=4), eos_id=EOS, document_masking=True).pin_memory()
+    for part in batch.microbatches(2):
+        assert part.tokens_BT.is_pinned()
+        assert torch.equal(part.to(torch.device("cuda")).targets_BT.cpu(), part.targets_BT)
