@@ -8,6 +8,7 @@ file is kept in the repository, and its fingerprint is part of every token store
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,7 +19,7 @@ from torchtitan_clone.data.tokenizer import CONFIG_FILE, SHIPPED_FOLDER, TOKENIZ
 EOS_TOKEN = "<|end_of_text|>"
 
 
-def train(*, vocab_size: int) -> Tokenizer:
+def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """A byte-level BPE with EOS_TOKEN as id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -28,8 +29,7 @@ def train(*, vocab_size: int) -> Tokenizer:
         special_tokens=[EOS_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    documents = read_documents(stdlib_source(), bad_rows=BadRows(limit=0))
-    tokenizer.train_from_iterator((text for text, _ in documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=SHIPPED_FOLDER)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    train(vocab_size=options.vocab_size).save(str(options.folder / TOKENIZER_FILE))
+    texts = (text for text, _ in read_documents(stdlib_source(), bad_rows=BadRows(limit=0)))
+    train(texts, vocab_size=options.vocab_size).save(str(options.folder / TOKENIZER_FILE))
     (options.folder / CONFIG_FILE).write_text(json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n")
     print(f"wrote {options.folder / TOKENIZER_FILE}")
 

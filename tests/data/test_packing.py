@@ -1,5 +1,7 @@
 """Targets, positions and documents of a batch, against the obvious loop."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,7 @@ def random_rows(num_rows: int, seq_len: int, *, seed: int) -> np.ndarray:
 def reference(row: list[int], *, document_masking: bool) -> list[tuple[int, int, int, int]]:
     """(token, target, position, document) one after the other."""
     found, position, document = [], 0, 0
-    for token, following in zip(row, row[1:], strict=False):
+    for token, following in itertools.pairwise(row):
         ends = document_masking and token == EOS
         found.append((token, IGNORE_INDEX if ends else following, position, document))
         position, document = (0, document + 1) if ends else (position + 1, document)

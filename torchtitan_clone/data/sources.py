@@ -243,7 +243,7 @@ def _read_parquet(file: Path, *, text_key: str, bad_rows: BadRows) -> Iterator[s
                     yield _text_of_value(value, text_key=text_key)
                 except ValueError as error:
                     bad_rows.add(f"{file}:{number}", reason=str(error))
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file}: not a whole parquet file; damaged after row {number} ({error})") from error
 
 

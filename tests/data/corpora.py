@@ -1,0 +1,87 @@
+"""Small corpora on disk for the tests of the data room."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.data import build_tokenizer, open_dataset
+
+TOKENIZER = build_tokenizer(None)
+"""The one that the package ships."""
+
+
+def texts(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
+    """Distinct texts of differing lengths, some with characters beyond ASCII."""
+    generator = np.random.default_rng(seed)
+    vocabulary = ["import", "self", "returns", "größe", "日本", "for", "value", "None", "(x)", "\n", "def", "class"]
+    return [
+        f"text {seed}.{number}: " + " ".join(generator.choice(vocabulary, generator.integers(1, words)))
+        for number in range(count)
+    ]
+
+
+def jsonl(rows: list[str]) -> bytes:
+    """Rows of {"text": ...}."""
+    return b"".join(json.dumps({"n": n, "text": text}).encode() + b"\n" for n, text in enumerate(rows))
+
+
+def parquet(rows: list, *, kind: pyarrow.DataType | None = None) -> bytes:
+    """A file with the columns n and text, in row groups of three."""
+    table = pyarrow.table({"n": list(range(len(rows))), "text": pyarrow.array(rows, type=kind or pyarrow.string())})
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, row_group_size=3)
+    return buffer.getvalue()
+
+
+def zst(content: bytes, *, frames: int = 1) -> bytes:
+    """Compressed in so many frames, one after another."""
+    size = -(-len(content) // frames)
+    parts = [content[start : start + size] for start in range(0, len(content), size)]
+    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+
+
+def write(folder: Path, files: dict[str, bytes | str]) -> Path:
+    """Files below folder, by name."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def write_corpus(folder: Path, *, count: int = 300, seed: int = 0) -> Path:
+    """Texts spread over every kind of file."""
+    rows = texts(count, seed=seed)
+    third = count // 3
+    return write(
+        folder,
+        {
+            "a.jsonl": jsonl(rows[:third]),
+            "b/part.jsonl.gz": gzip.compress(jsonl(rows[third : 2 * third])),
+            "c.parquet": parquet(rows[2 * third : -2]),
+            "d/one.txt": rows[-2],
+            "d/two.md": rows[-1],
+        },
+    )
+
+
+def opened(path: Path, *, cache: Path, tokenizer=TOKENIZER, held_out_fraction: float = 0.1, **options):
+    """The dataset at a path; options are those of [data] or [training]."""
+    training = {key: options.pop(key) for key in list(options) if key in Training.__dataclass_fields__}
+    return open_dataset(
+        training=Training(dataset_path=str(path), **training),
+        data=Data(cache_folder=str(cache), held_out_fraction=held_out_fraction, **options),
+        tokenizer=tokenizer,
+    )
+
+
+def files_below(folder: Path) -> list[str]:
+    """Names of everything below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

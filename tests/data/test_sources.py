@@ -1,0 +1,156 @@
+"""Reading documents from every kind of file, and what is said about files that cannot be read."""
+
+import gzip
+import logging
+
+import pyarrow
+import pytest
+
+from tests.data.corpora import jsonl, parquet, texts, write, zst
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Training
+from torchtitan_clone.data.sources import PIECE_BYTES, BadRows, find_source, read_documents
+
+ROWS = texts(20)
+
+
+def read(path, *, max_bad_rows: int = 0, text_key: str = "text") -> list[str]:
+    """All documents at a path."""
+    source = find_source(Training(dataset_path=str(path), text_key=text_key))
+    return [text for text, _ in read_documents(source, bad_rows=BadRows(limit=max_bad_rows))]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", jsonl(ROWS)),
+        ("a.jsonl", jsonl(ROWS).replace(b"\n", b"\r\n\n").rstrip()),
+        ("a.jsonl.gz", gzip.compress(jsonl(ROWS))),
+        ("a.jsonl.gz", gzip.compress(jsonl(ROWS[:7])) + gzip.compress(jsonl(ROWS[7:]))),
+        ("a.jsonl.zst", zst(jsonl(ROWS))),
+        ("a.jsonl.zst", zst(jsonl(ROWS), frames=5)),
+        ("a.parquet", parquet(ROWS)),
+        ("a.parquet", parquet(ROWS, kind=pyarrow.large_string())),
+        ("a.parquet", parquet(ROWS, kind=pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))),
+    ],
+)
+def test_rows_are_documents(tmp_path, name, content):
+    write(tmp_path, {name: content})
+    assert read(tmp_path / name) == ROWS
+    assert read(tmp_path) == ROWS
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    files = {"b.txt": "2", "a/z.py": "1", "c/d/e.md": "4", "b/.hidden": "x", ".git/f.txt": "x", "c.jsonl": jsonl(["3"])}
+    assert read(write(tmp_path, files)) == ["1", "2", "3", "4"]
+
+
+def test_empty_texts_are_no_documents(tmp_path):
+    assert read(write(tmp_path, {"a.txt": "", "b.jsonl": jsonl(["", "x", ""]), "c.parquet": parquet([""])})) == ["x"]
+
+
+def test_another_key_holds_the_text(tmp_path):
+    assert read(write(tmp_path, {"a.jsonl": b'{"body": "x"}'}), text_key="body") == ["x"]
+
+
+def test_a_long_text_is_cut_at_line_ends(tmp_path):
+    line = "zeile ä\n" * 1000
+    text = line * (3 * PIECE_BYTES // len(line.encode()))
+    documents = read(write(tmp_path, {"a.txt": text}))
+    assert "".join(documents) == text
+    assert len(documents) == 3
+    assert all(document.endswith("\n") for document in documents)
+
+
+def test_a_line_longer_than_a_piece_stays_whole(tmp_path):
+    text = "ä" * PIECE_BYTES + "\nrest"
+    assert read(write(tmp_path, {"a.txt": text})) == ["ä" * PIECE_BYTES + "\n", "rest"]
+
+
+def test_a_binary_file_is_left_out_and_named(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="torchtitan_clone"):
+        assert read(write(tmp_path, {"a.png": b"\x89PNG\0\xff", "b.txt": "x"})) == ["x"]
+    assert "a.png is not text" in caplog.text
+
+
+BAD_ROWS = [
+    (b"{broken", "not JSON"),
+    (b"[" * 100_000, "recursion"),
+    (b'"text"', "not a JSON object but a string"),
+    (b"17", "not a JSON object but a number"),
+    (b'{"txt": "x", "n": 1}', "no key 'text' (training.text_key) among 'txt', 'n'"),
+    (b'{"text": 3}', "holds a number"),
+    (b'{"text": null}', "holds null"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (rb'{"text": "\ud800"}', "not valid Unicode"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
+def test_a_bad_row_is_named_with_its_line(tmp_path, row, reason):
+    write(tmp_path, {"a.jsonl": jsonl(["x"]) + row + b"\n" + jsonl(["y"])})
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path)
+    assert f"{tmp_path / 'a.jsonl'}:2: " in str(error.value)
+    assert reason in str(error.value)
+    assert "data.max_bad_rows is 0" in str(error.value)
+    assert read(tmp_path, max_bad_rows=1) == ["x", "y"]
+
+
+def test_bad_rows_of_all_files_are_counted_together(tmp_path):
+    broken = b"\n".join(row for row, _ in BAD_ROWS)
+    write(tmp_path, {"a.jsonl": broken, "b.txt": b"good\nb\xe4d", "c.parquet": parquet([None, "x"])})
+    assert read(tmp_path, max_bad_rows=len(BAD_ROWS) + 2) == ["x"]
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, max_bad_rows=len(BAD_ROWS) + 1)
+    assert f"{len(BAD_ROWS) + 2} unreadable row(s)" in str(error.value)
+    assert "and 6 more" in str(error.value)
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"a\.txt:3: not UTF-8"):
+        read(write(tmp_path, {"a.txt": b"one\ntwo\nthr\xe9e"}))
+
+
+def test_parquet_strings_that_are_not_utf8_are_bad_rows(tmp_path):
+    binary = pyarrow.array([b"x", b"\xff", b"y"], type=pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert read(tmp_path, max_bad_rows=1) == ["x", "y"]
+    with pytest.raises(ConfigError, match=r"a\.parquet:2: not UTF-8"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_damaged_files_are_errors_whatever_the_limit(tmp_path, kind, damage):
+    rows = texts(3000)
+    content = {"a.jsonl.gz": gzip.compress(jsonl(rows)), "a.jsonl.zst": zst(jsonl(rows)), "a.parquet": parquet(rows)}
+    whole = content[kind]
+    middle = len(whole) // 2
+    broken = whole[:middle] if damage == "cut" else whole[:middle] + bytes(200) + whole[middle + 200 :]
+    with pytest.raises(ConfigError, match=rf"{kind}.* damaged after"):
+        read(write(tmp_path, {kind: broken}), max_bad_rows=10**6)
+
+
+def test_a_parquet_file_without_the_column_lists_what_it_has(tmp_path):
+    with pytest.raises(ConfigError, match=r"no column 'body'; set training\.text_key to one of \['n', 'text'\]"):
+        read(write(tmp_path, {"a.parquet": parquet(ROWS)}), text_key="body")
+    with pytest.raises(ConfigError, match="column 'n' holds int64, not strings"):
+        read(tmp_path, text_key="n")
+
+
+def test_what_does_not_exist(tmp_path):
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        find_source(Training(dataset_path=str(tmp_path / "missing")))
+    with pytest.raises(ConfigError, match="holds no file"):
+        find_source(Training(dataset_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"'stdlb' is unknown; known: stdlib; .*\"org/name\""):
+        find_source(Training(dataset="stdlb"))
+
+
+def test_the_standard_library_is_there_without_its_tests():
+    source = find_source(Training())
+    names = {file.relative_to(source.root).as_posix() for file in source.files}
+    assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= names
+    assert not [name for name in names if "/test" in name or name.startswith("test/") or "packages" in name]

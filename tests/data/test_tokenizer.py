@@ -1,0 +1,83 @@
+"""The shipped tokenizer, its making, and what is said about folders that hold none."""
+
+import hashlib
+import json
+import pickle
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from scripts import train_tokenizer
+from tests.data.corpora import texts
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
+
+
+def word_level(folder, vocabulary, *, config=None, special=("<end>",)):
+    """A folder with a tokenizer of whole words."""
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=min(vocabulary, key=vocabulary.get)))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_the_shipped_tokenizer_gives_text_back():
+    tokenizer = build_tokenizer(None)
+    assert tokenizer.vocab_size == 2048
+    assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
+    assert tokenizer.fingerprint == hashlib.sha256((SHIPPED_FOLDER / "tokenizer.json").read_bytes()).hexdigest()
+    for text in ["def f(x):\n\treturn  x", "größe 日本 🙂\r\n\0", " "]:
+        assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+
+
+def test_a_text_cannot_contain_the_separator():
+    tokenizer = build_tokenizer(None)
+    text = "before<|end_of_text|>after"
+    for one in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
+        (ids,) = one.encode_batch([text])
+        assert one.eos_id not in ids
+        assert one.decode(ids) == text
+
+
+def test_training_gives_the_same_tokenizer_twice():
+    first, second = (train_tokenizer.train(texts(200), vocab_size=280) for _ in range(2))
+    assert first.to_str() == second.to_str()
+    assert first.get_vocab_size() == 280
+    assert first.token_to_id("<|end_of_text|>") == 0
+
+
+def test_ids_may_have_gaps(tmp_path):
+    tokenizer = build_tokenizer(word_level(tmp_path, {"a": 0, "b": 700}, config={"eos_token": "<end>"}))
+    assert tokenizer.vocab_size == 701
+    assert tokenizer.eos_id == 2
+
+
+def test_an_eos_token_may_be_an_object(tmp_path):
+    folder = word_level(tmp_path, {"a": 0}, config={"eos_token": {"content": "<end>", "special": True}})
+    assert build_tokenizer(folder).eos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [(None, "names no eos_token"), ({}, "names no eos_token"), ({"eos_token": "</s>"}, "'</s>', which has no id")],
+)
+def test_without_a_separator_the_error_names_folder_and_choices(tmp_path, config, complaint):
+    folder = word_level(tmp_path, {"a": 0}, config=config)
+    with pytest.raises(ConfigError) as error:
+        build_tokenizer(folder)
+    assert all(part in str(error.value) for part in (folder, complaint, "one of the special tokens: <end>"))
+
+
+def test_a_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        build_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "\udcff"])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="is no tokenizer"):
+        build_tokenizer(str(tmp_path))
