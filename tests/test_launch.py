@@ -38,7 +38,7 @@ def launch(folder: Path, mode: str) -> subprocess.Popen:
     """Two workers in `folder`, whose output is piped."""
     (folder / "worker.py").write_text(WORKER)
     command = [sys.executable, "-m", "torchtitan_clone.launch", "--nproc-per-node=2", "--module=worker", mode]
-    environment = os.environ | {"PYTHONPATH": f"{folder}:{REPO}"}
+    environment = os.environ | {"PYTHONPATH": f"{folder}:{REPO}", "TMPDIR": str(folder)}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
 
