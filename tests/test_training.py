@@ -9,12 +9,12 @@ from tests.runs import Ranks, losses, options, rows, train, wait_for_step
 
 
 def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_path):
-    run = options(corpus, tmp_path, training__steps=30)
+    run = options(corpus, tmp_path, training__steps=40)
     code, output = train(run, log_folder=tmp_path)
     assert code == 0
-    assert "training is complete: step 30 of 30" in output
+    assert "training is complete: step 40 of 40" in output
     curve = losses(tmp_path)
-    assert curve[30] < curve[1] - 1.0
+    assert curve[40] < curve[1] - 1.0
     row = rows(tmp_path)[0]
     keys = (
         "step",
@@ -31,10 +31,10 @@ def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_pa
     assert row["tokens_seen"] == 8 * 64
     code, output = train(run, log_folder=tmp_path)
     assert code == 0
-    assert "is complete: step 30" in output
-    code, output = train(options(corpus, tmp_path, training__steps=32), log_folder=tmp_path)
+    assert "is complete: step 40" in output
+    code, output = train(options(corpus, tmp_path, training__steps=42), log_folder=tmp_path)
     assert code == 0
-    assert list(losses(tmp_path)) == list(range(1, 33))
+    assert list(losses(tmp_path)) == list(range(1, 43))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -91,10 +91,10 @@ def test_every_data_axis_gives_the_losses_of_one_rank(corpus, tmp_path, world_si
     assert train(options(corpus, tmp_path / "one", **model), log_folder=tmp_path)[0] == 0
     code, output = train(options(corpus, tmp_path / "many", **changes), world_size=world_size, log_folder=tmp_path)
     assert code == 0, output
-    expected, found = rows(tmp_path / "one"), rows(tmp_path / "many")
-    for a, b in zip(expected, found, strict=True):
-        assert b.get("loss") == pytest.approx(a.get("loss"), rel=1e-5)
-        assert b.get("grad_norm") == pytest.approx(a.get("grad_norm"), rel=1e-4)
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        expected, found = ([row[name] for row in rows(tmp_path / run) if name in row] for run in ("one", "many"))
+        assert len(expected) == 10
+        assert found == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_run_resumes_on_other_numbers_of_ranks(corpus, tmp_path):

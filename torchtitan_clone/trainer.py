@@ -58,7 +58,7 @@ class Trainer:
         self._stop = stop
         set_determinism(config.debug)
         mesh = build_mesh(run.shape.degrees, device_type=device.type)
-        self._is_batch_leader = mesh.is_batch_leader
+        self._is_loss_leader = mesh.is_loss_leader
         self.model = build_model(run.shape, mesh=mesh, device=device)
         self.parameters = named_parameters(self.model)
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
@@ -129,7 +129,7 @@ class Trainer:
         start = time.perf_counter()
         batch = next(self._loader)
         data_seconds = time.perf_counter() - start
-        (num_targets,) = sum_over_ranks([batch.num_targets if self._is_batch_leader else 0])
+        (num_targets,) = sum_over_ranks([batch.num_targets if self._is_loss_leader else 0])
         lr_factor = self._lr_factor(step)
         self.optimizer.set_lr_factor(lr_factor)
         microbatches = (rows.to(self._device) for rows in batch.microbatches(training.local_batch_size))
@@ -138,7 +138,7 @@ class Trainer:
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
         stop_wanted = self._stop.signal_name is not None
-        loss, stops = sum_over_ranks([local_loss.item() if self._is_batch_leader else 0.0, stop_wanted])
+        loss, stops = sum_over_ranks([local_loss.item() if self._is_loss_leader else 0.0, stop_wanted])
         skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
         if skipped:
             self._count_skip(step, loss=loss, grad_norm=grad_norm)
@@ -184,7 +184,7 @@ class Trainer:
                 num_targets += batch.num_targets
                 if count == self._config.validation.steps:
                     break
-        is_leader = self._is_batch_leader
+        is_leader = self._is_loss_leader
         total, targets = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader])
         seconds = time.perf_counter() - start
         self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
@@ -231,6 +231,11 @@ class Trainer:
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
         saved = self._saved_step == step
+        if self._config.checkpoint.enable and not saved:
+            raise TrainingError(
+                f"step {step} of {last_step} was trained but could not be saved, see above; the newest checkpoint is "
+                f"that of step {self._saved_step}. Make room and start again"
+            )
         if step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
         elif saved:

@@ -45,12 +45,12 @@ def parallel_gradients(argv):
         loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
         first_row = batch_rank(shape.degrees, rank=launch.rank) * shape.global_batch_size // shape.degrees.data
         batch = masked(next(run.loader), first_row=first_row)
-        (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_batch_leader])
+        (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
         step = build_forward_backward(model, loss_fn=loss_fn, device=device)
         local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
-        return sum_over_ranks([local_loss.item() * mesh.is_batch_leader])[0], norm.item(), gradients
+        return sum_over_ranks([local_loss.item() * mesh.is_loss_leader])[0], norm.item(), gradients
 
 
 def plain_gradients(argv):
@@ -65,7 +65,7 @@ def plain_gradients(argv):
     loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
     return loss.item(), norm.item(), gradients
 
 
@@ -123,9 +123,10 @@ def mixed_precision_types(argv):
     with process_group(config.comm, launch=launch, device=torch.device("cpu")):
         model = build_model(shape, mesh=build_mesh(shape.degrees, device_type="cpu"), device=torch.device("cpu"))
         seen = set()
+        # Inside a block, where FSDP's gathered weights are in place.
         for block in model.layers.values():
-            block.register_forward_hook(
-                lambda module, _, out: seen.update({out.dtype, next(module.parameters()).dtype})
+            block.attention.register_forward_hook(
+                lambda module, _, out: seen.update({out.dtype, module.wq.weight.dtype})
             )
         step = build_forward_backward(
             model, loss_fn=build_loss(chunk_tokens=64, compile_backend=None), device=torch.device("cpu")

@@ -122,7 +122,7 @@ class CheckpointManager:
             error = None
         if (error := _first_error(error)) is not None:
             return error
-        writer = dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+        writer = _build_writer(partial)
         return _described_failure(lambda: dcp.save(self._all_tensors(), storage_writer=writer))
 
     def _commit(self, progress: Progress) -> None:
@@ -144,6 +144,28 @@ class CheckpointManager:
         if self._options.keep_latest_k:
             for step in committed_steps(self._folder)[: -self._options.keep_latest_k]:
                 shutil.rmtree(self._folder / f"step-{step}", ignore_errors=True)
+
+
+def _build_writer(folder: Path) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    class Writer(dcp.FileSystemWriter):
+        """Reports what the disk said: torch's own archive error hides it, and is all that other ranks would see."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            try:
+                return super().write_data(plan, planner)
+            except Exception as error:
+                raise _disk_error(error) or error from None
+
+    # One thread: with more, an error in a helper thread of torch's writer is lost (pytorch #191391).
+    return Writer(folder, thread_count=1, sync_files=True)
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _make_empty(folder: Path) -> None:

@@ -20,14 +20,16 @@ class Mesh:
 
     - `world`: all five axes;
     - `fsdp`: what FSDP2 shards weights over, dp_shard and cp as one axis; under HSDP with dp_replicate before it;
-    - `tp`: what matrices are split over;
-    - `is_batch_leader` holds on one of the ranks that read the same rows.
+    - `tp`: what matrices are split over; `cp`: what sequences are split over; `pp`: what layers are split over;
+    - `is_loss_leader` holds on one of the ranks that compute the loss of the same tokens.
     """
 
     world: DeviceMesh
     fsdp: DeviceMesh
     tp: DeviceMesh
-    is_batch_leader: bool
+    cp: DeviceMesh
+    pp: DeviceMesh
+    is_loss_leader: bool
 
 
 def batch_rank(degrees: Degrees, *, rank: int) -> int:
@@ -73,5 +75,7 @@ def build_mesh(degrees: Degrees, *, device_type: str) -> Mesh:
         world=world,
         fsdp=weights["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else weights["fsdp"],
         tp=weights["tp"],
-        is_batch_leader=coordinate["pp"] == coordinate["cp"] == coordinate["tp"] == 0,
+        cp=world["cp"],
+        pp=world["pp"],
+        is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == degrees.pp - 1,
     )

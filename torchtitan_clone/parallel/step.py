@@ -69,7 +69,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    norms = torch.stack(torch._foreach_norm(local)).double()
+    # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
+    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
     # What several ranks hold alike counts once, so that one sum over all ranks is enough for every mesh.
     copies = torch.tensor([_copies(g) for g in gradients], dtype=torch.float64).to(norms.device, non_blocking=True)
     squares = (norms.square() / copies).sum()
