@@ -120,7 +120,8 @@ def python(tmp_path) -> Path:
 
 
 def run_train(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
-    cleared = ("NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    cleared = {"NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"}
+    cleared |= {"PYTHON", "NO_SETUP"}
     inherited = {key: value for key, value in os.environ.items() if key not in cleared}
     return subprocess.run(
         [REPO / "run_train.sh", *arguments],
