@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, overload
 
@@ -210,8 +211,9 @@ def _start(feed: Feed, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]
         return iter(feed)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return iter(
-        StatefulDataLoader(
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata's own, on every start
+        loader = StatefulDataLoader(
             feed,
             batch_size=None,
             collate_fn=_unchanged,
@@ -219,7 +221,7 @@ def _start(feed: Feed, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]
             worker_init_fn=_prepare_worker,
             multiprocessing_context="spawn",  # a fork would copy torch's threads and CUDA
         )
-    )
+    return iter(loader)
 
 
 def _unchanged(part: Any) -> Any:
