@@ -20,7 +20,7 @@ from torchtitan_clone.config import (
     to_toml,
     violations,
 )
-from torchtitan_clone.data import Loader, Tokenizer, build_loader, build_tokenizer, open_dataset
+from torchtitan_clone.data import Loader, Tokenizer, ValidationLoader, build_loader, build_tokenizer, open_dataset
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
@@ -85,7 +85,7 @@ class Run:
 
     shape: Shape
     loader: Loader
-    validation_loader: Loader | None
+    validation_loader: ValidationLoader | None
     progress: Progress
 
 

@@ -104,12 +104,14 @@ RULES = [
     (
         ["--parallelism.tensor_parallel_degree=8"],
         {},
-        "parallelism.tensor_parallel_degree = 8: does not divide model.args.n_kv_heads 4; set it to a divisor (1, 2 or 4), ",
+        "parallelism.tensor_parallel_degree = 8: does not divide model.args.n_kv_heads 4; set it to a divisor "
+        "(1, 2 or 4), ",
     ),
     (
         ["--parallelism.tensor_parallel_degree=4", "--training.seq_len=6"],
         {},
-        "parallelism.tensor_parallel_degree = 4: does not divide training.seq_len 6; set it to a divisor (1, 2, 3 or 6)",
+        "parallelism.tensor_parallel_degree = 4: does not divide training.seq_len 6; set it to a divisor "
+        "(1, 2, 3 or 6)",
     ),
     (["--parallelism.pipeline_parallel_degree=2"], {}, "this version has no pipeline parallelism; set it to 1"),
     (["--parallelism.context_parallel_degree=2"], {}, "this version has no context parallelism; set it to 1"),

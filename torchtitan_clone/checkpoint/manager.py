@@ -155,7 +155,7 @@ def _build_writer(folder: Path) -> Any:
         def write_data(self, plan: Any, planner: Any) -> Any:
             try:
                 return super().write_data(plan, planner)
-            except Exception as error:
+            except (OSError, RuntimeError) as error:
                 raise _disk_error(error) or error from None
 
     # One thread: with more, an error in a helper thread of torch's writer is lost (pytorch #191391).

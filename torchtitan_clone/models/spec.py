@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.schema import Model
@@ -48,14 +47,14 @@ class ModelSpec:
     - `init_buffers(device)`: computes what is not a parameter, after construction on the meta device.
 
     `initial_std(args, name)` is the standard deviation of the parameter of that name, or None where it starts at one.
-    `tensor_plan()` says how the modules are split over the tensor axis.
+    `tensor_plan()` gives torch's ParallelStyle for each module that the tensor axis splits.
     """
 
     name: str
     flavors: Mapping[str, Any]
     build: Callable[[Any], Any]
     initial_std: Callable[[Any, str], float | None]
-    tensor_plan: Callable[[], Mapping[str, ParallelStyle]]
+    tensor_plan: Callable[[], Mapping[str, Any]]
 
     def resolve_args(self, model: Model) -> Any:
         """The flavor's arguments with `[model.args]` laid over them; ConfigError for what this family does not know."""

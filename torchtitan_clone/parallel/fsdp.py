@@ -4,11 +4,11 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.parallel.tensor import is_tied
 
 
 def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
@@ -28,7 +28,7 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = parallelism.fsdp_reshard_after_forward != "never"
     ends = [module for module in (model.norm, model.output) if module is not None]
-    tied = _is_tied(model.tok_embeddings, model.output)
+    tied = is_tied(model)
     if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
     for block in model.layers.values():
@@ -47,7 +47,3 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum; a plain one is exact with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _is_tied(embedding: nn.Module | None, output: nn.Module | None) -> bool:
-    return embedding is not None and output is not None and embedding.weight is output.weight

@@ -14,13 +14,18 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
 
     The output projection is split by rows of the vocabulary; what that means for logits is left to the loss.
     """
-    embedding, output = model.tok_embeddings, model.output
-    tied = embedding is not None and output is not None and embedding.weight is output.weight
+    output = model.output
+    tied = is_tied(model)
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if _has(model, name)})
     if tied:
-        output.weight = embedding.weight
+        output.weight = model.tok_embeddings.weight
     elif output is not None:
         output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
+
+
+def is_tied(model: Any) -> bool:
+    """Whether embedding and output projection are one weight."""
+    return None not in (model.tok_embeddings, model.output) and model.tok_embeddings.weight is model.output.weight
 
 
 def _has(model: nn.Module, name: str) -> bool:
