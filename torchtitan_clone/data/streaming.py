@@ -81,15 +81,17 @@ class HubDataset:
         stream = copy.deepcopy(self.stream)  # it remembers where it was
         if state is not None:
             stream.load_state_dict(json.loads(state))
-        rows, bad_rows, readable = iter(stream), BadRows(limit=self.max_bad_rows), False
-        while chunk := list(islice(rows, CHUNK_DOCUMENTS)):
+        bad_rows, readable = BadRows(limit=self.max_bad_rows), False
+        # Not iter(stream), which in a worker process yields only a part of the rows, and not the same everywhere.
+        for columns in stream.iter(CHUNK_DOCUMENTS):
+            rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             texts = [
-                self._text(row, place=f"{self.name}, row {document + index}", split=split, bad_rows=bad_rows)
-                for index, row in enumerate(chunk)
+                self._text(row, place=f"{self.name}, row {number}", split=split, bad_rows=bad_rows)
+                for number, row in enumerate(rows, start=document)
             ]
             readable = readable or any(texts)
             yield (epoch, document, state), texts
-            document += len(chunk)
+            document += len(texts)
             state = json.dumps(stream.state_dict())
         if not readable and bookmark[1] == 0:
             raise ConfigError(
