@@ -74,6 +74,14 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path):
     assert store.tokens("train").tolist() == [70_000, 2]
 
 
+def test_a_text_cannot_end_its_document_early(tmp_path):
+    text = "before<|end_of_text|>after"
+    store = opened(write(tmp_path / "text", {"a.txt": text}), cache=tmp_path / "cache").store
+    (ids,) = documents(store, "train")
+    assert ids.index(TOKENIZER.eos_id) == len(ids) - 1
+    assert TOKENIZER.decode(ids[:-1]) == text
+
+
 def test_holding_out_leaves_something_to_train_on(tmp_path):
     folder = write(tmp_path / "one", {"a.txt": "only this"})
     everything = opened(folder, cache=tmp_path / "cache", held_out_fraction=1.0).store

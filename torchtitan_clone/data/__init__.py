@@ -7,7 +7,8 @@ follows every document. A *row* is a window of seq_len tokens (and one more, the
 *global batch* is what one optimizer step consumes over all ranks: samples s*G to (s+1)*G for step s and G rows. Hub
 data is not stored; there, each row of the global batch is a *stream* of documents, and a *cursor* says how far it is.
 
-Reading order: sources, tokenizer, encoder, fingerprint, token_store, order, packing, prepared, streaming, loader.
+Reading order: sources, tokenizer, encoder, fingerprint, token_store, order, packing, feed, prepared, streaming,
+loader.
 """
 
 from torchtitan_clone.data.loader import Loader, ValidationLoader, build_loader, open_dataset
