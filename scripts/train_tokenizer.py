@@ -1,6 +1,7 @@
-"""Train the byte-level BPE tokenizer that the package ships, on the source of Python's standard library.
+"""Train a byte-level BPE tokenizer; by default the one that the package ships, on Python's standard library.
 
-    python scripts/train_tokenizer.py [--vocab_size=2048] [--folder=FOLDER]
+    python scripts/train_tokenizer.py
+    python scripts/train_tokenizer.py --dataset_path=my_text --vocab_size=8192 --folder=my_tokenizer
 
 The same corpus gives the same file, byte for byte. The corpus differs between versions of Python, so the shipped
 file is kept in the repository, and its fingerprint is part of every token store and checkpoint.
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_clone.data.sources import BadRows, read_documents, stdlib_source
+from torchtitan_clone.config.schema import Training
+from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.tokenizer import CONFIG_FILE, SHIPPED_FOLDER, TOKENIZER_FILE
 
 EOS_TOKEN = "<|end_of_text|>"
@@ -37,10 +39,15 @@ def main() -> None:
     """Parse, train, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab_size", type=int, default=2048)
+    parser.add_argument("--dataset_path", help="as training.dataset_path; default: the standard library's source")
+    parser.add_argument("--text_key", default="text", help="as training.text_key")
     parser.add_argument("--folder", type=Path, default=SHIPPED_FOLDER)
     options = parser.parse_args()
+    if options.dataset_path is not None and options.folder == SHIPPED_FOLDER:
+        parser.error("--dataset_path needs --folder: the shipped tokenizer is made from the standard library")
+    source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
+    texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
     options.folder.mkdir(parents=True, exist_ok=True)
-    texts = (text for text, _ in read_documents(stdlib_source(), bad_rows=BadRows(limit=0)))
     train(texts, vocab_size=options.vocab_size).save(str(options.folder / TOKENIZER_FILE))
     (options.folder / CONFIG_FILE).write_text(json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n")
     print(f"wrote {options.folder / TOKENIZER_FILE}")

@@ -1,0 +1,81 @@
+"""Every command of the README and every file in train_configs/ runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import make_corpus
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
+# Training commands as they stand take minutes; these keep each to seconds.
+SMALL = [
+    "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.seq_len=64", "--training.local_batch_size=2",
+    "--validation.steps=1", "--model.args.dim=64", "--model.args.n_heads=8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder to type the commands in: the repository's scripts, and some text."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("run_train.sh", "scripts", "train_configs"):
+        (folder / name).symlink_to(ROOT / name)
+    make_corpus(folder / "my_text")
+    return folder
+
+
+def shortened(command: str) -> str:
+    """The command, kept short: a training to some steps, the tests to their collection."""
+    if "scripts/run_tests.sh" in command:
+        return f"{command} --collect-only -q {ROOT / 'tests' / 'optim'}"
+    if "run_train.sh" in command and not re.search(r"--help|--dry-run", command):
+        return f"{command} {shlex.join(SMALL[1:] if '--training.steps' in command else SMALL)}"
+    if "bench.py" in command:
+        return f"{command} -- {shlex.join(SMALL[1:])}"
+    return command
+
+
+def execute(command: str, folder: Path):
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_the_readme_has_commands():
+    assert len(COMMANDS) >= 12
+    assert COMMANDS[:2] == ["./run_train.sh", "scripts/run_tests.sh"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme(command, workplace):
+    done = execute(shortened(command), workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "run_train.sh" in command and not re.search(r"--help|--dry-run", command):
+        assert "training is complete" in done.stdout
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda file: file.name)
+def test_configs_resolve_and_train(file, workplace):
+    """Each file as it stands passes every check on 8 ranks, and trains with a small model on text that is here."""
+    tokenizer = ROOT / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
+    dry_run = f"CONFIG_FILE={file} NGPU=8 ./run_train.sh --dry-run --model.hf_assets_path={tokenizer}"
+    done = execute(dry_run, workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 ranks" in done.stdout
+    small = [
+        *SMALL, "--training.dataset_path=my_text", f"--model.hf_assets_path={tokenizer}", "--model.args.n_layers=2",
+        "--model.args.vocab_size=2048", "--training.global_batch_size=2", "--compile.backend=aot_eager",
+        "--job.run_name=small", f"--job.dump_folder={file.stem}", "--data.num_workers=0",
+    ]  # fmt: skip
+    done = execute(f"CONFIG_FILE={file} ./run_train.sh {shlex.join(small)}", workplace)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "training is complete: step 3 of 3" in done.stdout
