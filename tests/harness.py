@@ -50,6 +50,8 @@ def start_ranks(function, world_size, *args, env=None):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            # Several ranks, maybe more than GPUs: on the CPU, unless a test asks for GPUs.
+            "CUDA_VISIBLE_DEVICES": "",
             **(env or {}),
         }
         process = _CONTEXT.Process(target=_rank_main, args=(theirs, ranks_env, function, args), daemon=True)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one call: the GPU tests, and the trainer against the plain loop, eager and compiled.
+# Prints a short table last; the figures also go to the folder in the first argument (default: outputs/gpu_suite).
+set -uo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+PYTHON="${PYTHON:-python3}"
+FOLDER="${1:-outputs/gpu_suite}"
+mkdir -p "$FOLDER"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+"$PYTHON" -m pytest tests/gpu 2>&1 | tee "$FOLDER/tests.log" | tail -n 15
+MODEL=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
+    --model.args.vocab_size=32768 --training.seq_len=2048 --training.local_batch_size=8 --training.loss_chunk_tokens=4096)
+"$PYTHON" scripts/bench.py --rounds 3 --steps 15 --dtype bfloat16 --json "$FOLDER/eager.json" -- "${MODEL[@]}" \
+    >"$FOLDER/eager.txt" 2>"$FOLDER/eager.err"
+"$PYTHON" scripts/bench.py --rounds 3 --steps 15 --dtype bfloat16 --compile --json "$FOLDER/compiled.json" -- \
+    "${MODEL[@]}" >"$FOLDER/compiled.txt" 2>"$FOLDER/compiled.err"
+echo "=== $(date -u +%F) $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
+tail -n 1 "$FOLDER/tests.log"
+for name in eager compiled; do
+    echo "--- $name"
+    cat "$FOLDER/$name.txt"
+    tail -n 3 "$FOLDER/$name.err"
+done

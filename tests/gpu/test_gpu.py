@@ -1,0 +1,82 @@
+"""What only a GPU can show; `scripts/gpu_suite.sh` runs these. One process, one device."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from tests.runs import Ranks, losses, options, rows, train, wait_for_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+GPU = {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def test_fp32_losses_are_those_of_the_cpu(corpus, tmp_path):
+    for name, env in (("cpu", None), ("gpu", GPU)):
+        code, output = train(options(corpus, tmp_path / name), log_folder=tmp_path, env=env)
+        assert code == 0, output
+    assert list(losses(tmp_path / "gpu").values()) == pytest.approx(list(losses(tmp_path / "cpu").values()), rel=1e-4)
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_bf16_follows_fp32(corpus, tmp_path, masking, compiled):
+    common = {"training__document_masking": masking, "training__steps": 30, "training__seq_len": 128}
+    exact = options(corpus, tmp_path / "exact", **common)
+    fast = options(
+        corpus, tmp_path / "fast", training__mixed_precision_param="bfloat16", compile__enable=compiled, **common
+    )
+    for argv in (exact, fast):
+        code, output = train(argv, log_folder=tmp_path, env=GPU, timeout=300)
+        assert code == 0, output
+    expected, found = losses(tmp_path / "exact"), losses(tmp_path / "fast")
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.02)
+    assert "mfu_percent" in rows(tmp_path / "fast")[0]
+
+
+def test_resume_is_bitwise(corpus, tmp_path):
+    def run(name):
+        changes = {"debug__deterministic": True, "training__steps": 60, "checkpoint__interval": 10}
+        return options(corpus, tmp_path / name, **changes)
+
+    assert train(run("whole"), log_folder=tmp_path, env=GPU)[0] == 0
+    killed = Ranks(run("killed"), world_size=1, log_folder=tmp_path, env=GPU)
+    wait_for_step(tmp_path / "killed", 15)
+    killed.signal(signal.SIGKILL)
+    killed.join()
+    code, output = train(run("killed"), log_folder=tmp_path, env=GPU)
+    assert code == 0, output
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training__enable_cpu_offload": True},
+        {"activation_checkpoint__selective_ac_option": "op"},
+        {"activation_checkpoint__mode": "full"},
+    ],
+    ids=["offload", "selective op", "full"],
+)
+def test_options_do_not_change_losses(corpus, tmp_path, changes):
+    for name, more in (("plain", {"activation_checkpoint__mode": "none"}), ("changed", changes)):
+        code, output = train(options(corpus, tmp_path / name, **more), log_folder=tmp_path, env=GPU)
+        assert code == 0, output
+    expected = losses(tmp_path / "plain")
+    assert list(losses(tmp_path / "changed").values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+def test_traces_and_memory_snapshots_are_written(corpus, tmp_path):
+    profiling = {
+        "profiling__enable_profiling": True,
+        "profiling__profile_freq": 5,
+        "profiling__enable_memory_snapshot": True,
+    }
+    code, output = train(options(corpus, tmp_path, **profiling), log_folder=tmp_path, env=GPU)
+    assert code == 0, output
+    traces = list((tmp_path / "run" / "profile_traces").rglob("*.json*"))
+    assert traces
+    assert "traceEvents" in json.loads(traces[0].read_text())
+    assert list((tmp_path / "run" / "memory_snapshot").rglob("*.pickle"))
