@@ -2,10 +2,18 @@
 
 import resource
 import signal
+from itertools import count, pairwise
 
 import pytest
+import torch
 
-from tests.runs import Ranks, losses, options, rows, train, wait_for_step
+from tests.harness import run_ranks
+from tests.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
+from torchtitan_clone import preflight
+from torchtitan_clone.config import load_config
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.trainer import Trainer
 
 
 def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_path):
@@ -126,15 +134,11 @@ def test_validation_is_the_same_on_any_number_of_ranks(corpus, tmp_path):
 
 def limited_file_size(argv, logs, limit):
     """A rank whose files cannot grow past the limit, as on a full disk."""
-    from tests.runs import train_rank
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     return train_rank(argv, logs)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(corpus, tmp_path):
-    from tests.harness import run_ranks
-
     assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
     logs = [tmp_path / "rank0.log"]
     longer = options(corpus, tmp_path, training__steps=6, checkpoint__interval=1)
@@ -217,3 +221,34 @@ def test_two_ranks_say_an_error_once(corpus, tmp_path):
     code, output = train(argv, world_size=2, log_folder=tmp_path)
     assert code == 2
     assert output.count("training.steps") == 1
+
+
+def run_with_a_bad_step(argv, bad_step):
+    """Trains with hidden states that turn to NaN in one step; a weight's values as each step sees them."""
+    config, launch = load_config(argv), Launch.from_environment()
+    device = pick_device(launch)
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(shape, launch=launch)
+    seen = []
+    with process_group(config.comm, launch=launch, device=device):
+        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        steps = count(1)
+
+        def poison(module, _, out):
+            seen.append(trainer.parameters["output.weight"].to_local().detach().clone())
+            return out * float("nan") if next(steps) == bad_step and launch.rank == 0 else out
+
+        trainer.model.norm.register_forward_hook(poison)
+        trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(corpus, tmp_path, world_size):
+    argv = options(corpus, tmp_path, training__local_batch_size=8 // world_size, training__steps=6)
+    for seen in run_ranks(run_with_a_bad_step, world_size, argv, 3):
+        changed = [not torch.equal(before, after) for before, after in pairwise(seen)]
+        assert changed == [True, True, False, True, True]
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
+    assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
