@@ -90,6 +90,17 @@ def test_holding_out_leaves_something_to_train_on(tmp_path):
     assert nothing.meta.documents == {"train": 300, "validation": 0}
 
 
+def test_few_documents_still_leave_one_to_validate_on(tmp_path):
+    files = {f"{name}.txt": f"the text of document {name}" for name in "abcdef"}
+    store = opened(write(tmp_path / "text", files), cache=tmp_path / "cache", held_out_fraction=1e-6).store
+    (held_out,) = documents(store, "validation")
+    kept = documents(store, "train")
+    assert len(kept) == 5
+    assert held_out not in kept
+    store = opened(write(tmp_path / "text2", files), cache=tmp_path / "cache2", held_out_fraction=0).store
+    assert (len(documents(store, "train")), len(documents(store, "validation"))) == (6, 0)
+
+
 def test_a_second_start_reads_what_the_first_made(tmp_path, corpus):
     first = opened(corpus, cache=tmp_path / "cache")
     before = (first.store.folder / "train.tokens").stat()

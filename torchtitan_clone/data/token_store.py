@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -141,6 +141,11 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, contents: d
     bad_rows = BadRows(limit=data.max_bad_rows)
     try:
         writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
+        if data.held_out_fraction and not writers["validation"].documents and writers["train"].documents > 1:
+            # So few documents that none fell into the share: the one with the lowest hash is held out.
+            data = replace(data, held_out_fraction=_lowest_hash(source, limit=data.max_bad_rows))
+            bad_rows = BadRows(limit=data.max_bad_rows)
+            writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
         meta = StoreMeta(
             **contents,
             source=f"{source.name} ({source.root})",
@@ -211,8 +216,16 @@ def _batches(
 
 def is_held_out(text: str, *, fraction: float) -> bool:
     """Whether this document is for validation: decided by its text alone, so the same wherever it is found again."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return fraction > 0 and _hash(text) <= fraction
+
+
+def _hash(text: str) -> float:
+    """Between 0 and 1, evenly."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _lowest_hash(source: Source, *, limit: int) -> float:
+    return min(_hash(text) for text, _ in read_documents(source, bad_rows=BadRows(limit=limit)))
 
 
 class _SplitWriter:
