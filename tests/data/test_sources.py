@@ -112,6 +112,12 @@ def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
         read(write(tmp_path, {"a.txt": b"one\ntwo\nthr\xe9e"}))
 
 
+def test_the_line_counts_from_the_start_of_a_long_text(tmp_path):
+    lines = PIECE_BYTES // len(b"line\n") + 1000
+    with pytest.raises(ConfigError, match=rf"a\.txt:{lines + 1}: not UTF-8"):
+        read(write(tmp_path, {"a.txt": b"line\n" * lines + b"\xff"}))
+
+
 def test_parquet_strings_that_are_not_utf8_are_bad_rows(tmp_path):
     binary = pyarrow.array([b"x", b"\xff", b"y"], type=pyarrow.binary())
     column = pyarrow.Array.from_buffers(pyarrow.string(), 3, binary.buffers())
