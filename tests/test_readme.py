@@ -44,6 +44,7 @@ def shortened(command: str) -> str:
 
 def execute(command: str, folder: Path):
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
