@@ -3,10 +3,13 @@
 What a step does is written in `Trainer._train_step`; when something happens between two steps, in `Trainer.train`.
 """
 
+import json
 import logging
 import math
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -27,6 +30,7 @@ from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, set_determinism, shorten_timeouts
 from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape
 
 logger = logging.getLogger("torchtitan_clone")
@@ -58,6 +62,8 @@ class Trainer:
         self._stop = stop
         set_determinism(config.debug)
         mesh = build_mesh(run.shape.degrees, device_type=device.type)
+        self._mesh = mesh
+        self._launch = launch
         self._is_loss_leader = mesh.is_loss_leader
         self.model = build_model(run.shape, mesh=mesh, device=device)
         self.parameters = named_parameters(self.model)
@@ -101,7 +107,8 @@ class Trainer:
         interval = _Interval()
         with self._profiler:
             for step in range(first_step, last_step + 1):
-                result = self._train_step(step)
+                with self._maybe_trace(step == first_step + 1):
+                    result = self._train_step(step)
                 interval.add(result.data_seconds)
                 if step == first_step:
                     shorten_timeouts(self._config.comm)
@@ -155,6 +162,18 @@ class Trainer:
         return StepResult(
             loss=loss, grad_norm=grad_norm, lr=self.optimizer.lr, data_seconds=data_seconds, stop=stops > 0
         )
+
+    @contextmanager
+    def _maybe_trace(self, active: bool) -> Iterator[None]:
+        """Traces the collectives of what runs inside, where it is asked for."""
+        if not (active and self._config.debug.trace_collectives):
+            yield
+            return
+        with CollectiveTrace(self._mesh.group_names()) as trace:
+            yield
+        logger.info("collectives of one step of rank %d:\n%s", self._launch.rank, trace.table())
+        file = self._shape.folder / f"collectives.rank{self._launch.rank}.json"
+        file.write_text(json.dumps(trace.rows(), indent=1))
 
     def _count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
         self._skipped_in_a_row += 1

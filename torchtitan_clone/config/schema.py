@@ -255,6 +255,8 @@ class Debug:
     """Decides the initial weights and the order of the data."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower."""
+    trace_collectives: bool = False
+    """Log a table of the collectives of the second step this process trains, and write collectives.json for it."""
     deterministic_warn_only: bool = False
     """With deterministic: warn where an operation has no deterministic version, instead of an error."""
 

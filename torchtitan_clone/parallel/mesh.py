@@ -7,6 +7,7 @@ asks for. Built once, because a DeviceMesh that is sliced again in another place
 from dataclasses import dataclass
 from math import prod
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_clone.config import Degrees
@@ -30,6 +31,16 @@ class Mesh:
     cp: DeviceMesh
     pp: DeviceMesh
     is_loss_leader: bool
+
+    def group_names(self) -> dict[str, str]:
+        """What each process group is for, by torch's name for it; of groups that share ranks the first counts."""
+        views = {"world": None, "fsdp": self.fsdp, "tp": self.tp, "cp": self.cp, "pp": self.pp}
+        names = {}
+        for axis, view in views.items():
+            groups = [dist.group.WORLD] if view is None else view.get_all_groups()
+            labels = view.mesh_dim_names if view is not None and view.ndim > 1 else [axis]
+            names |= {group.group_name: label for group, label in zip(groups, labels or [], strict=True) if group}
+        return names
 
 
 def batch_rank(degrees: Degrees, *, rank: int) -> int:

@@ -1,0 +1,114 @@
+"""Which collectives a step runs: how many, how many bytes, over which axis of the mesh, for which kind of layer."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+# Names of torch's operators, without the trailing underscore and the variants of one collective.
+_COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "_allgather_base": "all_gather",
+    "allgather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+}
+_IMPLICIT = "redistribute_local_args"
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Call:
+    """One kind of collective; equal calls are counted together."""
+
+    axis: str
+    collective: str
+    layer: str
+    implicit: bool
+    """DTensor inserted it because an operator met tensors in layouts it could not take."""
+
+
+class CollectiveTrace(TorchDispatchMode):
+    """Counts the collectives that run inside it; `axes` names process groups by what they are called in torch."""
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()
+        self._axes = axes
+        self._modules = ModuleTracker()
+        self.counts: Counter[Call] = Counter()
+        self.bytes: Counter[Call] = Counter()
+
+    def __enter__(self) -> "CollectiveTrace":
+        self._modules.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._modules.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        collective = _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
+        if collective is not None:
+            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            call = Call(
+                axis=self._axis(args), collective=collective, layer=self._layer(), implicit=_called_from(_IMPLICIT)
+            )
+            self.counts[call] += 1
+            self.bytes[call] += max((t.numel() * t.element_size() for t in tensors), default=0)
+        return func(*args, **(kwargs or {}))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a kind of call, as plain data; `bytes` is the larger side (the whole of a gather, not the shard)."""
+        return [{**vars(call), "count": self.counts[call], "bytes": self.bytes[call]} for call in sorted(self.counts)]
+
+    def table(self) -> str:
+        """The rows as text, then what was redistributed implicitly."""
+        lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'MiB':>12}"]
+        for row in self.rows():
+            name = f"{row['axis']:14}{row['collective']:16}{row['layer']:34}"
+            mark = "  implicit" if row["implicit"] else ""
+            lines.append(f"{name}{row['count']:7,}{row['bytes'] / 2**20:12,.2f}{mark}")
+        return "\n".join(lines)
+
+    def _axis(self, args: Any) -> str:
+        for value in tree_leaves(args):
+            if isinstance(value, torch.ScriptObject):
+                value = dist.ProcessGroup.unbox(value).group_name
+            if isinstance(value, str) and value in self._axes:
+                return self._axes[value]
+        return "?"
+
+    def _layer(self) -> str:
+        """The deepest module at work, with numbers of layers as *."""
+        names = [name for name in self._modules.parents if name != "Global"]
+        deepest = max(names, key=len, default="")
+        deepest = deepest.partition(".")[2] if "." in deepest else "optimizer and loss"
+        return re.sub(r"\.\d+(?=\.|$)", ".*", deepest).replace("._checkpoint_wrapped_module", "")
+
+
+def _called_from(function: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function:
+            return True
+        frame = frame.f_back
+    return False
