@@ -20,7 +20,15 @@ from torchtitan_clone.config import (
     to_toml,
     violations,
 )
-from torchtitan_clone.data import Loader, Tokenizer, ValidationLoader, build_loader, build_tokenizer, open_dataset
+from torchtitan_clone.data import (
+    Loader,
+    Tokenizer,
+    ValidationLoader,
+    build_loader,
+    build_tokenizer,
+    describe_source,
+    open_dataset,
+)
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
@@ -125,6 +133,7 @@ def summary(shape: Shape) -> str:
     accumulation = shape.global_batch_size // (shape.degrees.data * shape.config.training.local_batch_size)
     return (
         f"{to_toml(shape.config)}\n"
+        f"data              {describe_source(shape.config.training)}\n"
         f"mesh              {describe_mesh(shape.degrees)}\n"
         f"parameters        {shape.parameter_count:,}\n"
         f"FLOPs per token   {shape.flops_per_token:,.0f}\n"

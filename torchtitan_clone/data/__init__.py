@@ -13,7 +13,7 @@ loader.
 
 from torchtitan_clone.data.loader import Loader, ValidationLoader, build_loader, open_dataset
 from torchtitan_clone.data.packing import IGNORE_INDEX, Batch
-from torchtitan_clone.data.sources import DATASETS
+from torchtitan_clone.data.sources import DATASETS, describe_source
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "ValidationLoader",
     "build_loader",
     "build_tokenizer",
+    "describe_source",
     "open_dataset",
 ]

@@ -15,7 +15,7 @@ from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.feed import Feed, Note, Share, share_of_rank
 from torchtitan_clone.data.packing import Batch, pack
 from torchtitan_clone.data.prepared import PreparedDataset
-from torchtitan_clone.data.sources import find_source
+from torchtitan_clone.data.sources import find_source, hub_id
 from torchtitan_clone.data.streaming import HubDataset, merged_position, open_hub
 from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
@@ -47,8 +47,8 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dat
 
     Call it before process groups start, see prepare_store. ConfigError where the data cannot be used.
     """
-    if training.dataset_path is None and "/" in training.dataset:
-        return open_hub(training=training, data=data, tokenizer=tokenizer)
+    if dataset := hub_id(training):
+        return open_hub(dataset, training=training, data=data, tokenizer=tokenizer)
     return PreparedDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
 
 

@@ -70,6 +70,23 @@ def stdlib_source() -> Source:
 
 DATASETS: dict[str, Callable[[], Source]] = {"stdlib": stdlib_source}
 
+# Short names of data sets on the Hugging Face hub, as "org/name:configuration".
+HUB_DATASETS = {"c4": "allenai/c4:en"}
+
+
+def hub_id(training: Training) -> str | None:
+    """The data set of the Hugging Face hub that the options name; None where they name local files."""
+    name = HUB_DATASETS.get(training.dataset, training.dataset)
+    return name if training.dataset_path is None and "/" in name else None
+
+
+def describe_source(training: Training) -> str:
+    """What the options name, in one line; ConfigError where local files are not there."""
+    if name := hub_id(training):
+        return f"{name}, streamed from the Hugging Face hub"
+    source = find_source(training)
+    return f"{source.name}, {len(source.files):,} files in {source.root}"
+
 
 def find_source(training: Training) -> Source:
     """The local files that the options name; ConfigError if there are none."""
@@ -79,7 +96,7 @@ def find_source(training: Training) -> Source:
         source = DATASETS[training.dataset]()
     else:
         raise ConfigError(
-            f"training.dataset = {training.dataset!r} is unknown; known: {', '.join(sorted(DATASETS))}; "
+            f"training.dataset = {training.dataset!r} is unknown; known: {', '.join(sorted(DATASETS | HUB_DATASETS))}; "
             'a name with a slash, as in "org/name", is a dataset of the Hugging Face hub; '
             "for your own files set training.dataset_path"
         )

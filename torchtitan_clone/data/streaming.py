@@ -114,23 +114,23 @@ class HubDataset:
         return [np.array([*ids, eos_id], dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
 
 
-def open_hub(*, training: Training, data: Data, tokenizer: Tokenizer) -> HubDataset:
+def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokenizer) -> HubDataset:
     """Open "org/name", or "org/name:configuration", at its newest revision; ConfigError if that fails."""
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"training.dataset = {training.dataset!r} is streamed from the Hugging Face hub, which needs "
+            f"training.dataset = {dataset!r} is streamed from the Hugging Face hub, which needs "
             '`pip install "torchtitan_clone[data]"`; for local files set training.dataset_path'
         ) from error
-    name, _, configuration = training.dataset.partition(":")
+    name, _, configuration = dataset.partition(":")
     try:
         builder = datasets.load_dataset_builder(name, configuration or None)
         stream = builder.as_streaming_dataset(split="train")
     except Exception as error:
-        raise ConfigError(f"training.dataset = {training.dataset!r} cannot be opened: {error}") from error
+        raise ConfigError(f"training.dataset = {dataset!r} cannot be opened: {error}") from error
     return HubDataset(
-        name=training.dataset,
+        name=dataset,
         revision=f"{builder.hash} {builder.config.data_files}",
         stream=stream,
         tokenizer=tokenizer,
