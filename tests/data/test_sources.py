@@ -151,7 +151,7 @@ def test_what_does_not_exist(tmp_path):
         find_source(Training(dataset_path=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="holds no file"):
         find_source(Training(dataset_path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"'stdlb' is unknown; known: stdlib; .*\"org/name\""):
+    with pytest.raises(ConfigError, match=r"'stdlb' is unknown; known: c4, stdlib; .*\"org/name\""):
         find_source(Training(dataset="stdlb"))
 
 
