@@ -157,13 +157,15 @@ def test_a_resume_on_other_ranks_goes_on_exactly(dataset):
     of_ranks = [train_loader(dataset, rank=rank, num_ranks=2) for rank in range(2)]
     for loader in of_ranks:
         take(loader, 5)
-    assert of_ranks[0].state_dict() == of_ranks[1].state_dict()
+    state = of_ranks[0].state_dict()
+    assert state == of_ranks[1].state_dict()
+    assert state["samples"] == 5 * GLOBAL_BATCH
     expected = joined([take(loader, 4) for loader in of_ranks])
     for num_ranks in (1, 4):
         found = []
         for rank in range(num_ranks):
             resumed = train_loader(dataset, rank=rank, num_ranks=num_ranks)
-            resumed.load_state_dict({**of_ranks[0].state_dict(), "samples": 5 * GLOBAL_BATCH}, allow_change=False)
+            resumed.load_state_dict(state, allow_change=False)
             found.append(take(resumed, 4))
         assert_equal(joined(found), expected)
 
@@ -299,6 +301,7 @@ def test_a_worker_outlives_signals_but_not_its_trainer(dataset):
     mine, theirs = processes.Pipe()
     trainer = processes.Process(target=read_with_a_worker, args=(dataset, theirs))
     trainer.start()
+    theirs.close()
     expected = [batch.tokens_BT.tolist() for batch in take(train_loader(dataset), 8)]
     assert mine.recv() == expected[0]
     (worker,) = [pid for pid in children(trainer.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
