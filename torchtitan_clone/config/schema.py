@@ -46,7 +46,7 @@ class Training:
     """What is trained on, how much, and in which precision."""
 
     dataset: str = "stdlib"
-    """Key of data.DATASETS, or a Hugging Face hub id ("org/name") that is streamed (extra "data")."""
+    """Key of data.DATASETS; or a hub id, "org/name" or "org/name:configuration", that is streamed (extra "data")."""
     dataset_path: str | None = None
     """Text, .jsonl(.gz|.zst) or .parquet file, or a folder of these; where set, it is read instead of dataset."""
     text_key: str = "text"
