@@ -26,6 +26,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel",
         "torch.profiler",
         "torchtitan_clone.trainer",

@@ -238,7 +238,7 @@ def run_with_a_bad_step(argv, bad_step):
             seen.append(trainer.parameters["output.weight"].to_local().detach().clone())
             return out * float("nan") if next(steps) == bad_step and launch.rank == 0 else out
 
-        trainer.model.norm.register_forward_hook(poison)
+        trainer.parts[0].norm.register_forward_hook(poison)
         trainer.train()
     return seen
 

@@ -20,6 +20,7 @@ from torchtitan_clone.config import (
     to_toml,
     violations,
 )
+from torchtitan_clone.config.pipeline import Stages, resolved_stages
 from torchtitan_clone.data import (
     Loader,
     Tokenizer,
@@ -50,6 +51,8 @@ class Shape:
     model_args: Any
     tokenizer: Tokenizer
     degrees: Degrees
+    stages: Stages
+    pipeline: str
     global_batch_size: int
 
     @property
@@ -83,7 +86,7 @@ class Shape:
         return (
             f"{config.model.name} {config.model.flavor}, {self.parameter_count:,} parameters, "
             f"{config.training.steps:,} steps of {rows:,} rows x {config.training.seq_len:,} = "
-            f"{self.tokens_per_step:,} tokens, in {self.folder}"
+            f"{self.tokens_per_step:,} tokens, in {self.folder}{self.pipeline and '; ' + self.pipeline}"
         )
 
 
@@ -111,12 +114,15 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
         vocab_size=model_args.vocab_size,
         tokenizer_vocab_size=tokenizer.vocab_size,
         heads={"n_heads": model_args.n_heads, "n_kv_heads": model_args.kv_heads},
+        n_layers=model_args.n_layers,
+        tied_embeddings=model_args.tied_embeddings,
         device_type=device_type,
     )
     if found:
         raise ConfigError(found)
     build_schedule(config.lr_scheduler, steps=config.training.steps)
     degrees = resolved_degrees(config.parallelism, world_size)
+    stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers)
     return Shape(
         config=config,
         folder=run_folder(config.job),
@@ -124,8 +130,19 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
         model_args=model_args,
         tokenizer=tokenizer,
         degrees=degrees,
+        stages=stages,
+        pipeline=_describe_pipeline(config, stages=stages),
         global_batch_size=resolved_global_batch_size(config.training, degrees),
     )
+
+
+def _describe_pipeline(config: Config, *, stages: Stages) -> str:
+    """One line about the pipeline, nothing where there is none."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return ""
+    from torchtitan_clone.parallel.pipeline import describe_pipeline
+
+    return describe_pipeline(config.parallelism, stages=stages, rows=config.training.local_batch_size)
 
 
 def summary(shape: Shape) -> str:
@@ -135,6 +152,7 @@ def summary(shape: Shape) -> str:
         f"{to_toml(shape.config)}\n"
         f"data              {describe_source(shape.config.training)}\n"
         f"mesh              {describe_mesh(shape.degrees)}\n"
+        f"pipeline          {shape.pipeline or 'none'}\n"
         f"parameters        {shape.parameter_count:,}\n"
         f"FLOPs per token   {shape.flops_per_token:,.0f}\n"
         f"tokens per step   {shape.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"

@@ -8,7 +8,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +29,12 @@ from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
 from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, set_determinism, shorten_timeouts
-from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.parallel.step import (
+    ForwardBackward,
+    build_forward_backward,
+    clip_gradients,
+    sum_over_ranks,
+)
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape
 
@@ -61,12 +66,12 @@ class Trainer:
         self._device = device
         self._stop = stop
         set_determinism(config.debug)
-        mesh = build_mesh(run.shape.degrees, device_type=device.type)
+        mesh = build_mesh(run.shape.degrees, loss_rank=run.shape.stages.ranks[-1], device_type=device.type)
         self._mesh = mesh
         self._launch = launch
         self._is_loss_leader = mesh.is_loss_leader
-        self.model = build_model(run.shape, mesh=mesh, device=device)
-        self.parameters = named_parameters(self.model)
+        self.parts = build_parts(run.shape, mesh=mesh, device=device)
+        self.parameters = named_parameters(self.parts)
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
         compile_loss = config.compile.enable and "loss" in config.compile.components
@@ -74,7 +79,7 @@ class Trainer:
             chunk_tokens=config.training.loss_chunk_tokens,
             compile_backend=config.compile.backend if compile_loss else None,
         )
-        self._forward_backward = build_forward_backward(self.model, loss_fn=loss_fn, device=device)
+        self._forward_backward = build_step(self.parts, shape=run.shape, mesh=mesh, loss_fn=loss_fn, device=device)
         self._loader = run.loader
         self._validation_loader = run.validation_loader
         self._checkpoints = CheckpointManager(
@@ -282,13 +287,22 @@ class _Interval:
         return time.perf_counter() - self._start
 
 
-def build_model(shape: Shape, *, mesh: Mesh, device: torch.device) -> nn.Module:
-    """The model, parallelized on the meta device, then made real and given its initial weights."""
+def build_parts(shape: Shape, *, mesh: Mesh, device: torch.device) -> list[nn.Module]:
+    """What this rank has of the model: the whole of it, or its stages."""
+    return [
+        build_part(shape, stage=stage, mesh=mesh, device=device)
+        for stage in shape.stages.of_rank(mesh.pp.get_local_rank())
+    ]
+
+
+def build_part(shape: Shape, *, stage: int, mesh: Mesh, device: torch.device) -> nn.Module:
+    """A stage of the model, parallelized on the meta device, then made real and given its initial weights."""
     config = shape.config
     with torch.device("meta"):
         model = shape.spec.build(shape.model_args).to(getattr(torch, config.training.dtype))
     apply_parallelism(
         model,
+        modules=shape.stages.modules[stage],
         mesh=mesh,
         tensor_plan=shape.spec.tensor_plan(),
         training=config.training,
@@ -298,9 +312,29 @@ def build_model(shape: Shape, *, mesh: Mesh, device: torch.device) -> nn.Module:
     )
     model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
     model.init_buffers(device)
-    parameters = named_parameters(model)
+    parameters = named_parameters([model])
     init_weights(parameters, seed=config.debug.seed, std_of=partial(shape.spec.initial_std, shape.model_args))
     return model
+
+
+def build_step(
+    parts: list[nn.Module], *, shape: Shape, mesh: Mesh, loss_fn: Callable[..., Tensor], device: torch.device
+) -> ForwardBackward:
+    """How one forward and backward runs: plain, or through a pipeline."""
+    if shape.degrees.pp == 1:
+        return build_forward_backward(parts[0], loss_fn=loss_fn, device=device)
+    from torchtitan_clone.parallel.pipeline import build_pipelined_forward_backward
+
+    return build_pipelined_forward_backward(
+        parts,
+        stages=shape.stages,
+        parallelism=shape.config.parallelism,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        dim=shape.model_args.dim,
+        dtype=getattr(torch, shape.config.training.mixed_precision_param),
+        device=device,
+    )
 
 
 def training_state(parameters: dict[str, nn.Parameter], optimizer: OptimizerContainer) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """violations(): one broken rule gives exactly one message, with the remedy for these values."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ FACTS: dict[str, Any] = {
     "vocab_size": 2048,
     "tokenizer_vocab_size": 2048,
     "heads": {"n_heads": 8, "n_kv_heads": 4},
+    "n_layers": 6,
+    "tied_embeddings": False,
     "device_type": "cpu",
 }
 
@@ -56,6 +59,10 @@ OUT_OF_BOUNDS = {
     "parallelism.tensor_parallel_degree": 0,
     "parallelism.pipeline_parallel_degree": -1,
     "parallelism.context_parallel_degree": 0,
+    "parallelism.pipeline_parallel_microbatch_size": 0,
+    "parallelism.pipeline_parallel_layers_per_stage": 0,
+    "parallelism.pipeline_parallel_first_stage_less_layers": -1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": -1,
     "checkpoint.interval": 0,
     "checkpoint.keep_latest_k": -1,
     "metrics.log_freq": 0,
@@ -79,6 +86,14 @@ def test_bounds(name: str) -> None:
 
 
 REPLICATE, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+
+PIPELINE = "--parallelism.pipeline_parallel"
+PARTS = "--parallelism.module_fqns_per_model_part"
+
+
+def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
+    return [f"{PIPELINE}_degree={degree}", f"{PIPELINE}_schedule={schedule}", *others]
+
 
 RULES = [
     (
@@ -113,7 +128,93 @@ RULES = [
         "parallelism.tensor_parallel_degree = 4: does not divide training.seq_len 6; set it to a divisor "
         "(1, 2, 3 or 6)",
     ),
-    (["--parallelism.pipeline_parallel_degree=2"], {}, "this version has no pipeline parallelism; set it to 1"),
+    (pipeline(2, "1F1BB"), {}, 'pipeline_parallel_schedule = "1F1BB": no such schedule; known: GPipe, 1F1B, '),
+    (pipeline(2, "1F1B"), {"tied_embeddings": True}, "set model.args.tied_embeddings to false or the degree to 1"),
+    (
+        pipeline(4, "1F1B", "--training.local_batch_size=3"),
+        {},
+        "training.local_batch_size = 3: makes 3 micro-batches of 1, and 1F1B needs one for each of its 4 stages; set "
+        "it to at least 4, or parallelism.pipeline_parallel_schedule to GPipe.",
+    ),
+    (
+        pipeline(2, "DualPipeV", f"{PIPELINE}_microbatch_size=4"),
+        {},
+        "training.local_batch_size = 8: makes 2 micro-batches of 4, and DualPipeV needs one for each of its 4 stages; "
+        "set it to at least 16",
+    ),
+    (
+        pipeline(2, "1F1B", "--validation.enable", "--validation.local_batch_size=1"),
+        {},
+        "validation.local_batch_size = 1: makes 1 micro-batches of 1, and 1F1B needs one for each of its 2 stages",
+    ),
+    (
+        pipeline(2, "Interleaved1F1B", "--training.local_batch_size=5"),
+        {},
+        "makes 5 micro-batches of 1, and Interleaved1F1B needs a multiple of its 2 rounds; set it to 4 or 6.",
+    ),
+    (
+        pipeline(2, "GPipe", f"{PIPELINE}_microbatch_size=3"),
+        {},
+        "training.local_batch_size = 8: not a multiple of parallelism.pipeline_parallel_microbatch_size 3; set it to 9",
+    ),
+    (
+        pipeline(8, "1F1B"),
+        {"n_layers": 5},
+        "parallelism.pipeline_parallel_degree = 8: model.args.n_layers 5 over 8 stages leaves one without a layer; ",
+    ),
+    (
+        pipeline(2, "1F1B", f"{PIPELINE}_layers_per_stage=2"),
+        {},
+        "parallelism.pipeline_parallel_layers_per_stage: gives 4 stages; 1F1B on 2 ranks needs 2; change it",
+    ),
+    (
+        pipeline(2, "ZBVZeroBubble", f"{PIPELINE}_layers_per_stage=1"),
+        {},
+        "parallelism.pipeline_parallel_layers_per_stage: gives 8 stages; ZBVZeroBubble on 2 ranks needs 4; change it",
+    ),
+    (
+        pipeline(2, "LoopedBFS", f"{PIPELINE}_layers_per_stage=3"),
+        {},
+        "gives 3 stages; LoopedBFS on 2 ranks needs a multiple of 2; change it or leave it out.",
+    ),
+    (
+        pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["layer.1", "norm", "output"]]'),
+        {"n_layers": 2},
+        "parallelism.module_fqns_per_model_part: the model has no layer.1; name every module once, in the model's "
+        "order: tok_embeddings, layers.0 to layers.1, norm, output.",
+    ),
+    (
+        pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["norm", "output"]]'),
+        {"n_layers": 2},
+        "module_fqns_per_model_part: no part has layers.1; name",
+    ),
+    (
+        pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.1"], ["layers.0", "norm", "output"]]'),
+        {"n_layers": 2},
+        "a part is empty, or a module stands twice or out of order; name",
+    ),
+    (
+        pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings"], ["layers.0"], ["norm", "output"]]'),
+        {"n_layers": 1},
+        "parallelism.module_fqns_per_model_part: gives 3 stages; 1F1B on 2 ranks needs 2",
+    ),
+    (pipeline(2, "LoopedBFS", f"{PARTS}=[]"), {}, "module_fqns_per_model_part: gives 0 stages; LoopedBFS on 2 ranks"),
+    (
+        pipeline(2, "DualPipeV", '--parallelism.fsdp_reshard_after_forward="always"'),
+        {},
+        "DualPipeV computes gradients of weights apart, and torch loses those of weights that were freed in between; "
+        'set it to "default" or "never".',
+    ),
+    (
+        pipeline(2, "ZBVZeroBubble", "--compile.enable"),
+        {},
+        'a compiled block gives both at once; set compile.components to ["loss"]',
+    ),
+    (
+        [f"{PIPELINE}_degree=2", f"{PIPELINE}_schedule_csv=nowhere.csv"],
+        {},
+        'schedule_csv = "nowhere.csv": cannot be used: [Errno 2] No such file',
+    ),
     (["--parallelism.context_parallel_degree=2"], {}, "this version has no context parallelism; set it to 1"),
     (
         ["--training.global_batch_size=80", "--training.local_batch_size=4"],
@@ -143,6 +244,32 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("text", "others", "fragment"),
+    [
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", ["--training.local_batch_size=1"], "gives work to 3 ranks, not to those of"),
+        ("0F0,0B0\n2F0,2B0\n", [], "cannot be used: its stages are [0, 2], not 0, 1, 2 and so on"),
+        ("0F0,0B0\n1F0,1B0\n", [], "makes 8 micro-batches, "),
+        (
+            "0F0,0B0\n1F0,1B0\n",
+            ["--training.local_batch_size=1", f'{PARTS}=[["tok_embeddings"], ["layers.0"], ["norm", "output"]]'],
+            "has 3 parts, the schedule's file 2 stages",
+        ),
+        (
+            "0F0,0I0,0W0\n1F0,1I0,1W0\n",
+            ["--training.local_batch_size=1", '--parallelism.fsdp_reshard_after_forward="always"'],
+            "torch loses those of weights",
+        ),
+    ],
+)
+def test_rules_of_a_schedule_file(tmp_path: Path, text: str, others: list[str], fragment: str) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    argv = [f"{PIPELINE}_degree=2", f"{PIPELINE}_schedule_csv={file}", *others]
+    (message,) = violations(load_config(argv), **FACTS | {"n_layers": 1})
+    assert fragment in message
+
+
 @pytest.mark.parametrize(("argv", "facts", "fragment"), RULES)
 def test_rules(argv: list[str], facts: dict[str, Any], fragment: str) -> None:
     (message,) = violations(load_config(argv), **FACTS | facts)
@@ -159,6 +286,10 @@ ALLOWED = [
     (["--training.dtype=bfloat16"], {}),
     (["--training.enable_cpu_offload"], {}),
     (["--training.steps=200"], {}),
+    ([*pipeline(2, "Interleaved1F1B"), "--compile.enable", '--parallelism.fsdp_reshard_after_forward="always"'], {}),
+    ([*pipeline(2, "DualPipeV"), "--compile.enable", '--compile.components=["loss"]'], {}),
+    (pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["norm", "output"]]'), {"n_layers": 1}),
+    (pipeline(1, "unknown", f"{PIPELINE}_microbatch_size=3"), {"tied_embeddings": True}),
     (["--data.held_out_fraction=0"], {}),
     (["--profiling.profile_freq=1"], {}),
 ]

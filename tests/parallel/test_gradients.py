@@ -1,5 +1,7 @@
 """Gradients of the parallelized model against plain PyTorch on one device, with uneven numbers of targets."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
-from torchtitan_clone.trainer import build_model
+from torchtitan_clone.trainer import build_parts, build_step
 
 TIED = {"model__args__tied_embeddings": True}
 
@@ -39,14 +41,14 @@ def parallel_gradients(argv):
     shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     run = preflight.prepare(shape, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
-        mesh = build_mesh(shape.degrees, device_type=device.type)
-        model = build_model(shape, mesh=mesh, device=device)
-        parameters = named_parameters(model)
+        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
+        parts = build_parts(shape, mesh=mesh, device=device)
+        parameters = named_parameters(parts)
         loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
         first_row = batch_rank(shape.degrees, rank=launch.rank) * shape.global_batch_size // shape.degrees.data
         batch = masked(next(run.loader), first_row=first_row)
         (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
-        step = build_forward_backward(model, loss_fn=loss_fn, device=device)
+        step = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=device)
         local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
@@ -67,6 +69,26 @@ def plain_gradients(argv):
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
     return loss.item(), norm.item(), gradients
+
+
+@cache
+def expected_gradients(argv):
+    return run_ranks(plain_gradients, 1, list(argv))[0]
+
+
+def check_gradients(argv, *, world_size, run=parallel_gradients):
+    """Loss, gradient norm and every gradient of the ranks, of which each may have a part of the model."""
+    plain = [a for a in argv if not a.startswith(("--job", "--parallelism", "--compile", "--activation"))]
+    plain = [a for a in plain if not a.startswith("--training.local_batch_size")] + ["--training.local_batch_size=1"]
+    expected_loss, expected_norm, expected = expected_gradients(tuple(plain))
+    found = set()
+    for loss, norm, gradients in run_ranks(run, world_size, argv):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        found |= set(gradients)
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+    assert found == set(expected)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +125,7 @@ def plain_gradients(argv):
     ],
 )
 def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, changes):
-    argv = options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes)
-    plain = [a for a in argv if not a.startswith(("--parallelism", "--compile", "--activation"))]
-    expected_loss, expected_norm, expected = run_ranks(plain_gradients, 1, plain)[0]
-    for loss, norm, gradients in run_ranks(parallel_gradients, world_size, argv):
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert norm == pytest.approx(expected_norm, rel=1e-5)
-        assert set(gradients) == set(expected)
-        for name, gradient in gradients.items():
-            assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+    check_gradients(options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes), world_size=world_size)
 
 
 def mixed_precision_types(argv):
@@ -121,7 +135,8 @@ def mixed_precision_types(argv):
     shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
     run = preflight.prepare(shape, launch=launch)
     with process_group(config.comm, launch=launch, device=torch.device("cpu")):
-        model = build_model(shape, mesh=build_mesh(shape.degrees, device_type="cpu"), device=torch.device("cpu"))
+        mesh = build_mesh(shape.degrees, loss_rank=0, device_type="cpu")
+        (model,) = build_parts(shape, mesh=mesh, device=torch.device("cpu"))
         seen = set()
         # Inside a block, where FSDP's gathered weights are in place.
         for block in model.layers.values():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.pipeline_checks import pipeline_violations
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees
 from torchtitan_clone.config.schema import (
     ActivationCheckpoint,
@@ -31,12 +32,14 @@ def violations(
     vocab_size: int,
     tokenizer_vocab_size: int | None,
     heads: dict[str, int],
+    n_layers: int,
+    tied_embeddings: bool,
     device_type: str,
 ) -> list[str]:
     """One message for each broken rule.
 
     `max_seq_len` and `vocab_size` are the model's; `tokenizer_vocab_size` is None where no tokenizer is loaded yet.
-    `heads` are the model's numbers of heads, by the argument's name.
+    `heads` are the model's numbers of heads, by the argument's name; `n_layers` and `tied_embeddings` are its own too.
     """
     out_of_bounds = list(_out_of_bounds(config))
     found = [
@@ -54,6 +57,7 @@ def violations(
     degrees = list(_degrees(config.parallelism, world_size))
     if not degrees:
         found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
+    found += pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings)
     return [*found, *degrees, *_tensor(config, heads), *_schedule(config.lr_scheduler, config.training.steps)]
 
 
@@ -91,6 +95,13 @@ BOUNDS: dict[str, Bound] = {
     "parallelism.tensor_parallel_degree": _at_least(1),
     "parallelism.pipeline_parallel_degree": _at_least(1),
     "parallelism.context_parallel_degree": _at_least(1),
+    "parallelism.pipeline_parallel_microbatch_size": _at_least(1),
+    "parallelism.pipeline_parallel_layers_per_stage": (
+        "unset or at least 1",
+        lambda value: value is None or value >= 1,
+    ),
+    "parallelism.pipeline_parallel_first_stage_less_layers": _at_least(0),
+    "parallelism.pipeline_parallel_last_stage_less_layers": _at_least(0),
     "checkpoint.interval": _at_least(1),
     "checkpoint.keep_latest_k": _at_least(0),
     "metrics.log_freq": _at_least(1),
@@ -146,13 +157,12 @@ def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
 
 
 def _unsupported(parallelism: Parallelism) -> Iterator[str]:
-    for kind in ("pipeline", "context"):
-        degree = getattr(parallelism, f"{kind}_parallel_degree")
-        if degree > 1:
-            yield (
-                f"parallelism.{kind}_parallel_degree = {degree}: this version has no {kind} parallelism; set it to 1 "
-                "(parallelism.data_parallel_shard_degree spreads the model over all ranks)."
-            )
+    degree = parallelism.context_parallel_degree
+    if degree > 1:
+        yield (
+            f"parallelism.context_parallel_degree = {degree}: this version has no context parallelism; set it to 1 "
+            "(parallelism.data_parallel_shard_degree spreads the model over all ranks)."
+        )
 
 
 def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:

@@ -32,7 +32,6 @@ class ForeignKey:
 
 _NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
 _NO_FT = "there is no fault tolerance over replicas yet; set fault_tolerance.enable to false"
-_NO_PIPELINE = "there is no pipeline parallelism yet; set parallelism.pipeline_parallel_degree to 1"
 _NO_TENSOR = "there is no tensor parallelism yet; set parallelism.tensor_parallel_degree to 1"
 _NO_CONTEXT = "there is no context parallelism yet; set parallelism.context_parallel_degree to 1"
 _NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
@@ -69,8 +68,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         _NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"
     ),
     "parallelism.disable_loss_parallel": ForeignKey(_NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"),
-    "parallelism.pipeline_parallel_*": ForeignKey(_NO_PIPELINE, tunes="parallelism.pipeline_parallel_degree"),
-    "parallelism.module_fqns_per_model_part": ForeignKey(_NO_PIPELINE, tunes="parallelism.pipeline_parallel_degree"),
     "parallelism.context_parallel_*": ForeignKey(_NO_CONTEXT, tunes="parallelism.context_parallel_degree"),
     "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),

@@ -145,6 +145,21 @@ class Parallelism:
     """Ranks over which each matrix is split."""
     pipeline_parallel_degree: int = 1
     """Ranks over which the layers are split."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Order of the pipeline's work: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, or one that computes the gradients of
+    inputs and weights apart and so recomputes activations slowly: InterleavedZeroBubble, ZBVZeroBubble, DualPipeV."""
+    pipeline_parallel_schedule_csv: str | None = None
+    """File with a line of actions such as 0F1,0B1 for each rank of the pipeline; where set, it is the schedule."""
+    pipeline_parallel_microbatch_size: int = 1
+    """Rows that a stage takes at once; the local_batch_size rows of a pass follow one another through the stages."""
+    pipeline_parallel_layers_per_stage: int | None = None
+    """Layers in a stage; unset: as many as give one or two stages a rank, whichever the schedule is made for."""
+    pipeline_parallel_first_stage_less_layers: int = 1
+    """Layers that the embedding counts for."""
+    pipeline_parallel_last_stage_less_layers: int = 1
+    """Layers that norm and output count for."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Modules of every stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
     context_parallel_degree: int = 1
     """Ranks over which each sequence is split."""
 

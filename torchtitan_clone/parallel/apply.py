@@ -1,6 +1,6 @@
 """The one place that says in which order parallelism is applied to a model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 def apply_parallelism(
     model: Any,
     *,
+    modules: Iterable[str],
     mesh: Mesh,
     tensor_plan: Mapping[str, ParallelStyle],
     training: Training,
@@ -26,7 +27,11 @@ def apply_parallelism(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> None:
-    """Changes a model on the meta device in place: tensor, activation checkpointing, compile, data; in this order."""
+    """Changes a model on the meta device in place: pipeline, tensor, activation checkpointing, compile, data.
+
+    In this order; of the pipeline, the model keeps the stage that has these `modules`.
+    """
+    _keep_modules(model, names=set(modules))
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     apply_activation_checkpointing(model.layers, config=activation_checkpoint)
@@ -37,10 +42,22 @@ def apply_parallelism(
     apply_fsdp(model, mesh=mesh.fsdp, training=training, parallelism=parallelism)
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under the names that the unwrapped model gives them; a tied one once, under its first name."""
+def _keep_modules(model: Any, *, names: set[str]) -> None:
+    """Removes all other modules; the names of the parameters stay as they are."""
+    for name in {"tok_embeddings", "norm", "output"} - names:
+        setattr(model, name, None)
+    for name in list(model.layers):
+        if f"layers.{name}" not in names:
+            del model.layers[name]
+
+
+def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a model's parts under the names that the unwrapped model gives them.
+
+    A tied one comes once, under its first name.
+    """
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (item for part in parts for item in part.named_parameters()):
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         found[name] = parameter

@@ -26,7 +26,9 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
     }
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    choice = parallelism.fsdp_reshard_after_forward
+    # A pipeline's stage is used by many micro-batches, and would be gathered anew for each.
+    reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
     ends = [module for module in (model.norm, model.output) if module is not None]
     tied = is_tied(model)
     if model.tok_embeddings is not None and not tied:
@@ -34,7 +36,7 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **options)
     # Backward starts with the output, so that freeing it after forward would only gather it twice.
-    reshard_ends = parallelism.fsdp_reshard_after_forward == "always"
+    reshard_ends = choice == "always"
     if ends:
         # Two modules that share a weight must be one group.
         group = [model.tok_embeddings, *ends] if tied else ends

@@ -71,8 +71,11 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
     return coordinate
 
 
-def build_mesh(degrees: Degrees, *, device_type: str) -> Mesh:
-    """Makes the process groups of all axes; every rank must call it, after the default process group exists."""
+def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
+    """Makes the process groups of all axes; every rank must call it, after the default process group exists.
+
+    `loss_rank` is the rank of the pipeline axis that computes the loss.
+    """
     world = init_device_mesh(device_type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
     coordinate = _coordinate(degrees, rank=world.get_rank())
     # The same ranks in the same order, with the two axes that weights are sharded over as one: slicing an axis that
@@ -88,5 +91,5 @@ def build_mesh(degrees: Degrees, *, device_type: str) -> Mesh:
         tp=weights["tp"],
         cp=world["cp"],
         pp=world["pp"],
-        is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == degrees.pp - 1,
+        is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
     )

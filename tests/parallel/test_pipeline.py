@@ -1,0 +1,225 @@
+"""Pipelines compute what one device computes: every schedule, with every other axis, in training and validation."""
+
+import json
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.parallel.test_gradients import check_gradients, parallel_gradients
+from tests.runs import losses, options, rows, train
+from torchtitan_clone import preflight
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.pipeline import SCHEDULES, Stages, resolved_stages
+from torchtitan_clone.config.pipeline_checks import pipeline_violations
+from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.parallel.pipeline import describe_pipeline, idle_share
+
+FILE_1F1B = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
+FILE_ZERO_BUBBLE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+UNEVEN = [
+    ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3"],
+    ["layers.4", "layers.5", "norm", "output"],
+]
+
+
+def pipelined(corpus, folder, schedule="1F1B", *, degree=2, **changes):
+    """Options of six layers in a pipeline; a rank takes all its rows in one pass."""
+    if "\n" in schedule:
+        folder.mkdir(exist_ok=True)
+        (folder / "schedule.csv").write_text(schedule)
+        changes["parallelism__pipeline_parallel_schedule_csv"] = folder / "schedule.csv"
+    else:
+        changes["parallelism__pipeline_parallel_schedule"] = schedule
+    common = {"model__args__n_layers": 6, "activation_checkpoint__mode": "none", "training__local_batch_size": 8}
+    return options(corpus, folder, **common | {"parallelism__pipeline_parallel_degree": degree} | changes)
+
+
+MICROBATCH = "parallelism__pipeline_parallel_microbatch_size"
+TENSOR_2 = {"parallelism__tensor_parallel_degree": 2}
+ROWS_2, ROWS_4 = {"training__local_batch_size": 2}, {"training__local_batch_size": 4}
+ALWAYS, COMPILED = {"parallelism__fsdp_reshard_after_forward": "always"}, {"compile__backend": "aot_eager"}
+REPLICATE_2 = {"parallelism__data_parallel_replicate_degree": 2}
+SPLIT = "parallelism__module_fqns_per_model_part"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "changes"),
+    [
+        (2, "GPipe", {"activation_checkpoint__mode": "full"}),
+        (2, "1F1B", {"training__document_masking": False}),
+        (2, "LoopedBFS", {}),
+        (
+            2,
+            "Interleaved1F1B",
+            {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
+        ),
+        (2, "InterleavedZeroBubble", {"parallelism__pipeline_parallel_layers_per_stage": 1}),
+        (2, "ZBVZeroBubble", {"activation_checkpoint__mode": "selective"}),
+        (2, "DualPipeV", {}),
+        (4, "Interleaved1F1B", {"degree": 4, **ROWS_4}),
+        (4, "DualPipeV", {"degree": 4}),
+        (2, "1F1B", ROWS_2),
+        (2, "1F1B", {SPLIT: json.dumps(UNEVEN)}),
+        (3, "1F1B", {"degree": 3, MICROBATCH: 2, "parallelism__pipeline_parallel_first_stage_less_layers": 0}),
+        (2, "1F1B", {**COMPILED, "compile__enable": True}),
+        (2, FILE_1F1B, {MICROBATCH: 2}),
+        (2, FILE_ZERO_BUBBLE, {MICROBATCH: 4}),
+        (4, "1F1B", {**ROWS_4, **ALWAYS}),
+        (4, "GPipe", {**ROWS_4, **REPLICATE_2}),
+        (4, "InterleavedZeroBubble", ROWS_4),
+        (4, "ZBVZeroBubble", ROWS_2),
+        (4, "1F1B", TENSOR_2),
+        (4, "DualPipeV", TENSOR_2),
+        (8, "Interleaved1F1B", {**TENSOR_2, **ROWS_2, "activation_checkpoint__mode": "full"}),
+    ],
+)
+def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, schedule, changes):
+    check_gradients(pipelined(corpus, tmp_path, schedule, **changes), world_size=world_size)
+
+
+def gradients_of_a_refused_run(argv):
+    """As if no rule had been there."""
+    preflight.violations = lambda *_args, **_facts: []
+    return parallel_gradients(argv)
+
+
+def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_path):
+    """Why the rule is there; where this fails, torch has learned it and the rule can go."""
+    argv = pipelined(corpus, tmp_path, "ZBVZeroBubble", **ALWAYS)
+    with pytest.raises(ConfigError, match="torch loses those of weights that were freed"):
+        preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
+    check_gradients([a for a in argv if "reshard" not in a], world_size=2)
+    with pytest.raises(AssertionError):
+        check_gradients(argv, world_size=2, run=gradients_of_a_refused_run)
+
+
+def test_mixed_precision_crosses_stages_as_in_one_process(corpus, tmp_path):
+    argv = pipelined(corpus, tmp_path, "Interleaved1F1B", training__mixed_precision_param="bfloat16")
+    alone = [a for a in argv if not a.startswith(("--parallelism", "--training.local"))]
+    ((loss, norm, expected),) = run_ranks(parallel_gradients, 1, [*alone, "--training.local_batch_size=1"])
+    for loss_of_pipeline, norm_of_pipeline, gradients in run_ranks(parallel_gradients, 2, argv):
+        assert loss_of_pipeline == pytest.approx(loss, rel=1e-5)
+        assert norm_of_pipeline == pytest.approx(norm, rel=1e-3)
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float32
+            assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm(), name
+
+
+STEADY = {"lr_scheduler__decay_ratio": 0.01}
+VALIDATED = {"validation__enable": True, "validation__freq": 3, "data__held_out_fraction": 0.03, "training__steps": 6}
+
+
+def logged(folder, *names):
+    """Values of the named metrics, in the order of the log."""
+    return [row[name] for row in rows(folder) for name in names if name in row]
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, tmp_path_factory):
+    """A run on one rank, with validation after every third step."""
+    folder = tmp_path_factory.mktemp("whole")
+    argv = options(corpus, folder, model__args__n_layers=6, **STEADY, **VALIDATED)
+    code, output = train(argv, log_folder=folder)
+    assert code == 0, output
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "changes"),
+    [
+        (2, "ZBVZeroBubble", {"validation__local_batch_size": 4}),
+        (4, "Interleaved1F1B", {**ROWS_4, "validation__local_batch_size": 6}),
+    ],
+)
+def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, whole, world_size, schedule, changes):
+    argv = pipelined(corpus, tmp_path, schedule, **STEADY, **VALIDATED, **changes)
+    code, output = train(argv, world_size=world_size, log_folder=tmp_path)
+    assert code == 0, output
+    assert f"{schedule}, 4 stages on 2 ranks" in output
+    assert len(losses(tmp_path)) == 6
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5), ("validation_targets", 0)):
+        assert logged(tmp_path, name) == pytest.approx(logged(whole, name), rel=tolerance), name
+
+
+def test_a_run_goes_on_with_other_pipelines_and_without_one(corpus, tmp_path, whole):
+    common = {**STEADY, "data__held_out_fraction": 0.03}
+    parts = [
+        (2, pipelined(corpus, tmp_path, "Interleaved1F1B", **common)),
+        (1, options(corpus, tmp_path, model__args__n_layers=6, **common)),
+        (4, pipelined(corpus, tmp_path, "1F1B", **common, **ROWS_4)),
+        (3, pipelined(corpus, tmp_path, "DualPipeV", degree=3, **common)),
+    ]
+    for steps, (world_size, argv) in zip((2, 3, 4, 6), parts, strict=True):
+        code, output = train([*argv, f"--training.steps={steps}"], world_size=world_size, log_folder=tmp_path)
+        assert code == 0, output
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def stages_of(schedule, ranks, *, each):
+    places = (*range(ranks), *reversed(range(ranks))) if SCHEDULES[schedule].turns_back else [*range(ranks)] * each
+    return Stages(modules=((),) * len(places), ranks=tuple(places))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "each", "microbatches", "expected"),
+    [
+        ("GPipe", 4, 1, 4, 3 / 7),
+        ("1F1B", 2, 1, 8, 1 / 9),
+        ("LoopedBFS", 2, 2, 4, 1 / 9),
+        ("Interleaved1F1B", 4, 3, 8, 3 / 27),
+        ("Interleaved1F1B", 3, 1, 6, 2 / 8),
+        # A rank only waits for its first micro-batch.
+        ("ZBVZeroBubble", 2, 2, 4, 1 / 25),
+    ],
+)
+def test_the_bubble_is_that_of_the_papers(schedule, ranks, each, microbatches, expected):
+    parallelism = Parallelism(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
+    stages = stages_of(schedule, ranks, each=each)
+    assert idle_share(parallelism, stages=stages, microbatches=microbatches) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rules_refuse_what_torch_cannot_run(schedule):
+    """Numbers of micro-batches that pass the rules run to their end, and what torch refuses a rule refuses too."""
+    each = SCHEDULES[schedule].stages_per_rank or 3
+    for ranks in (2, 3):
+        stages = stages_of(schedule, ranks, each=each)
+        for count in range(1, 8):
+            argv = [f"--parallelism.pipeline_parallel_{key}" for key in (f"degree={ranks}", f"schedule={schedule}")]
+            argv += ["--parallelism.pipeline_parallel_layers_per_stage=1", f"--training.local_batch_size={count}"]
+            config = load_config(argv)
+            refused = pipeline_violations(config, n_layers=len(stages.ranks) - 2, tied_embeddings=False)
+            if not refused:
+                assert 0 <= idle_share(config.parallelism, stages=stages, microbatches=count) < 1
+            elif schedule != "1F1B":  # its share needs no plan
+                with pytest.raises(ValueError, match="microbatches"):
+                    idle_share(config.parallelism, stages=stages, microbatches=count)
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", "no order in which all work gets done: Malformed"),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "stage 1"),
+    ],
+)
+def test_a_schedule_file_that_cannot_run_is_refused(tmp_path, text, fragment):
+    file = tmp_path / "schedule.csv"
+    file.write_text(text)
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file))
+    with pytest.raises(ConfigError, match=fragment):
+        describe_pipeline(parallelism, stages=resolved_stages(parallelism, n_layers=2), rows=2)
+
+
+def test_layers_are_spread_with_embedding_and_output_counted():
+    def layers(**options):
+        stages = resolved_stages(Parallelism(pipeline_parallel_degree=4, **options), n_layers=10)
+        return [sum(name.startswith("layers.") for name in stage) for stage in stages.modules], stages.ranks
+
+    assert layers() == ([2, 3, 3, 2], (0, 1, 2, 3))
+    less = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 2}
+    assert layers(**less) == ([3, 3, 3, 1], (0, 1, 2, 3))
+    assert layers(pipeline_parallel_schedule="DualPipeV") == ([1, 2, 2, 2, 1, 1, 1, 0], (0, 1, 2, 3, 3, 2, 1, 0))
+    looped = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_layers_per_stage": 1}
+    assert layers(**looped) == ([0] + [1] * 10 + [0], (0, 1, 2, 3) * 3)

@@ -1,0 +1,181 @@
+"""Pipeline parallelism: the layers spread over ranks, through which micro-batches follow one another.
+
+torch.distributed.pipelining runs the schedule; here stand the stages it runs, and how long its ranks wait. It takes
+half a second to import, so this file is imported only where there is a pipeline.
+Legend: B batch rows, T tokens, D model.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.pipeline import SCHEDULES, Stages
+from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.parallel.mesh import Mesh
+from torchtitan_clone.parallel.step import ForwardBackward, Rows
+
+
+class _Stage(PipelineStage):
+    """Hands no gradients to the stage before on the same rank where there are none; torch's asserts that there are."""
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else None
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def build_pipelined_forward_backward(
+    parts: Sequence[nn.Module],
+    *,
+    stages: Stages,
+    parallelism: Parallelism,
+    mesh: Mesh,
+    loss_fn: Callable[..., Tensor],
+    dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ForwardBackward:
+    """The pipelined way: each micro-batch of a pass is cut into the pipeline's own.
+
+    `parts` are this rank's stages, `dim` and `dtype` the size and the type of what passes between two stages.
+    """
+
+    @cache
+    def schedule_for(rows: int, tokens: int, trains: bool) -> Any:
+        # One for each shape, and one for each of training and validation: torch's keep the buffers of their first use.
+        count = parallelism.pipeline_parallel_microbatch_size
+        tokens_BT = torch.empty(count, tokens, dtype=torch.int64, device="meta")
+        shape = (count, tokens // mesh.tp.size(), dim)
+        hidden_BTD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
+        loss = torch.empty((), device="meta", requires_grad=trains)
+        last = len(stages.ranks) - 1
+        pipeline_stages = [
+            _Stage(
+                part,
+                index,
+                last + 1,
+                device,
+                input_args=hidden_BTD if index else tokens_BT,
+                output_args=hidden_BTD if index < last else loss,
+                group=mesh.pp.get_group(),
+            )
+            for index, part in zip(stages.of_rank(mesh.pp.get_local_rank()), parts, strict=True)
+        ]
+        return _build_schedule(pipeline_stages, parallelism=parallelism, microbatches=rows // count)
+
+    def run(microbatches: Iterable[Rows], *, num_targets: int) -> Tensor:
+        total = torch.zeros((), device=device)
+        trains = torch.is_grad_enabled()
+
+        def mean_loss(*args: Tensor) -> Tensor:
+            return loss_fn(*args) / num_targets
+
+        for rows in microbatches:
+            schedule = schedule_for(*rows.tokens_BT.shape, trains)
+            inputs = {"positions_BT": rows.positions_BT, "targets_BT": rows.targets_BT, "loss_fn": mean_loss}
+            if rows.documents_BT is not None:
+                inputs["documents_BT"] = rows.documents_BT
+            losses: list[Tensor] = []
+            step = schedule.step if trains else schedule.eval
+            step(rows.tokens_BT, target=rows.targets_BT, losses=losses, return_outputs=False, **inputs)
+            total += sum(loss.detach() for loss in losses)
+        return total
+
+    return run
+
+
+def _build_schedule(stages: list[Any], *, parallelism: Parallelism, microbatches: int) -> Any:
+    # The last stage's output is the loss. It is a sum already, so that gradients are not to be divided.
+    options = {"n_microbatches": microbatches, "loss_fn": lambda loss, _target: loss, "scale_grads": False}
+    if path := parallelism.pipeline_parallel_schedule_csv:
+        schedule = _PipelineScheduleRuntime(stages, **options)
+        schedule._load_csv(path)
+        return schedule
+    schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
+    return schedule_class(stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], **options)
+
+
+def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) -> str:
+    """The pipeline in one line, for passes of so many rows. ConfigError as idle_share() says."""
+    name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    microbatches = rows // parallelism.pipeline_parallel_microbatch_size
+    idle = idle_share(parallelism, stages=stages, microbatches=microbatches)
+    return (
+        f"{name}, {len(stages.ranks)} stages on {parallelism.pipeline_parallel_degree} ranks, {microbatches} "
+        f"micro-batches a pass: bubble {idle:.1%}"
+    )
+
+
+def idle_share(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
+    """The pipeline's bubble: which share of a pass its ranks wait for one another, all stages taken to be equal.
+
+    A backward counts for two forwards, its half for inputs or weights for one; sending counts for nothing.
+    ConfigError for a schedule file whose actions are incomplete or wait for one another in a circle.
+    """
+    ranks = parallelism.pipeline_parallel_degree
+    path = parallelism.pipeline_parallel_schedule_csv
+    if not path and SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank == 1:
+        return (ranks - 1) / (microbatches + ranks - 1)
+    # What a schedule asks of stages to plan its order, without process groups.
+    places = [
+        SimpleNamespace(stage_index=stage, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
+        for stage in stages.of_rank(0)
+    ]
+    try:
+        schedule = _build_schedule(places, parallelism=parallelism, microbatches=microbatches)
+        return _idle_share(schedule.pipeline_order, last_stage=len(stages.ranks) - 1)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        if not path:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_schedule_csv = "{path}": no order in which all work gets done: {reason}; '
+            "put its actions right, or leave the option out."
+        ) from None
+
+
+_COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def _idle_share(order: Mapping[int, Sequence[Any]], *, last_stage: int) -> float:
+    """The same for the actions of each rank in their order; None among them is no action."""
+    waiting = {rank: [part for action in line if action for part in action.sub_actions or [action]]
+               for rank, line in order.items()}  # fmt: skip
+    work = sum(_COST[action.computation_type.value] for line in waiting.values() for action in line)
+    ends: dict[tuple[str, int, int], int] = {}
+    clock = dict.fromkeys(waiting, 0)
+    while any(waiting.values()):
+        done = len(ends)
+        for rank, line in waiting.items():
+            while line and (start := _start(line[0], ends=ends, last_stage=last_stage)) is not None:
+                action = line.pop(0)
+                kind = action.computation_type.value
+                clock[rank] = max(clock[rank], start) + _COST[kind]
+                ends[_phase(kind), action.stage_index, action.microbatch_index] = clock[rank]
+        assert len(ends) > done, "torch plans no order in which ranks wait for one another"
+    return 1 - work / (len(clock) * max(clock.values()))
+
+
+def _phase(kind: str) -> str:
+    """Forward, backward or weights: what the stage before waits for is the whole backward or its half for inputs."""
+    return {"B": "I"}.get(kind, kind)
+
+
+def _start(action: Any, *, ends: Mapping[tuple[str, int, int], int], last_stage: int) -> int | None:
+    """The earliest time at which an action has what it needs; None where that is not yet known."""
+    phase, stage, microbatch = _phase(action.computation_type.value), action.stage_index, action.microbatch_index
+    if phase == "F":
+        return ends.get(("F", stage - 1, microbatch)) if stage else 0
+    if phase == "W":
+        return ends.get(("I", stage, microbatch))
+    needed = ("I", stage + 1, microbatch) if stage < last_stage else ("F", stage, microbatch)
+    return ends.get(needed)
