@@ -1,0 +1,81 @@
+"""The parity matrix: combinations of axes and features, each with the ranks it takes.
+
+`QUICK` is the part that the test suite runs; `scripts/parity.py` runs all.
+"""
+
+from itertools import combinations
+
+DEGREES = {
+    "replicate": "parallelism__data_parallel_replicate_degree",
+    "shard": "parallelism__data_parallel_shard_degree",
+    "tensor": "parallelism__tensor_parallel_degree",
+    "pipeline": "parallelism__pipeline_parallel_degree",
+    "context": "parallelism__context_parallel_degree",
+}
+# Micro-batches of 4 rows, cut into 4 for a pipeline: as many as any schedule here asks for on 2 ranks.
+PIPELINE = {"model__args__n_layers": 4}
+FEATURES = {
+    "masked": {},
+    "unmasked": {"training__document_masking": False},
+    "full ac": {"activation_checkpoint__mode": "full"},
+    "tied": {"model__args__tied_embeddings": True},
+}
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+METHODS = ("allgather", "alltoall", "ring")
+
+
+def axes_case(axes, **features):
+    """World size and options of a mesh with degree 2 on each of these axes."""
+    changes = {DEGREES[axis]: 2 for axis in axes}
+    changes.setdefault(DEGREES["shard"], 1)
+    data = 2 ** len({"replicate", "shard"} & set(axes))
+    changes["training__local_batch_size"] = min(4, 8 // data)
+    if "pipeline" in axes:
+        changes |= PIPELINE
+    return 2 ** len(axes), changes | features
+
+
+def all_cases():
+    """Every case by name: (world size, options)."""
+    cases = {}
+    for count in (0, 1, 2, 3):
+        for axes in combinations(DEGREES, count):
+            cases[" x ".join(axes) or "one rank"] = axes_case(axes)
+    for left_out in ("shard", "tensor", "pipeline", "context"):
+        axes = [axis for axis in ("shard", "tensor", "pipeline", "context") if axis != left_out]
+        for name, feature in FEATURES.items():
+            if not (name == "tied" and "pipeline" in axes):
+                cases[f"{' x '.join(axes)}, {name}"] = axes_case(axes, **feature)
+    cases["shard x tensor x pipeline x context"] = axes_case(("shard", "tensor", "pipeline", "context"))
+    for schedule in SCHEDULES:
+        option = {"parallelism__pipeline_parallel_schedule": schedule}
+        cases[f"pipeline, {schedule}"] = axes_case(("pipeline",), **option)
+        cases[f"shard x pipeline, {schedule}"] = axes_case(("shard", "pipeline"), **option)
+    for method in METHODS:
+        option = {"parallelism__context_parallel_rotate_method": method}
+        for name in ("masked", "unmasked", "full ac"):
+            cases[f"context, {method}, {name}"] = axes_case(("context",), **option, **FEATURES[name])
+        cases[f"shard x context, {method}"] = axes_case(("shard", "context"), **option)
+    for axis in DEGREES:
+        world_size, changes = axes_case((axis,))
+        cases[f"{axis}, accumulated"] = (world_size, changes | {"training__local_batch_size": 2})
+        cases[f"{axis}, compiled"] = (
+            world_size,
+            changes | {"compile__enable": True, "compile__backend": "aot_eager"},
+        )
+        if axis != "pipeline":
+            cases[f"{axis}, tied"] = (world_size, changes | FEATURES["tied"])
+    cases["tensor, vocabulary 2051"] = axes_case(("tensor",), model__args__vocab_size=2051)
+    cases["shard 3"] = (3, {"training__global_batch_size": 6, "training__local_batch_size": 1})
+    return cases
+
+
+# Every axis, pair and triple with its neighbours once, one case a feature; chosen to differ from test_pipeline.py and
+# test_context.py, which cover the schedules and the exchange methods one by one.
+QUICK = (
+    "one rank", "replicate", "shard", "tensor", "pipeline", "context", "replicate x shard", "shard x tensor",
+    "tensor x pipeline", "pipeline x context", "tensor x context", "replicate x context",
+    "shard x tensor x pipeline, masked", "shard x tensor x context, full ac", "shard x pipeline x context, unmasked",
+    "tensor x pipeline x context, masked", "shard x tensor x context, tied", "shard x pipeline, ZBVZeroBubble",
+    "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
+)  # fmt: skip

@@ -1,0 +1,21 @@
+"""Combinations of parallelism train to the numbers of one device: a part of the matrix of scripts/parity.py."""
+
+import pytest
+
+from tests.parallel.matrix import QUICK, all_cases
+from tests.parallel.parity import compare
+
+CASES = all_cases()
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Of one device, by what changes its mathematics."""
+    return {}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_parity(corpus, tmp_path, references, name):
+    world_size, changes = CASES[name]
+    difference = compare(corpus, tmp_path, world_size=world_size, references=references, **changes)
+    assert difference.is_parity, difference
