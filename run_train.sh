@@ -49,7 +49,8 @@ has_argument --job.config_file "$@" ||
 if [ "$NGPU" = 1 ] && [ "$NNODES" = 1 ]; then
     exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
-if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@"; then # one process can tell
+if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@" || has_argument --comm.mode "$@"; then
+    # One process can tell.
     WORLD_SIZE=$((NGPU * NNODES)) exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
 if [ "$NNODES" != 1 ]; then

@@ -26,6 +26,7 @@ STOREYS = [
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance", "loss"},
     {"preflight"},
     {"trainer"},
+    {"simulate"},
     {"train"},
 ]
 """Lower rooms first; a room imports from lower storeys only."""

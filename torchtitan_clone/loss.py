@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 IGNORE_INDEX = -100
 
@@ -103,10 +102,10 @@ def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocab
         return hidden_BTD, weight_VD, Vocabulary()
     assert isinstance(hidden_BTD, DTensor)
     mesh = weight_VD.device_mesh
-    _, (start, _) = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
+    rows = -(-weight_VD.shape[0] // mesh.size())  # as torch shards: all but the last ranks have equally many
     # Every rank's rows add their share to the gradient of the hidden states.
     whole_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return whole_BTD, weight_VD.to_local(), Vocabulary(start=start, group=mesh.get_group())
+    return whole_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
 
 
 def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

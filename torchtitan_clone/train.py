@@ -46,8 +46,12 @@ def run(config: Config, *, stop: StopRequest) -> int:
     launch = Launch.from_environment()
     device = pick_device(launch)
     shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    if config.job.dry_run:
+    if config.job.dry_run or config.comm.mode == "fake_backend":
         sys.stdout.write(preflight.summary(shape))
+        if config.comm.mode == "fake_backend":
+            from torchtitan_clone.simulate import simulate
+
+            sys.stdout.write(f"\n{simulate(shape)}")
         return 0
     run = preflight.prepare(shape, launch=launch)
     if run.progress.step >= config.training.steps:

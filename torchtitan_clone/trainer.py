@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -298,6 +299,17 @@ def build_parts(shape: Shape, *, mesh: Mesh, device: torch.device) -> list[nn.Mo
 def build_part(shape: Shape, *, stage: int, mesh: Mesh, device: torch.device) -> nn.Module:
     """A stage of the model, parallelized on the meta device, then made real and given its initial weights."""
     config = shape.config
+    model = parallelized_part(shape, stage=stage, mesh=mesh)
+    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+    model.init_buffers(device)
+    parameters = named_parameters([model])
+    init_weights(parameters, seed=config.debug.seed, std_of=partial(shape.spec.initial_std, shape.model_args))
+    return model
+
+
+def parallelized_part(shape: Shape, *, stage: int, mesh: Mesh) -> Any:
+    """A stage of the model on the meta device, ready to be made real."""
+    config = shape.config
     with torch.device("meta"):
         model = shape.spec.build(shape.model_args).to(getattr(torch, config.training.dtype))
     apply_parallelism(
@@ -310,10 +322,6 @@ def build_part(shape: Shape, *, stage: int, mesh: Mesh, device: torch.device) ->
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
     )
-    model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-    model.init_buffers(device)
-    parameters = named_parameters([model])
-    init_weights(parameters, seed=config.debug.seed, std_of=partial(shape.spec.initial_std, shape.model_args))
     return model
 
 

@@ -105,7 +105,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "there is no flight recorder here; set it to 0, and TORCH_FR_BUFFER_SIZE in the environment", (0, 20000)
     ),
     "comm.save_traces_*": ForeignKey("there is no flight recorder here", (ANY,)),
-    "comm.mode": ForeignKey('use --dry-run to check without devices; set it to "default"', ("default",)),
     "fault_tolerance.enable": ForeignKey(_NO_FT, (False,)),
     "fault_tolerance.*": ForeignKey(_NO_FT, (ANY,)),
     "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),

@@ -242,6 +242,8 @@ class Profiling:
 class Comm:
     """Collective communication."""
 
+    mode: Literal["default", "fake_backend"] = "default"
+    """fake_backend: simulate WORLD_SIZE ranks in this process, print memory and collectives of a step, and exit."""
     init_timeout_seconds: int = 300
     """Longest wait for a collective until this process has finished its first step."""
     train_timeout_seconds: int = 100

@@ -67,14 +67,15 @@ class CollectiveTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         collective = _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
+        result = func(*args, **(kwargs or {}))
         if collective is not None:
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
             call = Call(
                 axis=self._axis(args), collective=collective, layer=self._layer(), implicit=_called_from(_IMPLICIT)
             )
             self.counts[call] += 1
             self.bytes[call] += max((t.numel() * t.element_size() for t in tensors), default=0)
-        return func(*args, **(kwargs or {}))
+        return result
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a kind of call, as plain data; `bytes` is the larger side (the whole of a gather, not the shard)."""

@@ -1,0 +1,61 @@
+"""Runs of any size are simulated in one process."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.runs import options, train
+
+TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
+
+
+def test_the_collectives_are_those_of_a_real_run(corpus, tmp_path):
+    axes = {
+        "parallelism__tensor_parallel_degree": 2,
+        "training__global_batch_size": 8,
+        "debug__trace_collectives": True,
+    }
+    real = options(corpus, tmp_path, training__steps=3, **axes)
+    code, output = train(real, world_size=4, log_folder=tmp_path)
+    assert code == 0, output
+    simulated = [*real, "--comm.mode=fake_backend", f"--job.dump_folder={tmp_path / 'other'}"]
+    code, text = train(simulated, log_folder=tmp_path, env={"WORLD_SIZE": "4"})
+    assert code == 0, text
+
+    def table(text):
+        return {line for line in text.splitlines() if re.match(r"(fsdp|tp) ", line)}
+
+    assert table(text)
+    assert table(text) <= table(output)
+    assert {line.split()[0] for line in table(output) - table(text)} <= {"tp"}
+    assert not (tmp_path / "other").exists()
+
+
+def test_llama_405b_on_512_ranks():
+    """Tensor 8, pipeline 8, data 8: under two minutes and 8 GiB."""
+    argv = [
+        "--comm.mode=fake_backend", "--model.flavor=405B", "--parallelism.tensor_parallel_degree=8",
+        "--parallelism.pipeline_parallel_degree=8", "--training.seq_len=8192", "--training.local_batch_size=8",
+        "--activation_checkpoint.mode=full", f"--model.hf_assets_path={TOKENIZER}",
+    ]  # fmt: skip
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_clone.train", *argv],
+        env={**os.environ, "WORLD_SIZE": "512"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert status == 0, text
+    assert time.monotonic() - start < 120
+    assert usage.ru_maxrss < 8 * 2**20
+    assert "405,853,388,800" in text
+    ranks = re.findall(r"^ +\d  +([\d,]+) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", text, re.MULTILINE)
+    assert len(ranks) == 8
+    assert sum(int(size.replace(",", "")) for size in ranks) == 405_853_388_800
+    # 15 of 126 blocks on this stage, each reduced once.
+    assert re.search(r"^tp +reduce_scatter +layers.\*.attention +240 ", text, re.MULTILINE)

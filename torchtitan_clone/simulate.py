@@ -1,0 +1,78 @@
+"""`comm.mode = "fake_backend"`: a run of any size on one CPU process, without its memory and without its peers.
+
+Rank 0's part of the model is built on the meta device and parallelized as in training, over process groups that
+answer at once with nothing; one forward and backward then runs on tensors that have shapes and no data.
+"""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan_clone.loss import build_loss
+from torchtitan_clone.parallel.mesh import build_mesh
+from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.preflight import Shape
+from torchtitan_clone.trainer import build_step, parallelized_part
+
+CPU = torch.device("cpu")
+
+
+def simulate(shape: Shape) -> str:
+    """Memory of every pipeline rank and the collectives of rank 0 in one step, as text."""
+    # Of a rank without peers torch would say that it uses only part of its communicators.
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    world_size = shape.degrees.data * shape.degrees.pp * shape.degrees.cp * shape.degrees.tp
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        trace = _trace(shape)
+    finally:
+        dist.destroy_process_group()
+    return f"{_memory_table(shape)}\n\ncollectives of rank 0 in one forward and backward\n{trace.table()}\n"
+
+
+def _trace(shape: Shape) -> CollectiveTrace:
+    training = shape.config.training
+    mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type="cpu")
+    parts = [parallelized_part(shape, stage=stage, mesh=mesh) for stage in shape.stages.of_rank(0)]
+    loss_fn = build_loss(chunk_tokens=training.loss_chunk_tokens, compile_backend=None)
+    with FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace(mesh.group_names()) as trace:
+        for part in parts:
+            part.to_empty(device=CPU)
+            part.init_buffers(CPU)
+        step = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=CPU)
+        step([_rows(shape)], num_targets=training.local_batch_size * training.seq_len)
+    return trace
+
+
+def _rows(shape: Shape) -> Any:
+    training = shape.config.training
+    tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // shape.degrees.cp, dtype=torch.int64)
+    return SimpleNamespace(
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT,
+        positions_BT=tokens_BT,
+        documents_BT=tokens_BT.int() if training.document_masking else None,
+    )
+
+
+def _memory_table(shape: Shape) -> str:
+    """What each rank keeps all the time. Activations and gathered weights come on top."""
+    training = shape.config.training
+    with torch.device("meta"):
+        model = shape.spec.build(shape.model_args)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    ranks = shape.degrees.dp_shard * shape.degrees.cp * shape.degrees.tp
+    bytes_each = getattr(torch, training.dtype).itemsize
+    lines = [f"{'pipeline rank':>14}{'parameters':>18}{'weights GiB':>13}{'gradients':>11}{'Adam state':>12}{'sum':>8}"]
+    for rank in range(shape.degrees.pp):
+        modules = tuple(f"{name}." for stage in shape.stages.of_rank(rank) for name in shape.stages.modules[stage])
+        parameters = sum(size for name, size in sizes.items() if name.startswith(modules))
+        weights = parameters / ranks * bytes_each / 2**30
+        numbers = f"{weights:13.2f}{weights:11.2f}{2 * weights:12.2f}{4 * weights:8.2f}"
+        lines.append(f"{rank:14}{parameters:18,}{numbers}")
+    return "\n".join(lines)
