@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -17,6 +18,8 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
     output = model.output
     tied = is_tied(model)
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if _has(model, name)})
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_wait)
     if tied:
         output.weight = model.tok_embeddings.weight
     elif output is not None:
@@ -26,6 +29,14 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
 def is_tied(model: Any) -> bool:
     """Whether embedding and output projection are one weight."""
     return None not in (model.tok_embeddings, model.output) and model.tok_embeddings.weight is model.output.weight
+
+
+def _wait(_module: nn.Module, _args: Any, hidden_BTD: Tensor) -> Tensor:
+    """Hands the embedding's output over when it has arrived.
+
+    A compiled block takes a tensor that is still under way for one without history: the embedding gets no gradient.
+    """
+    return torch.ops._c10d_functional.wait_tensor(hidden_BTD)
 
 
 def _has(model: nn.Module, name: str) -> bool:
