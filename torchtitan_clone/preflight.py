@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_clone.checkpoint.manager import Progress, committed_steps, read_progress
 from torchtitan_clone.config import (
@@ -33,7 +34,8 @@ from torchtitan_clone.data import (
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
-from torchtitan_clone.parallel.mesh import batch_rank, describe_mesh
+from torchtitan_clone.parallel.context import local_tokens
+from torchtitan_clone.parallel.mesh import batch_rank, context_rank, describe_mesh
 from torchtitan_clone.parallel.runtime import Launch
 
 CONFIG_FILE = "config.toml"
@@ -178,6 +180,7 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         "num_ranks": shape.degrees.data,
         "num_workers": config.data.num_workers,
         "all_gather_object": _all_gather_object,
+        "tokens": tokens_of_rank(shape, rank=launch.rank),
     }
     loader = build_loader(split="train", global_batch_size=shape.global_batch_size, **common)
     validation_loader = None
@@ -189,6 +192,20 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         progress = read_progress(checkpoints, step=steps[-1])
         loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
     return Run(shape=shape, loader=loader, validation_loader=validation_loader, progress=progress)
+
+
+def tokens_of_rank(shape: Shape, *, rank: int) -> Tensor | None:
+    """Places in each row of the tokens this rank reads; None for all."""
+    degree, parallelism = shape.degrees.cp, shape.config.parallelism
+    if degree == 1:
+        return None
+    pieces = local_tokens(
+        shape.config.training.seq_len,
+        rank=context_rank(shape.degrees, rank=rank),
+        degree=degree,
+        method=parallelism.context_parallel_rotate_method,
+    )
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
 
 def _all_gather_object(value: object) -> list[object]:

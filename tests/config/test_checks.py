@@ -86,6 +86,7 @@ def test_bounds(name: str) -> None:
 
 
 REPLICATE, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
+CONTEXT, TENSOR = "--parallelism.context_parallel", "--parallelism.tensor_parallel_degree"
 
 PIPELINE = "--parallelism.pipeline_parallel"
 PARTS = "--parallelism.module_fqns_per_model_part"
@@ -215,7 +216,28 @@ RULES = [
         {},
         'schedule_csv = "nowhere.csv": cannot be used: [Errno 2] No such file',
     ),
-    (["--parallelism.context_parallel_degree=2"], {}, "this version has no context parallelism; set it to 1"),
+    (
+        [f"{CONTEXT}_degree=4", "--training.seq_len=100"],
+        {},
+        "with the rotate method allgather and tensor 1, training.seq_len 100 must be a multiple of 8; set it to 96 or "
+        "104.",
+    ),
+    (
+        [f"{CONTEXT}_degree=4", f"{CONTEXT}_rotate_method=ring", "--training.seq_len=4", f"{TENSOR}=2"],
+        {},
+        "with the rotate method ring and tensor 2, training.seq_len 4 must be a multiple of 8; set it to 8.",
+    ),
+    (
+        [f"{CONTEXT}_degree=2", f"{CONTEXT}_rotate_method=alltoall", "--training.seq_len=12", f"{TENSOR}=4"],
+        {"heads": {"n_heads": 8}},
+        "training.seq_len 12 must be a multiple of 8; set it to 8 or 16.",
+    ),
+    (
+        [f"{CONTEXT}_degree=4", f"{CONTEXT}_rotate_method=alltoall", f"{TENSOR}=2"],
+        {},
+        'parallelism.context_parallel_rotate_method = "alltoall": context 4 x tensor 2 does not divide '
+        'model.args.n_kv_heads 4; set it to "allgather" or "ring"',
+    ),
     (
         ["--training.global_batch_size=80", "--training.local_batch_size=4"],
         {},
@@ -280,6 +302,8 @@ ALLOWED = [
     (["--profiling.enable_memory_snapshot"], {"device_type": "cuda"}),
     ([f"{REPLICATE}=2", f"{SHARD}=4"], {}),
     (["--training.global_batch_size=128"], {}),
+    ([f"{CONTEXT}_degree=4", f"{CONTEXT}_rotate_method=alltoall", "--training.seq_len=100"], {}),
+    ([f"{CONTEXT}_degree=8", f"{CONTEXT}_rotate_method=ring"], {}),
     (["--training.max_norm=inf"], {}),
     (["--lr_scheduler.decay_ratio=1", "--lr_scheduler.min_lr_factor=1"], {}),
     (["--activation_checkpoint.selective_ac_option=op"], {}),

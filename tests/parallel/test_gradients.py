@@ -21,10 +21,11 @@ from torchtitan_clone.trainer import build_parts, build_step
 TIED = {"model__args__tied_embeddings": True}
 
 
-def masked(batch, *, first_row):
-    """The batch with another share of targets masked in every row; one row has none left."""
+def masked(batch, *, first_row, tokens=None):
+    """The batch with another share of targets masked in every row, the first of them; the eighth has none left."""
+    tokens = torch.arange(batch.targets_BT.shape[1]) if tokens is None else tokens
     for index, row in enumerate(batch.targets_BT, start=first_row):
-        row[: 8 * index] = IGNORE_INDEX
+        row[tokens < 10 * index] = IGNORE_INDEX
     num_targets = int((batch.targets_BT != IGNORE_INDEX).sum())
     return type(batch)(**{**vars(batch), "num_targets": num_targets})
 
@@ -46,7 +47,8 @@ def parallel_gradients(argv):
         parameters = named_parameters(parts)
         loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
         first_row = batch_rank(shape.degrees, rank=launch.rank) * shape.global_batch_size // shape.degrees.data
-        batch = masked(next(run.loader), first_row=first_row)
+        tokens = preflight.tokens_of_rank(shape, rank=launch.rank)
+        batch = masked(next(run.loader), first_row=first_row, tokens=tokens)
         (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
         step = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=device)
         local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))

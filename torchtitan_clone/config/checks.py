@@ -44,7 +44,6 @@ def violations(
     out_of_bounds = list(_out_of_bounds(config))
     found = [
         *out_of_bounds,
-        *_unsupported(config.parallelism),
         *_model_limits(config, max_seq_len, vocab_size, tokenizer_vocab_size),
         *_precision(config.training),
         *_selective(config.activation_checkpoint),
@@ -58,7 +57,13 @@ def violations(
     if not degrees:
         found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
     found += pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings)
-    return [*found, *degrees, *_tensor(config, heads), *_schedule(config.lr_scheduler, config.training.steps)]
+    return [
+        *found,
+        *degrees,
+        *_tensor(config, heads),
+        *_context(config, heads),
+        *_schedule(config.lr_scheduler, config.training.steps),
+    ]
 
 
 def _at_least(low: int) -> Bound:
@@ -156,23 +161,37 @@ def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
     yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {ranks} ranks."
 
 
-def _unsupported(parallelism: Parallelism) -> Iterator[str]:
-    degree = parallelism.context_parallel_degree
-    if degree > 1:
-        yield (
-            f"parallelism.context_parallel_degree = {degree}: this version has no context parallelism; set it to 1 "
-            "(parallelism.data_parallel_shard_degree spreads the model over all ranks)."
-        )
-
-
 def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
     degree = config.parallelism.tensor_parallel_degree
-    sizes = {"training.seq_len": config.training.seq_len} | {f"model.args.{key}": size for key, size in heads.items()}
+    sizes = {} if config.parallelism.context_parallel_degree > 1 else {"training.seq_len": config.training.seq_len}
+    sizes |= {f"model.args.{key}": size for key, size in heads.items()}
     for key, size in sizes.items():
         if size % degree:
             yield (
                 f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
                 f"({_either(_nearest_divisors(size, degree))}), or {key} to a multiple of it."
+            )
+
+
+def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    method = parallelism.context_parallel_rotate_method
+    if degree == 1:
+        return
+    unit = degree * math.lcm(tensor, 1 if method == "alltoall" else 2)
+    if seq_len % unit:
+        yield (
+            f"parallelism.context_parallel_degree = {degree}: with the rotate method {method} and tensor {tensor}, "
+            f"training.seq_len {seq_len} must be a multiple of {unit}; set it to "
+            f"{_either(_nearest_multiples(unit, seq_len))}."
+        )
+    for key, count in heads.items():
+        if method == "alltoall" and count % tensor == 0 and count // tensor % degree:
+            yield (
+                f'parallelism.context_parallel_rotate_method = "alltoall": context {degree} x tensor {tensor} does not '
+                f'divide model.args.{key} {count}; set it to "allgather" or "ring", which leave heads whole, or the '
+                "degree to a divisor."
             )
 
 

@@ -33,7 +33,6 @@ class ForeignKey:
 _NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
 _NO_FT = "there is no fault tolerance over replicas yet; set fault_tolerance.enable to false"
 _NO_TENSOR = "there is no tensor parallelism yet; set parallelism.tensor_parallel_degree to 1"
-_NO_CONTEXT = "there is no context parallelism yet; set parallelism.context_parallel_degree to 1"
 _NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
 _HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
 _LOADER = "the loader reads ahead by itself; remove the key, and set data.num_workers for streamed data"
@@ -68,7 +67,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         _NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"
     ),
     "parallelism.disable_loss_parallel": ForeignKey(_NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"),
-    "parallelism.context_parallel_*": ForeignKey(_NO_CONTEXT, tunes="parallelism.context_parallel_degree"),
     "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_parallel_comm_backend": ForeignKey(_NO_EXPERT, (ANY,)),

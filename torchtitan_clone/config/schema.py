@@ -162,6 +162,8 @@ class Parallelism:
     """Modules of every stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
     context_parallel_degree: int = 1
     """Ranks over which each sequence is split."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"
+    """How queries meet the keys of other ranks: gathered, whole sequences of fewer heads, or passed round a ring."""
 
 
 @dataclass(frozen=True, kw_only=True)

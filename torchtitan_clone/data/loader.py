@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
@@ -74,15 +75,17 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
     num_ranks: int,
     num_workers: int = 0,
     all_gather_object: AllGatherObject = _alone,
+    tokens: Tensor | None = None,
 ) -> "Loader | ValidationLoader":
-    """The rows of one of num_ranks data-parallel ranks.
+    """The rows of one of num_ranks data-parallel ranks; with `tokens` only the tokens at these places of every row.
 
     `all_gather_object` collects an object from every rank, for the state of hub data with more than one of them.
     Validation reads in this process, whatever num_workers is.
     """
     share = share_of_rank(rank, num_ranks=num_ranks, global_batch_size=global_batch_size, seq_len=seq_len)
+    packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking, tokens=tokens)
     if split == "validation":
-        return ValidationLoader(dataset, share=share, document_masking=document_masking)
+        return ValidationLoader(dataset, share=share, packer=packer)
     if num_workers > len(share.rows):
         raise ConfigError(
             f"data.num_workers = {num_workers} is more than the {len(share.rows)} rows a rank takes of each batch, "
@@ -91,7 +94,7 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
     return Loader(
         dataset,
         share=share,
-        document_masking=document_masking,
+        packer=packer,
         seed=seed,
         num_workers=num_workers,
         all_gather_object=all_gather_object,
@@ -109,7 +112,7 @@ class Loader:
         dataset: Dataset,
         *,
         share: Share,
-        document_masking: bool,
+        packer: "_Packer",
         seed: int,
         num_workers: int,
         all_gather_object: AllGatherObject,
@@ -122,10 +125,10 @@ class Loader:
         self._order = {
             **dataset.identity,
             "seq_len": share.seq_len,
-            "document_masking": document_masking,
+            "document_masking": packer.document_masking,
             "seed": seed,
         }
-        self._packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking)
+        self._packer = packer
         self._restart(samples=0, position={})
 
     def _restart(self, *, samples: int, position: Mapping[str, Any]) -> None:
@@ -180,9 +183,9 @@ class ValidationLoader:
     The last global batch is filled up with rows without targets, so that all ranks have equally many batches.
     """
 
-    def __init__(self, dataset: Dataset, *, share: Share, document_masking: bool) -> None:
+    def __init__(self, dataset: Dataset, *, share: Share, packer: "_Packer") -> None:
         self._feed = dataset.validation_feed(share)
-        self._packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking)
+        self._packer = packer
 
     def __len__(self) -> int:
         """Batches of one pass; TypeError for hub data, which has to be read to know."""
@@ -196,12 +199,14 @@ class ValidationLoader:
 class _Packer:
     """Packs rows, into pinned memory where there is a GPU."""
 
-    def __init__(self, *, eos_id: int, document_masking: bool) -> None:
-        self._eos_id, self._document_masking = eos_id, document_masking
+    def __init__(self, *, eos_id: int, document_masking: bool, tokens: Tensor | None) -> None:
+        self.document_masking = document_masking
+        self._eos_id, self._tokens = eos_id, tokens
         self._pin = torch.cuda.is_available()
 
     def pack(self, rows: np.ndarray, *, padding: int = 0) -> Batch:
-        batch = pack(rows, eos_id=self._eos_id, document_masking=self._document_masking, padding=padding)
+        batch = pack(rows, eos_id=self._eos_id, document_masking=self.document_masking, padding=padding)
+        batch = batch if self._tokens is None else batch.tokens_at(self._tokens)
         return batch.pin_memory() if self._pin else batch
 
 

@@ -25,13 +25,26 @@ class Batch:
     positions_BT: Tensor
     """int64; counts from 0 at the start of the row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
-    """int32; 0, 1, 2, ... for the documents within a row; None without document masking."""
+    """int32; 0, 1, 2, ... for the documents within a row; None without document masking.
+
+    Of the whole row, also where the others hold only some of its tokens."""
     num_targets: int
     """Targets that are not IGNORE_INDEX."""
 
     def microbatches(self, rows: int) -> "list[Batch]":
         """The batch in parts of so many rows, the last of which may have fewer."""
         return [self._slice(start, start + rows) for start in range(0, len(self.tokens_BT), rows)]
+
+    def tokens_at(self, index_T: Tensor) -> "Batch":
+        """Only these tokens of every row, with the documents of all."""
+        targets_BT = self.targets_BT[:, index_T]
+        return Batch(
+            tokens_BT=self.tokens_BT[:, index_T],
+            targets_BT=targets_BT,
+            positions_BT=self.positions_BT[:, index_T],
+            documents_BT=self.documents_BT,
+            num_targets=int((targets_BT != IGNORE_INDEX).sum()),
+        )
 
     def _slice(self, start: int, stop: int) -> "Batch":
         num_targets = int((self.targets_BT[start:stop] != IGNORE_INDEX).sum())

@@ -46,6 +46,7 @@ class ModelSpec:
     - `forward(tokens_BT, *, positions_BT, documents_BT=None, targets_BT=None, loss_fn=None)`: logits [B, T, V], or
       what `loss_fn` makes of the last hidden states where it is given;
     - `tok_embeddings`, `layers` (a ModuleDict), `norm` and `output`;
+    - `attention_mask`, which makes of the documents what every block's `attention.core` takes as its mask;
     - `init_buffers(device)`: computes what is not a parameter, after construction on the meta device.
 
     `initial_std(args, name)` is the standard deviation of the parameter of that name, or None where it starts at one.

@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtitan_clone.blockwise import document_attention
 from torchtitan_clone.config.schema import ActivationCheckpoint
+from torchtitan_clone.parallel.context import context_attention
 
 _aten = torch.ops.aten
 # What selective checkpointing per operation keeps: results that cost much to compute for their size.
@@ -20,6 +22,8 @@ _KEPT = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    document_attention._opoverload,
+    context_attention._opoverload,
 }
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
 

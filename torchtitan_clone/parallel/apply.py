@@ -9,6 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan_clone.parallel.activation import apply_activation_checkpointing
+from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
@@ -27,13 +28,15 @@ def apply_parallelism(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> None:
-    """Changes a model on the meta device in place: pipeline, tensor, activation checkpointing, compile, data.
+    """Changes a model on the meta device in place: pipeline, tensor, context, activation checkpointing, compile, data.
 
     In this order; of the pipeline, the model keeps the stage that has these `modules`.
     """
     _keep_modules(model, names=set(modules))
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
+    if mesh.cp.size() > 1:
+        apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
     apply_activation_checkpointing(model.layers, config=activation_checkpoint)
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.

@@ -49,6 +49,11 @@ def batch_rank(degrees: Degrees, *, rank: int) -> int:
     return coordinate["dp_replicate"] * degrees.dp_shard + coordinate["dp_shard"]
 
 
+def context_rank(degrees: Degrees, *, rank: int) -> int:
+    """Which part of each sequence this rank holds."""
+    return _coordinate(degrees, rank=rank)["cp"]
+
+
 def describe_mesh(degrees: Degrees) -> str:
     """The mesh as text: a line a rank, or for many ranks the first and the last."""
     world_size = prod(getattr(degrees, axis) for axis in AXES)

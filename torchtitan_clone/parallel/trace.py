@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
+from torchtitan_clone.parallel.context import context_attention, context_attention_backward
+
 # Names of torch's operators, without the trailing underscore and the variants of one collective.
 _COLLECTIVES = {
     "allreduce": "all_reduce",
@@ -69,12 +71,11 @@ class CollectiveTrace(TorchDispatchMode):
         collective = _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
         result = func(*args, **(kwargs or {}))
         if collective is not None:
-            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, Tensor)]
             call = Call(
                 axis=self._axis(args), collective=collective, layer=self._layer(), implicit=_called_from(_IMPLICIT)
             )
             self.counts[call] += 1
-            self.bytes[call] += max((t.numel() * t.element_size() for t in tensors), default=0)
+            self.bytes[call] += max(map(_bytes, (*args, result)), default=0)
         return result
 
     def rows(self) -> list[dict[str, Any]]:
@@ -104,6 +105,25 @@ class CollectiveTrace(TorchDispatchMode):
         deepest = max(names, key=len, default="")
         deepest = deepest.partition(".")[2] if "." in deepest else "optimizer and loss"
         return re.sub(r"\.\d+(?=\.|$)", ".*", deepest).replace("._checkpoint_wrapped_module", "")
+
+
+def _look_inside(operation: Any) -> None:
+    """Lets a trace see the collectives of an operation of our own, which are one step further down."""
+
+    def run(mode: CollectiveTrace, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with mode:
+            return operation._init_fn(*args, **(kwargs or {}))
+
+    operation.register_torch_dispatch(CollectiveTrace, run)
+
+
+for _operation in (context_attention, context_attention_backward):
+    _look_inside(_operation)
+
+
+def _bytes(argument: Any) -> int:
+    """Size of a tensor, or of all in a list."""
+    return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
 
 
 def _called_from(function: str) -> bool:

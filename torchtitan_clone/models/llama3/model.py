@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_clone.models.attention import AttentionMask, CoreAttention, build_attention_mask
+from torchtitan_clone.models.attention import AttentionMask, CoreAttention, DocumentMask
 from torchtitan_clone.models.feed_forward import SwiGLU, swiglu_hidden_dim
 from torchtitan_clone.models.rope import RopeScaling, cos_sin, inverse_frequencies, rotate
 from torchtitan_clone.models.spec import LossFn
@@ -131,6 +131,7 @@ class Llama3(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.attention_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(i): TransformerBlock(args) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = OutputProjection(args)
@@ -162,7 +163,7 @@ class Llama3(nn.Module):
         `documents_BT` numbers the documents of a row; attention stays within them. None: attention is causal.
         """
         rope = cos_sin(positions_BT, self.inv_freq)
-        mask = build_attention_mask(documents_BT)
+        mask = self.attention_mask(documents_BT)
         h_BTD = self.tok_embeddings(tokens_BT) if self.tok_embeddings is not None else tokens_BT
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, rope, mask)

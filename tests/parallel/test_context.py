@@ -1,0 +1,309 @@
+"""Context parallelism against one device: attention alone, whole models with all that composes, and memory."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.harness import run_ranks
+from tests.parallel.test_gradients import parallel_gradients, plain_gradients
+from tests.runs import losses, options, rows, train
+from torchtitan_clone import blockwise
+from torchtitan_clone.blockwise import document_attention, document_starts
+from torchtitan_clone.models.attention import CoreAttention, DocumentMask
+from torchtitan_clone.parallel.context import HeadExchange, KeyExchange, LocalStarts, local_tokens
+
+METHODS = ["allgather", "alltoall", "ring"]
+
+
+def dense(q, k, v, documents):
+    """Plain attention with the whole mask."""
+    T = q.shape[1]
+    sees = torch.ones(T, T, dtype=torch.bool).tril()[None]
+    if documents is not None:
+        sees = sees & (documents[:, :, None] == documents[:, None, :])
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*parts, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+
+
+def inputs(T, *, document_length, dtype=torch.float32):
+    """Queries, keys, values with grouped heads, a gradient of the result, and documents."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, T, heads, 16).to(dtype) for heads in (8, 4, 4, 8))
+    documents = (torch.rand(2, T) < 1 / document_length).cumsum(1).int() if document_length else None
+    return q, k, v, grad, documents
+
+
+def result_and_gradients(attention, q, k, v, grad):
+    """What attention gives for these, and the gradients by q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def distance(got, expected):
+    """Norm of the difference over the norm."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])
+def test_attention_in_blocks_equals_dense_attention(T, document_length):
+    q, k, v, grad, documents = inputs(T, document_length=document_length)
+    starts = document_starts(documents)
+    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
+    expected = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    assert max(map(distance, got, expected)) < 1e-6
+
+
+def test_attention_in_blocks_rounds_no_worse_than_dense_attention_in_bf16():
+    q, k, v, grad, documents = inputs(1500, document_length=400)
+    starts = document_starts(documents)
+    exact = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    q, k, v, grad = (x.bfloat16() for x in (q, k, v, grad))
+    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
+    usual = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    for mine, theirs, right in zip(got, usual, exact, strict=True):
+        assert distance(mine, right) < 1.1 * distance(theirs, right)
+
+
+def exchanged(method, documents, *, group):
+    """A rank's attention by this method, for its part of q, k and v."""
+    split = {"rank": group.rank(), "degree": group.size(), "method": method}
+    if method == "alltoall":
+        core, mask = HeadExchange(CoreAttention(), group=group), DocumentMask()(documents)
+    else:
+        core = KeyExchange(group_name=group.group_name, exchange=method)
+        mask = LocalStarts(**split)(documents)
+    return lambda q, k, v: core(q, k, v, mask)
+
+
+def attention_distances(cases):
+    """Largest distance of result and gradients on this rank from dense attention, for each case."""
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, []
+    for method, T, document_length in cases:
+        *whole, documents = inputs(T, document_length=document_length)
+        expected = result_and_gradients(lambda *x: dense(*x, documents), *whole)  # noqa: B023, called at once
+        pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=method)
+        mine = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+        attention = exchanged(method, documents, group=group)
+        got = result_and_gradients(attention, *(x[:, mine] for x in whole))
+        found.append(max(distance(part, right[:, mine]) for part, right in zip(got, expected, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_exchange_equals_dense_attention(world_size):
+    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900]))
+    for found in run_ranks(attention_distances, world_size, cases):
+        wrong = {case: error for case, error in zip(cases, found, strict=True) if error > 1e-6}
+        assert not wrong
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_share_every_token_and_the_work(degree, method):
+    parts = [local_tokens(48, rank=rank, degree=degree, method=method) for rank in range(degree)]
+    tokens = [[index for piece in part for index in piece] for part in parts]
+    assert sorted(itertools.chain(*tokens)) == list(range(48))
+    if method != "alltoall":
+        assert len({sum(indices) for indices in tokens}) == 1
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory, corpus):
+    """Documents from a few tokens to more than a row, cut from the corpus."""
+    text = "".join(path.read_text() for path in sorted(corpus.glob("*.py"))[:6])
+    lengths = itertools.cycle([30, 200, 80, 500, 10, 120])
+    file = tmp_path_factory.mktemp("short") / "documents.jsonl"
+    with file.open("w") as lines:
+        start = 0
+        while start < len(text):
+            stop = start + next(lengths)
+            lines.write(json.dumps({"text": text[start:stop]}) + "\n")
+            start = stop
+    return file
+
+
+@pytest.fixture(scope="module")
+def expected(short_documents, tmp_path_factory):
+    """Loss, norm and gradients on one device, computed once for each choice of `changes`."""
+    found = {}
+
+    def of(**changes):
+        key = tuple(changes.items())
+        if key not in found:
+            argv = options(short_documents, tmp_path_factory.mktemp("plain"), **changes)
+            found[key] = run_ranks(plain_gradients, 1, argv)[0]
+        return found[key]
+
+    return of
+
+
+CP, TP, REPLICATE = (
+    f"parallelism__{name}"
+    for name in ("context_parallel_degree", "tensor_parallel_degree", "data_parallel_replicate_degree")
+)
+METHOD, ROWS = "parallelism__context_parallel_rotate_method", "training__local_batch_size"
+MODE, OPTION = "activation_checkpoint__mode", "activation_checkpoint__selective_ac_option"
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
+UNMASKED = {"training__document_masking": False}
+SPLIT_HEADS = {"model__args__n_kv_heads": 4}
+
+COMBINATIONS = {
+    **{
+        f"{method} {ranks}{' causal' if causal else ''}": (
+            ranks,
+            {CP: ranks, METHOD: method},
+            {**(UNMASKED if causal else {}), **(SPLIT_HEADS if method == "alltoall" and ranks == 4 else {})},
+        )
+        for method, ranks, causal in itertools.product(METHODS, [2, 4], [False, True])
+    },
+    # The last row has no targets: alone in the last micro-batch, it leaves this rank nothing to learn.
+    "accumulate": (2, {CP: 2, METHOD: "ring", ROWS: 1}, {}),
+    "fsdp": (4, {CP: 2, METHOD: "ring", ROWS: 2}, {}),
+    "hsdp": (4, {CP: 2, REPLICATE: 2, METHOD: "alltoall"}, {}),
+    "tp": (4, {CP: 2, TP: 2, METHOD: "ring"}, {}),
+    "tp alltoall": (4, {CP: 2, TP: 2, METHOD: "alltoall"}, SPLIT_HEADS),
+    "fsdp tp tied": (8, {CP: 2, TP: 2}, {"model__args__tied_embeddings": True}),
+    "full ac": (2, {CP: 2, METHOD: "ring", MODE: "full"}, {}),
+    "selective op": (2, {CP: 2, MODE: "selective", OPTION: "op"}, {}),
+    "selective op alltoall": (
+        2, {CP: 2, METHOD: "alltoall", MODE: "selective", OPTION: "op"}, {},
+    ),
+    "compiled": (2, {CP: 2, METHOD: "ring", **COMPILED}, {}),
+    "compiled alltoall ac": (2, {CP: 2, METHOD: "alltoall", MODE: "full", **COMPILED}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_gradients_equal_one_device(short_documents, expected, tmp_path, name):
+    world_size, parallel, model = COMBINATIONS[name]
+    argv = options(
+        short_documents, tmp_path, training__loss_chunk_tokens=48, **{MODE: "none", ROWS: 4, **parallel, **model}
+    )
+    right_loss, right_norm, right = expected(**model)
+    for loss, norm, gradients in run_ranks(parallel_gradients, world_size, argv):
+        assert loss == pytest.approx(right_loss, rel=1e-5)
+        assert norm == pytest.approx(right_norm, rel=1e-5)
+        assert set(gradients) == set(right)
+        far = {key: distance(gradient, right[key]) for key, gradient in gradients.items()}
+        assert max(far.values()) < 1e-5, far
+
+
+def saved_bytes(argv):
+    """Bytes that the forward up to the loss keeps for backward on this rank, weights left out."""
+    from torchtitan_clone import preflight
+    from torchtitan_clone.config import load_config
+    from torchtitan_clone.parallel.mesh import build_mesh
+    from torchtitan_clone.parallel.runtime import Launch, process_group
+    from torchtitan_clone.trainer import build_model
+
+    config, launch, cpu = load_config(argv), Launch.from_environment(), torch.device("cpu")
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    batch = next(preflight.prepare(shape, launch=launch).loader)
+    with process_group(config.comm, launch=launch, device=cpu):
+        model = build_model(shape, mesh=build_mesh(shape.degrees, device_type="cpu"), device=cpu)
+        storages = {}
+
+        def keep(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(
+                batch.tokens_BT,
+                positions_BT=batch.positions_BT,
+                documents_BT=batch.documents_BT,
+                targets_BT=batch.targets_BT,
+                loss_fn=lambda hidden, _weight, _targets: hidden.sum(),
+            )
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return sum(size for pointer, size in storages.items() if pointer not in weights)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_fall_with_the_degree(short_documents, tmp_path, method):
+    def measured(degree):
+        argv = options(
+            short_documents, tmp_path, **{CP: degree, METHOD: method, MODE: "none", **SPLIT_HEADS},
+            training__seq_len=512, training__global_batch_size=2, training__local_batch_size=2,
+            parallelism__fsdp_reshard_after_forward="never",
+        )  # fmt: skip
+        return max(run_ranks(saved_bytes, degree, argv))
+
+    whole = measured(1)
+    for degree in (2, 4):
+        assert measured(degree) == pytest.approx(whole / degree, rel=0.05)
+
+
+def test_a_run_trains_and_validates_as_on_one_device_and_in_bf16(short_documents, tmp_path):
+    changes = {"validation__enable": True, "validation__freq": 5, "validation__steps": 2, "metrics__log_freq": 1}
+    for name, world_size, parallel in (("one", 1, {}), ("split", 2, {CP: 2, METHOD: "ring"})):
+        argv = options(short_documents, tmp_path / name, **changes, **parallel)
+        code, output = train(argv, world_size=world_size, log_folder=tmp_path / name)
+        assert code == 0, output
+    for name in ("loss", "validation_loss"):
+        one, split = ([row[name] for row in rows(tmp_path / run) if name in row] for run in ("one", "split"))
+        assert split == pytest.approx(one, rel=1e-5)
+        assert one
+    argv = options(short_documents, tmp_path / "bf16", **{CP: 2, "training__mixed_precision_param": "bfloat16"})
+    code, output = train(argv, world_size=2, log_folder=tmp_path / "bf16")
+    assert code == 0, output
+    assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
+
+
+def test_no_block_is_larger_than_it_may_be():
+    """Nothing of the size of all scores: the largest mask of a long row is that of one block."""
+    documents = torch.zeros(1, 1 << 16, dtype=torch.int32)
+    like, row = torch.empty(1, 1), (range(1 << 16),)
+    largest_queries, largest_keys = blockwise._BLOCK_SIZES["cpu"]
+    blocks = list(blockwise._blocks(row, row, document_starts(documents), like=like))
+    assert max(len(block.queries.index) for block in blocks) == largest_queries
+    assert max(len(block.index) for block in blocks) == largest_keys
+    masked = sum(not (block.is_full or block.is_triangle) for block in blocks)
+    assert masked <= 2 * (1 << 16) / largest_queries
+
+
+def test_a_sequence_of_64k_tokens_runs_on_four_ranks(corpus, tmp_path):
+    """Documents of tens of thousands of tokens; all scores of one head would be 16 GiB."""
+    argv = options(
+        corpus, tmp_path, **{CP: 4, METHOD: "ring"}, training__seq_len=65536, training__local_batch_size=1,
+        training__global_batch_size=1, training__steps=1, lr_scheduler__warmup_steps=1, checkpoint__enable=False,
+        model__args__max_seq_len=65536, model__args__n_layers=1, model__args__dim=32, model__args__n_heads=2,
+        model__args__n_kv_heads=1,
+    )  # fmt: skip
+    code, output = train(argv, world_size=4, log_folder=tmp_path)
+    assert code == 0, output
+    (row,) = (row for row in rows(tmp_path) if "loss" in row)
+    assert 7 < row["loss"] < 9
+    assert row["memory_gib"] < 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_keys_and_values_travel_and_their_heads_once(short_documents, tmp_path, method):
+    """Bytes over the context axis in one step of one micro-batch, against what the method has to send."""
+    # Beside a data axis, because torch gives axes of the same ranks one group.
+    changes = {CP: 2, METHOD: method, MODE: "none", ROWS: 4, "training__steps": 2, **SPLIT_HEADS}
+    changes |= {"debug__trace_collectives": True, "checkpoint__enable": False}
+    code, output = train(options(short_documents, tmp_path, **changes), world_size=4, log_folder=tmp_path)
+    assert code == 0, output
+    calls = json.loads((tmp_path / "run" / "collectives.rank0.json").read_text())
+    found = {}
+    for call in calls:
+        if call["axis"] == "cp":
+            assert not call["implicit"]
+            found[call["collective"]] = found.get(call["collective"], 0) + call["bytes"]
+    layers, tensor = 2, 4 * 4 * (64 // 2) * 64
+    expected = {
+        # Keys and values of all ranks forward and again backward, their gradients back once.
+        "allgather": {"all_gather": layers * 2 * 2 * 2 * tensor, "reduce_scatter": layers * 2 * 2 * tensor},
+        # Queries, keys, values and the result, forward and backward.
+        "alltoall": {"all_to_all": layers * 2 * 4 * tensor},
+        # The same, but those of the other rank only.
+        "ring": dict.fromkeys(("send", "recv"), layers * 3 * 2 * tensor),
+    }[method]
+    assert found == expected

@@ -1,0 +1,298 @@
+"""Exact attention in blocks: causal, within documents, over tokens that need not be neighbours.
+
+What a query sees is one stretch of its row, from the start of its document to itself. So a row is cut into blocks of
+queries, each block meets only the keys that some query in it sees, and nothing of the size of all scores ever exists.
+What several blocks of keys give for the same queries is merged through the logarithm of the sum of exponentials (lse).
+A tensor may hold any pieces of a row: their indices in the row, in the order in which they lie in memory.
+
+Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
+Source: arXiv 2205.14135.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pieces = Sequence[range]
+
+_aten = torch.ops.aten
+_BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
+"""Most queries and most keys of a block. On CPU fewer queries waste less work on keys that they do not see."""
+_HIDDEN = -1e30
+"""Score of what is masked. Not -inf: a query that sees nothing of a block must not become NaN."""
+
+
+class Gradients(NamedTuple):
+    """Gradients by queries [B, T, N, H], keys and values [B, S, K, H], in fp32."""
+
+    q_BTNH: Tensor
+    k_BSKH: Tensor
+    v_BSKH: Tensor
+
+    @staticmethod
+    def zeros(q_BTNH: Tensor, k_BSKH: Tensor) -> "Gradients":
+        """None so far."""
+        return Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (q_BTNH, k_BSKH, k_BSKH)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Queries:
+    """A block of queries of some rows; `index` in the row, `place` in memory."""
+
+    rows: slice
+    index: range
+    place: slice
+    sees_from: int
+    """No query sees a key before this one."""
+    all_see_from: int
+    """Every query sees what lies between this key and itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """Queries and keys that some of them see."""
+
+    queries: _Queries
+    index: range
+    place: slice
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.index.start >= self.queries.all_see_from and self.index.stop <= self.queries.index.start + 1
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether queries and keys are the same tokens, all of one document."""
+        return self.index.start >= self.queries.all_see_from and self.index == self.queries.index
+
+
+def document_starts(documents_BT: Tensor) -> Tensor:
+    """Index in the row of the first token of each token's document."""
+    index_T = torch.arange(documents_BT.shape[1], dtype=torch.int32, device=documents_BT.device)
+    is_first_BT = F.pad(documents_BT.diff(dim=1) != 0, (1, 0))
+    return (index_T * is_first_BT).cummax(dim=1).values
+
+
+def empty_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over no keys at all, to be added to: out [B, T, N, H] and lse [B, T, N], fp32."""
+    return (
+        torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format),
+        torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device),
+    )
+
+
+def attend_(
+    attention: tuple[Tensor, Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
+    *,
+    queries: Pieces,
+    keys: Pieces,
+    starts_BT: Tensor | None,
+) -> None:
+    """Adds to the attention over other keys that over these.
+
+    `starts_BT` are the starts of the queries' documents; None: attention is causal and nothing more.
+    """
+    out_BTNH, lse_BTN = attention
+    for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
+        q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
+        bias = _bias(block, starts_BT, like=q_BNtH)
+        out_BNtH, lse_BNt = _forward(q_BNtH, k_BKsH, v_BKsH, bias=bias, causal=block.is_triangle)
+        place = block.queries.rows, block.queries.place
+        _merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
+
+
+def attend_backward_(
+    gradients: Gradients,
+    grad_BTNH: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    attention: tuple[Tensor, Tensor],
+    *,
+    queries: Pieces,
+    keys: Pieces,
+    starts_BT: Tensor | None,
+) -> None:
+    """Adds the gradients that pass through these keys; `attention` is that over all keys, out in the queries' type."""
+    for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
+        rows, place = block.queries.rows, block.queries.place
+        q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
+        grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
+        bias = _bias(block, starts_BT, like=q_BNtH)
+        parts = _backward(
+            grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=block.is_triangle
+        )  # fmt: skip
+        for total, part, where in zip(gradients, parts, (place, block.place, block.place), strict=True):
+            total[rows, where] += part.transpose(1, 2)
+
+
+def _merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: Tensor) -> None:
+    lse = torch.logaddexp(lse_BTN, more_lse_BTN)
+    out_BTNH.mul_((lse_BTN - lse).exp_()[..., None])
+    out_BTNH.addcmul_(more_BTNH.float(), (more_lse_BTN - lse).exp_()[..., None])
+    lse_BTN.copy_(lse)
+
+
+def _cut(block: _Block, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """The block's queries [B, N, t, H], keys and values [B, K, s, H]."""
+    places = (block.queries.place, block.place, block.place)
+    return [x[block.queries.rows, place].transpose(1, 2) for x, place in zip(qkv, places, strict=True)]
+
+
+def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
+    """All blocks with something to see, those of the same queries one after another."""
+    most_queries, most_keys = _BLOCK_SIZES[like.device.type]
+    for block in _query_blocks(queries, starts_BT, rows=len(like), most=most_queries):
+        for offset, piece in _placed(keys):
+            stop = min(piece.stop, block.index.stop)
+            for first in range(max(piece.start, block.sees_from), stop, most_keys):
+                index = range(first, min(first + most_keys, stop))
+                yield _Block(queries=block, index=index, place=_shifted(index, offset - piece.start))
+
+
+def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: int, most: int) -> Iterator[_Queries]:
+    # Where documents start is read on the CPU only: on a GPU it would be a host sync, and is left to the mask.
+    starts = starts_BT.tolist() if starts_BT is not None and starts_BT.device.type == "cpu" else None
+    # Rows differ in what they see, which matters as soon as there is more than one block to choose from.
+    by_row = starts is not None and max(map(len, queries)) > most
+    for row_slice in [slice(row, row + 1) for row in range(rows)] if by_row else [slice(0, rows)]:
+        for offset, piece in _placed(queries):
+            for first in range(piece.start, piece.stop, most):
+                index = range(first, min(first + most, piece.stop))
+                place = _shifted(index, offset - piece.start)
+                sees_from, all_see_from = 0, 0 if starts_BT is None else index.stop
+                if starts is not None:
+                    # Starts only grow along a row.
+                    sees_from = min(row[place.start] for row in starts[row_slice])
+                    all_see_from = max(row[place.stop - 1] for row in starts[row_slice])
+                yield _Queries(
+                    rows=row_slice, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from
+                )  # fmt: skip
+
+
+def _placed(pieces: Pieces) -> Iterator[tuple[int, range]]:
+    """Each piece behind its place in memory."""
+    return zip(accumulate(map(len, pieces), initial=0), pieces, strict=False)
+
+
+def _shifted(index: range, by: int) -> slice:
+    return slice(index.start + by, index.stop + by)
+
+
+def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | None:
+    """What is added to the scores [B or 1, 1, t, s]; None where every query sees all that comes before it."""
+    if block.is_full or block.is_triangle:
+        return None
+    q_t1 = torch.arange(block.queries.index.start, block.queries.index.stop, device=like.device)[:, None]
+    # CUDA's kernel wants the rows of a bias aligned to 16 elements.
+    aligned = block.index.start + -(-len(block.index) // 16) * 16
+    k_s = torch.arange(block.index.start, aligned, device=like.device)
+    sees = (k_s <= q_t1)[None]
+    if starts_BT is not None:
+        sees = sees & (k_s >= starts_BT[block.queries.rows, block.queries.place, None])
+    bias = torch.zeros(sees.shape, dtype=like.dtype, device=like.device).masked_fill_(~sees, _HIDDEN)
+    return bias[:, None, :, : len(block.index)]
+
+
+def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool) -> Any:
+    """Attention of one block: out [B, N, t, H] and lse [B, N, t]."""
+    if q_BNtH.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias
+        )
+    if bias is None and q_BNtH.dtype != torch.float32:
+        return _aten._scaled_dot_product_flash_attention(q_BNtH, k_BKsH, v_BKsH, 0.0, causal)[:2]
+    groups = q_BNtH.shape[1] // k_BKsH.shape[1]
+    k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
+    bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
+    out_BNtH, lse_BNt, *_ = _aten._scaled_dot_product_efficient_attention(
+        q_BNtH, k_BNsH, v_BNsH, bias, True, is_causal=causal
+    )  # fmt: skip
+    return out_BNtH, lse_BNt[..., : q_BNtH.shape[2]]
+
+
+def _backward(
+    grad_BNtH: Tensor,
+    q_BNtH: Tensor,
+    k_BKsH: Tensor,
+    v_BKsH: Tensor,
+    out_BNtH: Tensor,
+    lse_BNt: Tensor,
+    *,
+    bias: Tensor | None,
+    causal: bool,
+) -> Any:
+    """Gradients of one block by queries, keys and values; `out` and `lse` may be those over more keys."""
+    if q_BNtH.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, 0.0, causal, attn_mask=bias
+        )
+    t, s = q_BNtH.shape[2], k_BKsH.shape[2]
+    if bias is None and q_BNtH.dtype != torch.float32:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BNtH.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt.contiguous(), None, None, t, s, 0.0, causal,
+            no_dropout, no_dropout,
+        )  # fmt: skip
+    groups = q_BNtH.shape[1] // k_BKsH.shape[1]
+    k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
+    bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
+    # The kernel reads lse in steps of 32 queries.
+    lse_BNt = F.pad(lse_BNt, (0, -t % 32), value=torch.inf).contiguous()
+    no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNtH.device)
+    q_grad, k_grad, v_grad, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad_BNtH, q_BNtH, k_BNsH, v_BNsH, bias, out_BNtH, lse_BNt, no_dropout, no_dropout, 0.0,
+        [True, True, True, False], causal,
+    )  # fmt: skip
+    return q_grad, *(x.unflatten(1, (-1, groups)).sum(2) for x in (k_grad, v_grad))
+
+
+@torch.library.custom_op("torchtitan_clone::document_attention", mutates_args=())
+def document_attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention of whole rows within the documents that start at `starts_BT`; out [B, T, N, H] and lse [B, T, N].
+
+    One operation to compilers and checkpointing, and in backward it computes the scores again, block by block.
+    """
+    row, attention = (range(q_BTNH.shape[1]),), empty_attention(q_BTNH)
+    attend_(attention, (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
+    return attention[0].to(q_BTNH.dtype), attention[1]
+
+
+@document_attention.register_fake
+def _(q_BTNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out_BTNH, lse_BTN = empty_attention(q_BTNH)
+    return out_BTNH.to(q_BTNH.dtype), lse_BTN
+
+
+@torch.library.custom_op("torchtitan_clone::document_attention_backward", mutates_args=())
+def _document_attention_backward(
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, out_BTNH: Tensor,
+    lse_BTN: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    row, qkv, gradients = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH), Gradients.zeros(q_BTNH, k_BTKH)
+    attend_backward_(gradients, grad_BTNH, qkv, (out_BTNH, lse_BTN), queries=row, keys=row, starts_BT=starts_BT)
+    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in gradients)
+    return q_grad, k_grad, v_grad
+
+
+@_document_attention_backward.register_fake
+def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _pass_back(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+    return *_document_attention_backward(grad_BTNH, *ctx.saved_tensors), None
+
+
+document_attention.register_autograd(_pass_back, setup_context=_keep)
