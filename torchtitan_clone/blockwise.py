@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Pieces = Sequence[range]
 
@@ -146,6 +147,8 @@ def _cut(block: _Block, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
 
 def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
     """All blocks with something to see, those of the same queries one after another."""
+    if isinstance(like, FakeTensor):
+        return  # A simulated run has nothing to compute.
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
     for block in _query_blocks(queries, starts_BT, rows=len(like), most=most_queries):
         for offset, piece in _placed(keys):

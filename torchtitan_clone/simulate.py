@@ -51,12 +51,13 @@ def _trace(shape: Shape) -> CollectiveTrace:
 
 def _rows(shape: Shape) -> Any:
     training = shape.config.training
+    documents_BT = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int32)
     tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // shape.degrees.cp, dtype=torch.int64)
     return SimpleNamespace(
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
         positions_BT=tokens_BT,
-        documents_BT=tokens_BT.int() if training.document_masking else None,
+        documents_BT=documents_BT if training.document_masking else None,
     )
 
 

@@ -289,7 +289,8 @@ def test_only_keys_and_values_travel_and_their_heads_once(short_documents, tmp_p
     # Beside a data axis, because torch gives axes of the same ranks one group.
     changes = {CP: 2, METHOD: method, MODE: "none", ROWS: 4, "training__steps": 2, **SPLIT_HEADS}
     changes |= {"debug__trace_collectives": True, "checkpoint__enable": False}
-    code, output = train(options(short_documents, tmp_path, **changes), world_size=4, log_folder=tmp_path)
+    argv = options(short_documents, tmp_path, **changes)
+    code, output = train(argv, world_size=4, log_folder=tmp_path)
     assert code == 0, output
     calls = json.loads((tmp_path / "run" / "collectives.rank0.json").read_text())
     found = {}
@@ -307,3 +308,10 @@ def test_only_keys_and_values_travel_and_their_heads_once(short_documents, tmp_p
         "ring": dict.fromkeys(("send", "recv"), layers * 3 * 2 * tensor),
     }[method]
     assert found == expected
+    # And a simulated run says the same.
+    code, text = train([*argv, "--comm.mode=fake_backend"], log_folder=tmp_path, env={"WORLD_SIZE": "4"})
+    assert code == 0, text
+    simulated = [line.split() for line in text.splitlines() if line.startswith("cp ")]
+    for collective, size in found.items():
+        mebibytes = sum(float(fields[-1]) for fields in simulated if fields[1] == collective)
+        assert mebibytes == pytest.approx(size / 2**20, abs=0.02)
