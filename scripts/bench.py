@@ -68,6 +68,7 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
             f"--job.dump_folder={folder}",
             "--job.run_name=bench",
             f"--training.steps={arguments.steps}",
+            "--lr_scheduler.warmup_steps=1",
             f"--training.mixed_precision_param={dtype}",
             "--metrics.log_freq=1",
             "--metrics.enable_tensorboard=false",

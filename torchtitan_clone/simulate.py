@@ -5,6 +5,7 @@ answer at once with nothing; one forward and backward then runs on tensors that 
 """
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,9 @@ CPU = torch.device("cpu")
 
 def simulate(shape: Shape) -> str:
     """Memory of every pipeline rank and the collectives of rank 0 in one step, as text."""
+    # Compiled or not, a step communicates the same; tracing needs the operators one by one.
+    eager = replace(shape.config, compile=replace(shape.config.compile, enable=False))
+    shape = replace(shape, config=eager)
     # Of a rank without peers torch would say that it uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     world_size = shape.degrees.data * shape.degrees.pp * shape.degrees.cp * shape.degrees.tp

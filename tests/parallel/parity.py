@@ -27,7 +27,7 @@ COMMON = {
     "activation_checkpoint__mode": "none",
 }  # fmt: skip
 # What changes the mathematics; everything else must not.
-MATHEMATICS = ("model", "training__document_masking", "training__seq_len", "optimizer")
+MATHEMATICS = ("model", "training__document_masking", "training__seq_len", "training__global_batch_size", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ def compare(corpus, folder, *, world_size: int, references: dict, **changes) -> 
     mathematics = {key: value for key, value in changes.items() if key.startswith(MATHEMATICS)}
     key = tuple(sorted(mathematics.items()))
     if key not in references:
-        argv = options(corpus, folder / "one", **COMMON, **mathematics)
+        argv = options(corpus, folder / "one", **{**COMMON, **mathematics, "training__local_batch_size": 1})
         references[key] = run_ranks(train_plainly, 1, argv)[0]
     argv = options(corpus, folder / "many", **{**COMMON, **changes})
     answers = run_ranks(train_in_parallel, world_size, argv, timeout=300)

@@ -17,18 +17,20 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
     """
     output = model.output
     tied = is_tied(model)
+    embedding = model.tok_embeddings
     parallelize_module(model, mesh, {name: style for name, style in plan.items() if _has(model, name)})
-    if model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_wait)
-    if tied:
-        output.weight = model.tok_embeddings.weight
+    if embedding is not None:
+        embedding.register_forward_hook(_wait)
+    if tied and embedding is not None:
+        output.weight = embedding.weight
     elif output is not None:
         output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
 
 
 def is_tied(model: Any) -> bool:
     """Whether embedding and output projection are one weight."""
-    return None not in (model.tok_embeddings, model.output) and model.tok_embeddings.weight is model.output.weight
+    embedding, output = model.tok_embeddings, model.output
+    return embedding is not None and output is not None and embedding.weight is output.weight
 
 
 def _wait(_module: nn.Module, _args: Any, hidden_BTD: Tensor) -> Tensor:
