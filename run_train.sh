@@ -46,11 +46,6 @@ NGPU="${NGPU:-$(count_gpus)}"
 has_argument --job.config_file "$@" ||
     set -- "--job.config_file=${CONFIG_FILE:-$REPO/train_configs/debug_model.toml}" "$@"
 
-if [ "$(count_gpus)" = 0 ]; then
-    # Threads that wait for one another sleep: as fast on idle cores, twice as fast beside other programs.
-    export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
-fi
-
 if [ "$NGPU" = 1 ] && [ "$NNODES" = 1 ]; then
     exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
