@@ -5,6 +5,8 @@
 
 Every round starts both as processes of their own, in changing order. Tokens per second come from the median step of a
 process after its first; the ratio is the median over rounds of the trainer's rate over the plain loop's in that round.
+Where a machine's speed drifts from second to second, more exact is the last row: both live in one process and take
+their steps in turn; its ratio is the median over pairs of steps.
 What follows `--` are options of the run, for both.
 """
 
@@ -20,7 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN, TRAINER, LAUNCHED = "plain loop", "trainer", "run_train.sh"
+PLAIN, TRAINER, LAUNCHED, IN_TURN = "plain loop", "trainer", "run_train.sh", "in turn"
+WARM_UP_STEPS = 2
 
 
 def main() -> None:
@@ -53,7 +56,38 @@ def _compare(dtype: str, arguments: argparse.Namespace) -> dict:
         rates = [ours["tokens_per_second"] / plain["tokens_per_second"] for ours, plain in pairs]
         figures[name]["ratio"] = statistics.median(rates)
         figures[name]["ratios"] = rates
+    figures[IN_TURN] = _run(IN_TURN, dtype, arguments)
     return figures
+
+
+def _train_in_turn(options: list[str]) -> None:
+    """The trainer's and the plain loop's steps, one after the other; a JSON row for each of the trainer's."""
+    from plain_loop import build_plain_step
+
+    from torchtitan_clone import preflight
+    from torchtitan_clone.config import load_config
+    from torchtitan_clone.fault_tolerance.preemption import StopRequest
+    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+    from torchtitan_clone.trainer import Trainer
+
+    config = load_config(options)
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    run = preflight.prepare(preflight.resolve(config, world_size=1, device_type=device.type), launch=launch)
+    plain_step = build_plain_step(options)
+    with process_group(config.comm, launch=launch, device=device):
+        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        for step in range(1, config.training.steps + 1):
+            turns = [(TRAINER, lambda step: trainer.train_step(step).loss), (PLAIN, plain_step)]
+            seconds, loss = {}, {}
+            for name, train_step in turns if step % 2 else reversed(turns):
+                start = time.perf_counter()
+                loss[name] = train_step(step)
+                seconds[name] = time.perf_counter() - start
+            ratio = seconds[PLAIN] / seconds[TRAINER]
+            row = {"loss": loss[TRAINER], "step_seconds": seconds[TRAINER], "time": time.time(), "ratio": ratio}
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
 
 
 def _medians(runs: list[dict]) -> dict:
@@ -81,6 +115,7 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
             PLAIN: [sys.executable, "scripts/plain_loop.py"],
             TRAINER: [sys.executable, "-m", "torchtitan_clone.train"],
             LAUNCHED: ["./run_train.sh"],
+            IN_TURN: [sys.executable, "scripts/bench.py", IN_TURN],
         }[name]
         start = time.time()
         rows, memory_gib = _execute([*command, *options], rows_file=Path(folder) / "bench" / "metrics.jsonl")
@@ -91,11 +126,11 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
         "first_step_seconds": rows[0]["time"] - start,
         "memory_gib": rows[-1]["memory_gib"] if "memory_gib" in rows[-1] and _has_gpu() else memory_gib,
         "loss": rows[-1]["loss"],
-    }
+    } | ({"ratio": statistics.median(row["ratio"] for row in rows[WARM_UP_STEPS:])} if name == IN_TURN else {})
 
 
 def _execute(command: list[str], *, rows_file: Path) -> tuple[list[dict], float]:
-    """Runs the command; its rows, from the file or else from its output, and its peak resident memory."""
+    """Runs the command; its rows, from its output or else from the file, and its peak resident memory."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -103,8 +138,8 @@ def _execute(command: list[str], *, rows_file: Path) -> tuple[list[dict], float]
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command)} failed:\n{output}")
-    text = rows_file.read_text() if rows_file.exists() else output
-    return list(_rows(text)), usage.ru_maxrss / 2**20
+    rows = list(_rows(output)) or list(_rows(rows_file.read_text()))
+    return rows, usage.ru_maxrss / 2**20
 
 
 def _rows(text: str) -> Iterator[dict]:
@@ -166,4 +201,7 @@ def _print_table(results: dict, dtypes: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [IN_TURN]:
+        _train_in_turn(sys.argv[2:])
+        os._exit(0)
     main()

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
 
 
-def main(argv: list[str]) -> None:
-    """Trains `training.steps` steps of the configuration in the arguments."""
+def build_plain_step(argv: list[str]) -> Callable[[int], float]:
+    """A function that trains the step of this number and returns its loss."""
     config = load_config(argv)
     launch = Launch.from_environment()
     device = pick_device(launch)
@@ -49,8 +50,7 @@ def main(argv: list[str]) -> None:
     forward = torch.compile(model) if config.compile.enable else model
     dtype = getattr(torch, config.training.mixed_precision_param)
 
-    for step in range(1, config.training.steps + 1):
-        start = time.perf_counter()
+    def train_step(step: int) -> float:
         batch = next(loader).to(device)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * lr_factor(step)
@@ -61,8 +61,19 @@ def main(argv: list[str]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        row = {"step": step, "loss": loss.item(), "step_seconds": time.perf_counter() - start, "time": time.time()}
-        if device.type == "cuda":
+        return loss.item()
+
+    return train_step
+
+
+def main(argv: list[str]) -> None:
+    """Trains `training.steps` steps of the configuration in the arguments."""
+    train_step = build_plain_step(argv)
+    for step in range(1, load_config(argv).training.steps + 1):
+        start = time.perf_counter()
+        loss = train_step(step)
+        row = {"step": step, "loss": loss, "step_seconds": time.perf_counter() - start, "time": time.time()}
+        if torch.cuda.is_available():
             row["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

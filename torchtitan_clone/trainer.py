@@ -1,6 +1,6 @@
 """The trainer: builds everything in physical order, then runs the loop.
 
-What a step does is written in `Trainer._train_step`; when something happens between two steps, in `Trainer.train`.
+What a step does is written in `Trainer.train_step`; when something happens between two steps, in `Trainer.train`.
 """
 
 import json
@@ -114,7 +114,7 @@ class Trainer:
         with self._profiler:
             for step in range(first_step, last_step + 1):
                 with self._maybe_trace(step == first_step + 1):
-                    result = self._train_step(step)
+                    result = self.train_step(step)
                 interval.add(result.data_seconds)
                 if step == first_step:
                     shorten_timeouts(self._config.comm)
@@ -137,7 +137,8 @@ class Trainer:
         self._metrics.close()
         self._say_how_it_ended()
 
-    def _train_step(self, step: int) -> StepResult:
+    def train_step(self, step: int) -> StepResult:
+        """Trains the step of this number, which must follow the last; a collective over all ranks."""
         training = self._config.training
         start = time.perf_counter()
         batch = next(self._loader)
