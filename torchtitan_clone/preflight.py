@@ -1,5 +1,6 @@
 """Everything that can be refused, refused before a process group starts or a folder is made."""
 
+import os
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +30,10 @@ from torchtitan_clone.data import (
     build_loader,
     build_tokenizer,
     describe_source,
+    hub_id,
     open_dataset,
 )
+from torchtitan_clone.fault_tolerance.replicas import check_replicas
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
@@ -56,6 +59,17 @@ class Shape:
     stages: Stages
     pipeline: str
     global_batch_size: int
+
+    @property
+    def records(self) -> Path:
+        """Folder of what this replica group writes alone; the checkpoints are everyone's."""
+        options = self.config.fault_tolerance
+        return self.folder / f"replica-{options.replica_id}" if options.enable else self.folder
+
+    @property
+    def replica_groups(self) -> int:
+        """Replica groups when all are alive."""
+        return self.config.fault_tolerance.group_size if self.config.fault_tolerance.enable else 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -134,7 +148,7 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
         degrees=degrees,
         stages=stages,
         pipeline=_describe_pipeline(config, stages=stages),
-        global_batch_size=resolved_global_batch_size(config.training, degrees),
+        global_batch_size=resolved_global_batch_size(config.training, degrees, config.fault_tolerance),
     )
 
 
@@ -166,10 +180,16 @@ def summary(shape: Shape) -> str:
 def prepare(shape: Shape, *, launch: Launch) -> Run:
     """Opens the data and finds where the run goes on; ConfigError where the data or the run's folder do not fit."""
     config = shape.config
+    check_replicas(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
     checkpoints = shape.folder / config.checkpoint.folder
     steps = committed_steps(checkpoints)
     if steps:
         _check_folder_is_ours(shape)
+    if config.fault_tolerance.enable and hub_id(config.training):
+        raise ConfigError(
+            "fault_tolerance.enable = true: streamed data cannot be divided among replica groups that come and go; "
+            "download it and set training.dataset_path"
+        )
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=shape.tokenizer)
     common = {
         "dataset": dataset,
@@ -182,7 +202,12 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         "all_gather_object": _all_gather_object,
         "tokens": tokens_of_rank(shape, rank=launch.rank),
     }
-    loader = build_loader(split="train", global_batch_size=shape.global_batch_size, **common)
+    loader = build_loader(
+        split="train",
+        global_batch_size=shape.global_batch_size,
+        local_batch_size=config.training.local_batch_size,
+        **common,
+    )
     validation_loader = None
     if config.validation.enable:
         validation_rows = config.validation.local_batch_size * shape.degrees.data
@@ -216,7 +241,7 @@ def _all_gather_object(value: object) -> list[object]:
 
 def _check_folder_is_ours(shape: Shape) -> None:
     """A folder with checkpoints belongs to the model and the data it was started with."""
-    path = shape.folder / CONFIG_FILE
+    path = shape.records / CONFIG_FILE
     if not path.exists():
         return
     before, now = load_config([f"--job.config_file={path}"]), shape.config

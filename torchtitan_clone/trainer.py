@@ -10,16 +10,18 @@ import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.checkpoint import CheckpointManager, Progress
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
 from torchtitan_clone.loss import build_loss
 from torchtitan_clone.observe.flops import peak_flops_per_second
 from torchtitan_clone.observe.garbage import GarbageCollector
@@ -55,6 +57,8 @@ class StepResult:
     lr: float
     data_seconds: float
     stop: bool
+    committed: bool
+    """Whether it counts; if not, it is as if it had never been."""
 
 
 class Trainer:
@@ -94,12 +98,22 @@ class Trainer:
             self._checkpoints.load(run.progress.step)
             logger.info("resumed after step %d", run.progress.step)
         self._skipped_in_a_row = 0
+        self._replicas = build_replicas(
+            config.fault_tolerance,
+            device=device,
+            step=run.progress.step,
+            healing=self._healing,
+            sum_over_ranks=sum_over_ranks,
+            is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
+            stop=stop,
+            folder=run.shape.records,
+        )
         if launch.rank == 0:
             write_config(run.shape)
         self._metrics = self._build_metrics(launch)
         self._profiler = build_profiler(
             config.profiling,
-            folder=run.shape.folder,
+            folder=run.shape.records,
             rank=launch.rank,
             device_type=device.type,
             resume_step=run.progress.step,
@@ -109,66 +123,97 @@ class Trainer:
         """Runs the steps that are left, saving and validating in between."""
         self._stop.defer()
         garbage = GarbageCollector(self._config.training.gc_freq)
-        first_step, last_step = self._progress.step + 1, self._config.training.steps
-        interval = _Interval()
+        last_step = self._config.training.steps
+        interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
-            for step in range(first_step, last_step + 1):
-                with self._maybe_trace(step == first_step + 1):
-                    result = self.train_step(step)
+            while self._progress.step < last_step and not stop and self._replicas.begin():
+                with self._maybe_trace(attempts == 1):
+                    result = self.train_step(self._progress.step + 1)
+                stop = result.stop
+                attempts += 1
                 interval.add(result.data_seconds)
-                if step == first_step:
+                if attempts == 1:
                     shorten_timeouts(self._config.comm)
-                if step in (first_step, last_step) or step % self._config.metrics.log_freq == 0 or result.stop:
+                if not result.committed:
+                    continue
+                step = self._progress.step
+                if attempts == 1 or step == last_step or step % self._config.metrics.log_freq == 0 or stop:
                     self._log(result, interval)
                     interval = _Interval()
                 self._metrics.progress(step)
                 garbage.run(step)
                 self._profiler.step()
-                stop = result.stop and step < last_step
-                if self._is_validation_due(step) and not stop:
+                if self._is_validation_due(step) and (step == last_step or not stop):
                     self._validate(step)
                     interval = _Interval()
-                if self._checkpoints.is_due(step) or step == last_step or stop:
+                if self._checkpoints.is_due(step):
                     self._save()
                     interval = _Interval()
-                if stop:
-                    break
+        self._save()
         garbage.close()
         self._metrics.close()
+        self._replicas.close()
         self._say_how_it_ended()
 
     def train_step(self, step: int) -> StepResult:
-        """Trains the step of this number, which must follow the last; a collective over all ranks."""
-        training = self._config.training
+        """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
+        training, replicas = self._config.training, self._replicas
         start = time.perf_counter()
-        batch = next(self._loader)
+        batch = self._loader.take(part=replicas.part, parts=replicas.parts)
+        replicas.record(self._loader.taken)
         data_seconds = time.perf_counter() - start
-        (num_targets,) = sum_over_ranks([batch.num_targets if self._is_loss_leader else 0])
+        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
         self.optimizer.set_lr_factor(lr_factor)
         microbatches = (rows.to(self._device) for rows in batch.microbatches(training.local_batch_size))
         local_loss = self._forward_backward(microbatches, num_targets=max(1, int(num_targets)))
+        replicas.sum_gradients(self.parameters.values())
         norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
         stop_wanted = self._stop.signal_name is not None
         loss, stops = sum_over_ranks([local_loss.item() if self._is_loss_leader else 0.0, stop_wanted])
-        skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if skipped:
+        (loss,) = replicas.sum([loss])
+        healthy = math.isfinite(loss) and math.isfinite(grad_norm)
+        committed = replicas.commit(healthy=healthy)
+        if not healthy:
             self._count_skip(step, loss=loss, grad_norm=grad_norm)
-        else:
+        elif committed:
             self.optimizer.step()
             self._skipped_in_a_row = 0
         self.optimizer.zero_grad()
+        if committed:
+            self._count_step(step, skipped=not healthy)
+        return StepResult(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=self.optimizer.lr,
+            data_seconds=data_seconds,
+            stop=stops > 0,
+            committed=committed,
+        )
+
+    def _count_step(self, step: int, *, skipped: bool) -> None:
+        self._loader.advance()
         self._progress = Progress(
             step=step,
             tokens_seen=self._progress.tokens_seen + self._shape.tokens_per_step,
             skipped_steps=self._progress.skipped_steps + skipped,
             data={},
         )
-        return StepResult(
-            loss=loss, grad_norm=grad_norm, lr=self.optimizer.lr, data_seconds=data_seconds, stop=stops > 0
-        )
+
+    def _healing(self) -> Healing:
+        """What another replica group needs to go on where this one is."""
+        tensors = training_state(self.parameters, self.optimizer)
+        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        return Healing(tensors=local, note=lambda: asdict(self._progress_with_data()), take_over=self._take_over)
+
+    def _take_over(self, note: dict[str, Any]) -> None:
+        self._progress = Progress(**note)
+        self._loader.load_state_dict(self._progress.data, allow_change=False)
+
+    def _progress_with_data(self) -> Progress:
+        return replace(self._progress, data=self._loader.state_dict())
 
     @contextmanager
     def _maybe_trace(self, active: bool) -> Iterator[None]:
@@ -179,7 +224,7 @@ class Trainer:
         with CollectiveTrace(self._mesh.group_names()) as trace:
             yield
         logger.info("collectives of one step of rank %d:\n%s", self._launch.rank, trace.table())
-        file = self._shape.folder / f"collectives.rank{self._launch.rank}.json"
+        file = self._shape.records / f"collectives.rank{self._launch.rank}.json"
         file.write_text(json.dumps(trace.rows(), indent=1))
 
     def _count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
@@ -216,9 +261,10 @@ class Trainer:
         self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
 
     def _save(self) -> None:
-        if not self._config.checkpoint.enable or self._saved_step == self._progress.step:
+        """Saves the step unless that is done; of several replica groups, one does it."""
+        if not self._config.checkpoint.enable or self._saved_step == self._progress.step or not self._replicas.writes:
             return
-        progress = Progress(**{**vars(self._progress), "data": self._loader.state_dict()})
+        progress = self._progress_with_data()
         report = self._checkpoints.save(progress)
         if report.error is None:
             self._saved_step = progress.step
@@ -244,19 +290,19 @@ class Trainer:
         peak = peak_flops_per_second(name, dtype=self._config.training.mixed_precision_param)
         return build_metrics(
             self._config.metrics,
-            folder=self._shape.folder,
+            folder=self._shape.records,
             rank=launch.rank,
             resume_step=self._progress.step,
             total_steps=self._config.training.steps,
             tokens_per_step=self._shape.tokens_per_step,
             flops_per_token=self._shape.flops_per_token,
-            peak_flops=peak and peak * launch.world_size,
+            peak_flops=peak and peak * launch.world_size * self._shape.replica_groups,
             run_config=asdict(self._config),
         )
 
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
-        saved = self._saved_step == step
+        saved = self._saved_step == step or not self._replicas.writes
         if self._config.checkpoint.enable and not saved:
             raise TrainingError(
                 f"step {step} of {last_step} was trained but could not be saved, see above; the newest checkpoint is "
@@ -354,10 +400,10 @@ def training_state(parameters: dict[str, nn.Parameter], optimizer: OptimizerCont
 
 def write_config(shape: Shape) -> None:
     """Writes the resolved configuration into the run's folder, all of it or nothing."""
-    shape.folder.mkdir(parents=True, exist_ok=True)
-    partial_file = shape.folder / f"{CONFIG_FILE}.partial"
+    shape.records.mkdir(parents=True, exist_ok=True)
+    partial_file = shape.records / f"{CONFIG_FILE}.partial"
     partial_file.write_text(to_toml(shape.config))
-    partial_file.rename(shape.folder / CONFIG_FILE)
+    partial_file.rename(shape.records / CONFIG_FILE)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -15,6 +15,7 @@ from torchtitan_clone.config import (
     violations,
 )
 from torchtitan_clone.config.checks import BOUNDS
+from torchtitan_clone.config.schema import FaultTolerance
 
 FACTS: dict[str, Any] = {
     "world_size": 8,
@@ -343,8 +344,11 @@ def test_resolved_degrees_and_batch() -> None:
     degrees = resolved_degrees(config.parallelism, 8)
     assert degrees == Degrees(pp=1, dp_replicate=2, dp_shard=4, cp=1, tp=1)
     assert degrees.data == 8
-    assert resolved_global_batch_size(config.training, degrees) == 64
-    assert resolved_global_batch_size(load_config(["--training.global_batch_size=16"]).training, degrees) == 16
+    alone, three = FaultTolerance(), FaultTolerance(enable=True, group_size=3)
+    assert resolved_global_batch_size(config.training, degrees, alone) == 64
+    assert resolved_global_batch_size(config.training, degrees, three) == 192
+    given = load_config(["--training.global_batch_size=16"]).training
+    assert resolved_global_batch_size(given, degrees, three) == 16
 
 
 def test_run_folder() -> None:

@@ -50,6 +50,7 @@ def violations(
         *_compile(config.compile),
         *_profiling(config.profiling, device_type),
         *_validation(config.validation, config.data.held_out_fraction),
+        *_fault_tolerance(config, device_type),
     ]
     if out_of_bounds:  # the other rules compute with these values
         return found
@@ -118,6 +119,13 @@ BOUNDS: dict[str, Bound] = {
     "validation.freq": _at_least(1),
     "validation.steps": OPEN_OR_ABOVE_0,
     "validation.local_batch_size": _at_least(1),
+    "fault_tolerance.process_group_timeout_ms": _at_least(1),
+    "fault_tolerance.replica_id": _at_least(0),
+    "fault_tolerance.group_size": _at_least(0),
+    "fault_tolerance.min_replica_size": _at_least(1),
+    "fault_tolerance.stall_factor": ("a number of at least 1", lambda value: 1 <= value < math.inf),
+    "fault_tolerance.heartbeat_timeout_ms": _at_least(1),
+    "fault_tolerance.join_timeout_ms": _at_least(1),
     "debug.seed": _at_least(0),
 }
 
@@ -276,6 +284,30 @@ def _validation(validation: Validation, held_out_fraction: float) -> Iterator[st
         yield (
             "validation.enable = true: data.held_out_fraction = 0 keeps no documents for it; set "
             "data.held_out_fraction to 0.01, or validation.enable to false."
+        )
+
+
+def _fault_tolerance(config: Config, device_type: str) -> Iterator[str]:
+    options = config.fault_tolerance
+    if not options.enable:
+        return
+    if options.group_size < 1:
+        yield "fault_tolerance.group_size = 0: set it to the number of replica groups that the run has."
+        return
+    for key, highest in (("replica_id", options.group_size - 1), ("min_replica_size", options.group_size)):
+        if getattr(options, key) > highest:
+            yield (
+                f"fault_tolerance.{key} = {getattr(options, key)}: at most {highest} with fault_tolerance.group_size "
+                f"{options.group_size}."
+            )
+    if options.process_group == "nccl" and (device_type != "cuda" or config.training.enable_cpu_offload):
+        where = "kept in host memory" if device_type == "cuda" else f"on {device_type}"
+        yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
+    rows = config.training.global_batch_size
+    if rows != -1 and rows < options.group_size:
+        yield (
+            f"training.global_batch_size = {rows}: too few to divide among {options.group_size} replica groups; set it "
+            f"to at least {options.group_size}."
         )
 
 

@@ -31,7 +31,6 @@ class ForeignKey:
 
 
 _NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
-_NO_FT = "there is no fault tolerance over replicas yet; set fault_tolerance.enable to false"
 _NO_TENSOR = "there is no tensor parallelism yet; set parallelism.tensor_parallel_degree to 1"
 _NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
 _HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
@@ -86,7 +85,9 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "checkpoint.create_seed_checkpoint": ForeignKey(
         "the initial weights are the same on every mesh anyway; set it to false", (False,)
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(_NO_FT, (ANY,)),
+    "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(
+        "the checkpoint of the whole run says which rows are done", (ANY,)
+    ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ForeignKey(
         "every matrix multiplication whose output is kept is chosen by operation; remove the key",
         ([], ["moe.router.gate"]),
@@ -103,8 +104,8 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
         "there is no flight recorder here; set it to 0, and TORCH_FR_BUFFER_SIZE in the environment", (0, 20000)
     ),
     "comm.save_traces_*": ForeignKey("there is no flight recorder here", (ANY,)),
-    "fault_tolerance.enable": ForeignKey(_NO_FT, (False,)),
-    "fault_tolerance.*": ForeignKey(_NO_FT, (ANY,)),
+    "fault_tolerance.should_quantize": ForeignKey("nothing is quantized between replica groups", (False,)),
+    "fault_tolerance.*": ForeignKey("there is no semi-synchronous training yet", tunes="fault_tolerance.enable"),
     "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),
 }
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_clone.config.schema import Job, Parallelism, Training
+from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
     return degrees
 
 
-def resolved_global_batch_size(training: Training, degrees: Degrees) -> int:
-    """Rows of one optimizer step over all ranks."""
+def resolved_global_batch_size(training: Training, degrees: Degrees, fault_tolerance: FaultTolerance) -> int:
+    """Rows of one optimizer step over all ranks of all replica groups."""
     if training.global_batch_size == -1:
-        return training.local_batch_size * degrees.data
+        return training.local_batch_size * degrees.data * (fault_tolerance.group_size if fault_tolerance.enable else 1)
     return training.global_batch_size
 
 

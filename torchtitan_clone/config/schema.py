@@ -56,7 +56,7 @@ class Training:
     local_batch_size: int = 8
     """Rows that one data-parallel rank passes through the model at once."""
     global_batch_size: int = -1
-    """Rows of one optimizer step over all ranks; -1: local_batch_size times the data-parallel degree."""
+    """Rows of one optimizer step over all ranks and replica groups; -1: local_batch_size of each."""
     document_masking: bool = True
     """Attention stays within a document and positions restart at each; false: rows are plain streams of tokens."""
     steps: int = 10000
@@ -267,6 +267,30 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultTolerance:
+    """Replica groups: runs of this program that train one model together and survive each other's deaths."""
+
+    enable: bool = False
+    """Be one replica group of a run; needs the extra "ft" and a lighthouse, whose address $TORCHFT_LIGHTHOUSE gives."""
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """How gradients travel between replica groups."""
+    process_group_timeout_ms: int = 10000
+    """Longest wait for the other groups in one collective, and for a group that heals; then the step is repeated."""
+    replica_id: int = 0
+    """Which of the replica groups this one is, from 0."""
+    group_size: int = 0
+    """Replica groups when all are alive; the global batch is divided among those that are."""
+    min_replica_size: int = 1
+    """Fewest replica groups with which training goes on; with fewer it waits."""
+    stall_factor: float = 10.0
+    """A process that is in one step for so many median steps (and two timeouts) shows its stacks and ends itself."""
+    heartbeat_timeout_ms: int = 5000
+    """For scripts/lighthouse.py: silence after which a replica group counts as dead; the others stand still as long."""
+    join_timeout_ms: int = 60000
+    """For scripts/lighthouse.py: wait for a group that is alive but late, for example saving, before going on without."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Debug:
     """Reproducibility."""
 
@@ -298,4 +322,5 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     debug: Debug = field(default_factory=Debug)

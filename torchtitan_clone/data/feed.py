@@ -1,5 +1,6 @@
 """What the two kinds of data have in common: a feed of token rows for one rank's share of every global batch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,38 @@ class Share:
 
     global_batch_size: int
     rows: range
-    """Contiguous, within range(global_batch_size)."""
+    """What is read: contiguous, within range(global_batch_size), at least one."""
+    size: int
+    """Rows of the rank's batch, as many on every rank; those that are not read only fill it up."""
+    counted: int
+    """Rows at the front that are trained on; fewer than are read where the rank has none."""
     seq_len: int
 
 
-def share_of_rank(rank: int, *, num_ranks: int, global_batch_size: int, seq_len: int) -> Share:
-    """Equal, contiguous shares, so that those of all ranks, one after another, are the global batch."""
-    assert global_batch_size % num_ranks == 0, f"{global_batch_size} rows for {num_ranks} ranks"
-    size = global_batch_size // num_ranks
-    return Share(global_batch_size=global_batch_size, rows=range(rank * size, (rank + 1) * size), seq_len=seq_len)
+def share_of_rank(
+    rank: int,
+    *,
+    num_ranks: int,
+    global_batch_size: int,
+    seq_len: int,
+    part: int = 0,
+    parts: int = 1,
+    multiple: int = 1,
+) -> Share:
+    """Contiguous shares of one of `parts` parts of the global batch, so that all of them in order are the batch.
+
+    Shares are equal where the numbers divide, else they are filled up: to one size, a multiple of `multiple`.
+    """
+    start, stop = (index * global_batch_size // parts for index in (part, part + 1))
+    first, last = (start + index * (stop - start) // num_ranks for index in (rank, rank + 1))
+    largest = math.ceil(math.ceil(global_batch_size / parts) / num_ranks)
+    return Share(
+        global_batch_size=global_batch_size,
+        rows=range(first, last) if first < last else range(1),
+        size=math.ceil(largest / multiple) * multiple,
+        counted=last - first,
+        seq_len=seq_len,
+    )
 
 
 class Feed(IterableDataset):

@@ -5,6 +5,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -73,16 +74,26 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
     global_batch_size: int,
     rank: int,
     num_ranks: int,
+    local_batch_size: int = 1,
     num_workers: int = 0,
     all_gather_object: AllGatherObject = _alone,
     tokens: Tensor | None = None,
 ) -> "Loader | ValidationLoader":
     """The rows of one of num_ranks data-parallel ranks; with `tokens` only the tokens at these places of every row.
 
+    Where the ranks' rows do not come out even, they are filled up to a multiple of local_batch_size.
     `all_gather_object` collects an object from every rank, for the state of hub data with more than one of them.
     Validation reads in this process, whatever num_workers is.
     """
-    share = share_of_rank(rank, num_ranks=num_ranks, global_batch_size=global_batch_size, seq_len=seq_len)
+    share_of_part = partial(
+        share_of_rank,
+        rank,
+        num_ranks=num_ranks,
+        global_batch_size=global_batch_size,
+        seq_len=seq_len,
+        multiple=local_batch_size,
+    )
+    share = share_of_part()
     packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking, tokens=tokens)
     if split == "validation":
         return ValidationLoader(dataset, share=share, packer=packer)
@@ -93,7 +104,7 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
         )
     return Loader(
         dataset,
-        share=share,
+        share_of_part=share_of_part,
         packer=packer,
         seed=seed,
         num_workers=num_workers,
@@ -104,50 +115,81 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
 class Loader:
     """Endless iterator over a rank's rows of one global batch after another.
 
-    Its state is what has been taken out of it, not what its workers have read ahead.
+    Its state is what has been taken out of it and done with, not what it or its workers have read ahead.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        share: Share,
+        share_of_part: Callable[..., Share],
         packer: "_Packer",
         seed: int,
         num_workers: int,
         all_gather_object: AllGatherObject,
     ) -> None:
         self._dataset = dataset
-        self._share = share
+        self._share_of_part = share_of_part
+        self._division = {"part": 0, "parts": 1}
         self._seed = seed
         self._num_workers = num_workers
         self._all_gather_object = all_gather_object
+        self._packer = packer
+        self._restart(samples=0, position={})
         self._order = {
             **dataset.identity,
-            "seq_len": share.seq_len,
+            "seq_len": self._share.seq_len,
             "document_masking": packer.document_masking,
             "seed": seed,
         }
-        self._packer = packer
-        self._restart(samples=0, position={})
 
     def _restart(self, *, samples: int, position: Mapping[str, Any]) -> None:
         self._samples = samples
         self._position = position
         self._notes: list[Note] = []
+        self._batch: Batch | None = None
+        self._share = self._share_of_part(**self._division)
         self._feed = self._dataset.train_feed(self._share, seed=self._seed, samples=samples, position=position)
-        self._parts: Iterator[tuple[np.ndarray, Note]] | None = None
+        self._pieces: Iterator[tuple[np.ndarray, Note]] | None = None
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
-        if self._parts is None:
-            self._parts = _start(self._feed, num_workers=self._num_workers)
-        parts = [next(self._parts) for _ in range(max(1, self._num_workers))]
+        batch = self.take()
+        self.advance()
+        return batch
+
+    def take(self, *, part: int = 0, parts: int = 1) -> Batch:
+        """The rank's rows of the next global batch, which is divided into `parts` parts; the same until `advance`."""
+        if self._division != {"part": part, "parts": parts}:
+            self._division = {"part": part, "parts": parts}
+            self._restart(samples=self._samples, position=self._position)
+        if self._batch is None:
+            self._batch = self._read()
+        return self._batch
+
+    @property
+    def taken(self) -> range:
+        """The samples of the batch that was taken."""
+        first = self._samples + self._share.rows.start
+        return range(first, first + self._share.counted)
+
+    def advance(self) -> None:
+        """Be done with the batch that was taken."""
         self._samples += self._share.global_batch_size
-        self._notes = [note for _, note in parts if note is not None]
-        return self._packer.pack(np.concatenate([tokens for tokens, _ in parts]))
+        self._notes = self._notes_of_batch
+        self._batch = None
+
+    def _read(self) -> Batch:
+        num_workers = min(self._num_workers, len(self._share.rows))
+        if self._pieces is None:
+            self._pieces = _start(self._feed, num_workers=num_workers)
+        pieces = [next(self._pieces) for _ in range(max(1, num_workers))]
+        self._notes_of_batch = [note for _, note in pieces if note is not None]
+        rows = np.concatenate([tokens for tokens, _ in pieces])
+        filler = np.repeat(rows[-1:], self._share.size - len(rows), axis=0)
+        return self._packer.pack(np.concatenate([rows, filler]), padding=self._share.size - self._share.counted)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data that is the same on every rank; for hub data all ranks must call this together."""

@@ -1,0 +1,244 @@
+"""One of several replica groups, by way of torchft: who takes part in a step, healing, and whether the step counts.
+
+All groups meet at the start of each step (a *quorum*, which the lighthouse forms), so that the rows of the step can be
+divided among those that are there; who is behind is healed first. From then on nobody joins. Gradients are summed over
+the groups after backward; if that fails anywhere in a group, none of its ranks commits.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.healing import PeerTransport
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.fault_tolerance.replicas import Healing
+from torchtitan_clone.fault_tolerance.stall import StallWatch
+
+logger = logging.getLogger("torchtitan_clone")
+
+BUCKET_BYTES = 32 << 20
+"""Gradients are summed in pieces of about this size."""
+OUTRANKING = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
+"""Environment variables that torchft prefers to what it is told."""
+PROCESS_GROUPS: dict[str, Callable[..., Any]] = {
+    "gloo": torchft.ProcessGroupGloo,
+    "nccl": torchft.ProcessGroupNCCL,
+}
+
+
+class FTManager:
+    """This process's side of its replica group's talk with the others; all ranks of the group call the same methods.
+
+    `part` of `parts` is what this group takes of the global batch, valid from `begin` to the next; `writes` holds in
+    one of the groups, the one that saves.
+    """
+
+    def __init__(
+        self,
+        fault_tolerance: FaultTolerance,
+        *,
+        device: torch.device,
+        step: int,
+        healing: Healing,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+        is_over: Callable[[], bool],
+        stop: StopRequest,
+        folder: Path,
+    ):
+        self.part, self.parts, self.writes = 0, 0, True
+        self._options = fault_tolerance
+        self._healing = healing
+        self._sum_over_ranks = sum_over_ranks
+        self._is_over = is_over
+        self._stop = stop
+        self._device = device if fault_tolerance.process_group == "nccl" else torch.device("cpu")
+        self._timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
+        self._watch = StallWatch(
+            factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds()
+        )
+        self._is_first_rank = dist.get_rank() == 0
+        self._pg = PROCESS_GROUPS[fault_tolerance.process_group](timeout=self._timeout)
+        self._transport = PeerTransport(self._pg, tensors=healing.tensors, device=self._device)
+        self._manager = self._build_manager()
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._note: dict[str, Any] = {}
+        self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
+        self._warn_of_traps()
+
+    def _build_manager(self) -> torchft.Manager:
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what goes wrong is told here, in one line
+        host, port = self._open_store()
+        return torchft.Manager(
+            pg=self._pg,
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=self._options.min_replica_size,
+            use_async_quorum=False,
+            timeout=self._timeout,
+            quorum_timeout=self._timeout,
+            connect_timeout=self._timeout,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            store_addr=host,
+            store_port=port,
+            hostname=socket.gethostname(),
+            replica_id=f"replica_{self._options.replica_id}",
+            checkpoint_transport=self._transport,
+            init_sync=False,  # initial weights are a function of the seed
+        )
+
+    def _open_store(self) -> tuple[str, int]:
+        """A store that the other groups reach too; torchrun's may be known by an address of this machine only."""
+        address: list[Any] = [None]
+        if self._is_first_rank:
+            host = socket.gethostname()
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            address = [(host, self._store.port)]
+        dist.broadcast_object_list(address)
+        return address[0]
+
+    def _warn_of_traps(self) -> None:
+        if not self._is_first_rank:
+            return
+        for name in OUTRANKING:
+            if name in os.environ:
+                logger.warning("$%s = %s outranks fault_tolerance.process_group_timeout_ms", name, os.environ[name])
+        if self._options.group_size == 2:
+            logger.warning(
+                "with two replica groups neither is a majority: if one hangs and does not die, the other waits until "
+                "the watchdog ends it (fault_tolerance.stall_factor); three groups go on without it"
+            )
+
+    def begin(self) -> bool:
+        """Meets the other groups and heals where this one is behind; False where there is nothing to go on for.
+
+        That is: a request to stop while too few groups were there, or the others have finished the run.
+        """
+        told = None
+        while True:
+            error = self._meet()
+            over = error is not None and self._is_first_rank and self._is_over()
+            failed, stops, over = self._sum_over_ranks([error is not None, self._stop.signal_name is not None, over])
+            if not failed:
+                break
+            if stops or over:
+                return False
+            if error is not None and str(error) != told:
+                told = str(error)
+                logger.warning("waiting for replica groups: %s", told.splitlines()[0])
+            self._leave(error)
+        self._count()
+        self._watch.start()
+        return True
+
+    def _meet(self) -> Exception | None:
+        """One quorum, with healing; what went wrong."""
+        self._note = self._healing.note()
+        try:
+            self._manager.start_quorum()
+        except (TimeoutError, RuntimeError) as error:
+            self._manager._quorum_future = None  # it would raise once more
+            return error
+        if error := self._manager.errored():
+            return error.original_exception
+        if self._manager.num_participants() < self._options.min_replica_size:
+            time.sleep(0.2)
+            return RuntimeError(
+                f"{self._manager.num_participants()} are there, fault_tolerance.min_replica_size = "
+                f"{self._options.min_replica_size}; the lighthouse was started with a smaller minimum"
+            )
+        return None
+
+    def _leave(self, error: Exception | None) -> None:
+        """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
+        self._manager.report_error(error or RuntimeError("another rank of this replica group failed"))
+        self._pg.abort()
+        self._manager.should_commit(timeout=2 * self._timeout)
+
+    def _take_over(self, note: dict[str, Any]) -> None:
+        self._transport.apply()
+        self._healing.take_over(note)
+        if self._is_first_rank:
+            logger.info("healed from another replica group: step %d", self._manager.current_step())
+
+    def _count(self) -> None:
+        part, parts = self._manager.participating_rank(), self._manager.num_participants()
+        assert part is not None
+        if self._is_first_rank and (part, parts) != (self.part, self.parts):
+            logger.info("step %d: %d replica groups, this one is %d", self._manager.current_step() + 1, parts, part)
+        self.part, self.parts, self.writes = part, parts, part == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums each number over the groups; where that fails the values themselves, and the step will not commit."""
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._manager.allreduce(total, reduce_op=dist.ReduceOp.SUM).wait()
+        return values if self._manager.errored() else total.tolist()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums the gradients over the groups, in place; this rank's part of them with the same part elsewhere."""
+        gradients = [_local(p.grad).detach() for p in parameters if p.grad is not None]
+        sent = []
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
+            sent.append((bucket, flat, self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
+        for bucket, flat, work in sent:
+            work.wait()
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+    def record(self, rows: range) -> None:
+        """Notes which rows of the global order this rank feeds to the attempt."""
+        self._write(part=self.part, parts=self.parts, rows=[rows.start, rows.stop])
+
+    def commit(self, *, healthy: bool) -> bool:
+        """Whether the step counts: everywhere in this group all went well."""
+        if not healthy:
+            self._manager.report_error(FloatingPointError("loss or gradient is not finite"))
+        committed = self._manager.should_commit(timeout=3 * self._timeout)
+        self._watch.stop()
+        self._write(committed=committed)
+        if not committed and self._is_first_rank:
+            error = self._manager.errored()
+            logger.warning("the step is repeated: %s", str(error.original_exception if error else "a rank failed")[:200])
+        return committed
+
+    def _write(self, **values: Any) -> None:
+        step = self._manager.current_step() + (0 if values.get("committed") else 1)
+        self._records.write(json.dumps({"step": step, "quorum": self._manager._quorum_id} | values) + "\n")
+
+    def close(self) -> None:
+        """Ends this group's part; the others go on."""
+        self._records.close()
+        self._manager.shutdown(wait=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, of about BUCKET_BYTES together."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(t.nbytes for t in bucket) >= BUCKET_BYTES
+        if bucket and (full or bucket[0].dtype != tensor.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket

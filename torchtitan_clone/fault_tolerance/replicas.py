@@ -1,0 +1,118 @@
+"""What the trainer knows of other replica groups: nothing but these methods, whether there are others or not.
+
+A *replica group* is one run of this program, with a process group of its own; all replica groups of a run train one
+model. A step is one *attempt* or more: an attempt that is not *committed*, because a group died in it or its gradient
+is not finite, leaves no trace, and the same rows are fed again to the groups that are left.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, device, nn
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing:
+    """What a replica group that is behind takes over from one that is not."""
+
+    tensors: dict[str, Tensor]
+    """This rank's part of parameters and optimizer state: the very tensors, which must stay the same objects."""
+    note: Callable[[], dict[str, Any]]
+    """All other state, as plain data."""
+    take_over: Callable[[dict[str, Any]], None]
+    """Called with another group's note after the tensors have that group's values."""
+
+
+class Alone:
+    """The only replica group: every attempt is a step."""
+
+    part, parts = 0, 1
+    writes = True
+
+    def begin(self) -> bool:
+        """There is nobody to wait for."""
+        return True
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The sums over one group are its own values."""
+        return values
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients are summed already."""
+
+    def record(self, rows: range) -> None:
+        """The rows of a step follow from its number."""
+
+    def commit(self, *, healthy: bool) -> bool:
+        """The step counts, even if it is skipped because it is not healthy."""
+        return True
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+def build_replicas(
+    fault_tolerance: FaultTolerance,
+    *,
+    device: device,
+    step: int,
+    healing: Callable[[], Healing],
+    sum_over_ranks: Callable[[list[float]], list[float]],
+    is_over: Callable[[], bool],
+    stop: StopRequest,
+    folder: Path,
+):
+    """What the trainer talks to. `step` is the last one done; `is_over` says whether others have finished the run.
+
+    `sum_over_ranks` sums over the ranks of this replica group; `folder` is where it may write its records.
+    """
+    if not fault_tolerance.enable:
+        return Alone()
+    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported, and tells every quorum without
+    from torchtitan_clone.fault_tolerance.manager import FTManager
+
+    return FTManager(
+        fault_tolerance,
+        device=device,
+        step=step,
+        healing=healing(),
+        sum_over_ranks=sum_over_ranks,
+        is_over=is_over,
+        stop=stop,
+        folder=folder,
+    )
+
+
+def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -> None:
+    """ConfigError where this machine lacks what replica groups need."""
+    if not fault_tolerance.enable:
+        return
+    problems = []
+    if find_spec("torchft") is None:
+        problems.append(
+            'fault_tolerance.enable: the package torchft is not installed; pip install "torchtitan_clone[ft]", '
+            "or set it to false"
+        )
+    if not lighthouse:
+        problems.append(
+            "fault_tolerance.enable: $TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py and set it to the "
+            "address that it prints"
+        )
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        problems.append(
+            f"fault_tolerance.enable: other replica groups find this machine by its name, and {socket.gethostname()} "
+            "does not resolve; add it to /etc/hosts or to the name server"
+        )
+    if problems:
+        raise ConfigError(problems)
