@@ -2,6 +2,6 @@
 # Sets up as run_train.sh does, with what the tests need, and runs them; arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup_env.sh"
-setup_env dev,data,wandb
+setup_env dev,data,wandb,ft
 cd "$REPO"
 exec "$PYTHON" -m pytest "$@"

@@ -75,6 +75,13 @@ OUT_OF_BOUNDS = {
     "validation.freq": 0,
     "validation.steps": 0,
     "validation.local_batch_size": 0,
+    "fault_tolerance.process_group_timeout_ms": 0,
+    "fault_tolerance.replica_id": -1,
+    "fault_tolerance.group_size": -1,
+    "fault_tolerance.min_replica_size": 0,
+    "fault_tolerance.stall_factor": 0.5,
+    "fault_tolerance.heartbeat_timeout_ms": 0,
+    "fault_tolerance.join_timeout_ms": 0,
     "debug.seed": -1,
 }
 
@@ -97,7 +104,29 @@ def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
     return [f"{PIPELINE}_degree={degree}", f"{PIPELINE}_schedule={schedule}", *others]
 
 
+FT = "--fault_tolerance"
+
 RULES = [
+    (
+        [f"{FT}.enable"],
+        {},
+        "fault_tolerance.group_size = 0: set it to the number of replica groups that the run has.",
+    ),
+    (
+        [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.replica_id=2"],
+        {},
+        "fault_tolerance.replica_id = 2: at most 1 with fault_tolerance.group_size 2.",
+    ),
+    (
+        [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.process_group=nccl"],
+        {},
+        'fault_tolerance.process_group = "nccl": gradients are on cpu; set it to "gloo".',
+    ),
+    (
+        [f"{FT}.enable", f"{FT}.group_size=65", "--training.global_batch_size=64"],
+        {},
+        "training.global_batch_size = 64: too few to divide among 65 replica groups; set it to at least 65.",
+    ),
     (
         [f"{REPLICATE}=3"],
         {},

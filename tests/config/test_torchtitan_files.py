@@ -126,6 +126,7 @@ trace_buf_size = 20000
 [fault_tolerance]
 enable = true
 group_size = 2
+should_quantize = true
 """
 
 
@@ -153,8 +154,7 @@ def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> Non
         "14: parallelism.enable_async_tensor_parallel = true: there is no tensor parallelism yet; set "
         "parallelism.tensor_parallel_degree to 1",
         '17: checkpoint.async_mode = "async": checkpoints are saved synchronously; set it to "disabled"',
-        "34: fault_tolerance.enable = true: there is no fault tolerance over replicas yet; set "
-        "fault_tolerance.enable to false",
+        "36: fault_tolerance.should_quantize = true: nothing is quantized between replica groups",
     ]
 
 

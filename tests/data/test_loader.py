@@ -323,3 +323,34 @@ def test_options_lead_to_the_dataset(stdlib_cache):
     batch = next(train_loader(dataset, seq_len=2048))
     assert "def " in TOKENIZER.decode(batch.tokens_BT.flatten().tolist())
     assert len(validation_loader(dataset, seq_len=2048)) >= 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_is_divided_among_parts_that_come_and_go_and_fed_again_until_it_is_done_with(dataset, num_workers):
+    whole = train_loader(dataset)
+    loaders = {
+        (part, rank): train_loader(dataset, rank=rank, num_ranks=2, local_batch_size=2, num_workers=num_workers)
+        for part in range(3)
+        for rank in range(2)
+    }
+    # Part 2 is away for a batch, and what it had taken before is not lost.
+    for step, parts in enumerate((3, 2, 3)):
+        expected = next(whole)
+        for _ in range(2):
+            found = {}
+            for (part, _), loader in loaders.items():
+                if part < parts:
+                    batch = loader.take(part=part, parts=parts)
+                    assert len(batch.tokens_BT) == 2
+                    counted = len(loader.taken)
+                    assert (batch.targets_BT[counted:] == IGNORE_INDEX).all()
+                    found |= dict(zip(loader.taken, zip(batch.tokens_BT, batch.targets_BT, strict=True), strict=False))
+            assert sorted(found) == list(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+            for row, (tokens, targets) in found.items():
+                torch.testing.assert_close(tokens, expected.tokens_BT[row % GLOBAL_BATCH])
+                torch.testing.assert_close(targets, expected.targets_BT[row % GLOBAL_BATCH])
+        for (part, _), loader in loaders.items():
+            if part < parts:
+                loader.advance()
+            else:
+                loader.load_state_dict(loaders[0, 0].state_dict(), allow_change=False)

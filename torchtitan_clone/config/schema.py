@@ -287,7 +287,7 @@ class FaultTolerance:
     heartbeat_timeout_ms: int = 5000
     """For scripts/lighthouse.py: silence after which a replica group counts as dead; the others stand still as long."""
     join_timeout_ms: int = 60000
-    """For scripts/lighthouse.py: wait for a group that is alive but late, for example saving, before going on without."""
+    """For scripts/lighthouse.py: wait for a group that is alive but late, for example saving; then go on without it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,7 @@ class FTManager:
         self._stop = stop
         self._device = device if fault_tolerance.process_group == "nccl" else torch.device("cpu")
         self._timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
-        self._watch = StallWatch(
-            factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds()
-        )
+        self._watch = StallWatch(factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds())
         self._is_first_rank = dist.get_rank() == 0
         self._pg = PROCESS_GROUPS[fault_tolerance.process_group](timeout=self._timeout)
         self._transport = PeerTransport(self._pg, tensors=healing.tensors, device=self._device)
@@ -78,6 +76,7 @@ class FTManager:
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
         self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
+        self._write(started=step)
         self._warn_of_traps()
 
     def _build_manager(self) -> torchft.Manager:
@@ -214,12 +213,15 @@ class FTManager:
         self._write(committed=committed)
         if not committed and self._is_first_rank:
             error = self._manager.errored()
-            logger.warning("the step is repeated: %s", str(error.original_exception if error else "a rank failed")[:200])
+            logger.warning(
+                "the step is repeated: %s", str(error.original_exception if error else "a rank failed")[:200]
+            )
         return committed
 
     def _write(self, **values: Any) -> None:
         step = self._manager.current_step() + (0 if values.get("committed") else 1)
-        self._records.write(json.dumps({"step": step, "quorum": self._manager._quorum_id} | values) + "\n")
+        row = {"step": step, "quorum": self._manager._quorum_id, "time": time.time()} | values
+        self._records.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
         """Ends this group's part; the others go on."""

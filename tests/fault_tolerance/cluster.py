@@ -1,0 +1,248 @@
+"""Replica groups in real processes on this machine, with a lighthouse; they are watched, revived, and looked into."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from tests.harness import start_ranks
+from tests.runs import options
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
+
+HEARTBEAT_MS = 700
+TIMEOUT_MS = 1500
+
+
+def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, folder: Path) -> None:
+    """What one rank of a replica group does; it ends as in production, without a way back to the harness."""
+    from tests.fault_tolerance import faults as injection
+    from torchtitan_clone import trainer
+    from torchtitan_clone.train import exit_process
+
+    rank = int(os.environ["RANK"])
+    log = os.open(logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    injection.install(faults, group=group, rank=rank)
+    train = trainer.Trainer.train
+
+    def train_and_tell(self) -> None:
+        train(self)
+        (folder / f"digest.{group}.{rank}").write_text(digest(self._healing().tensors))
+
+    trainer.Trainer.train = train_and_tell
+    exit_process(argv)
+
+
+def digest(tensors: dict) -> str:
+    """Of the bits of all tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+class Group:
+    """One start of one replica group."""
+
+    def __init__(self, argv: list[str], *, group: int, ranks: int, faults: list, folder: Path, env: dict):
+        self.logs = [folder / f"group{group}.rank{rank}.log" for rank in range(ranks)]
+        started = start_ranks(rank_of_group, ranks, argv, self.logs, faults, group, folder, env=env)
+        self.processes = [process for process, _ in started]
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes of the ranks; None for those alive."""
+        return [process.exitcode for process in self.processes]
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to all ranks."""
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def end(self) -> None:
+        """As an agent does when one of its ranks has failed."""
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join(10)
+
+
+class Cluster:
+    """Several replica groups that train one run in `folder`; one that dies is started again, without faults."""
+
+    def __init__(self, corpus: Path, folder: Path, *, groups: int, ranks: int = 1, revive_seconds=0.0, **changes):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.groups, self.ranks, self.revive_seconds = folder, groups, ranks, revive_seconds
+        self.changes = {
+            "fault_tolerance__enable": True,
+            "fault_tolerance__group_size": groups,
+            "fault_tolerance__process_group_timeout_ms": TIMEOUT_MS,
+            "fault_tolerance__stall_factor": 20,
+            **changes,
+        }
+        self.corpus = corpus
+        self.faults: list = []
+        self.deaths: list[tuple[float, int, list]] = []
+        self.running: dict[int, Group] = {}
+        self.finished: dict[int, list] = {}
+        self.start_lighthouse(port=0)
+
+    def start_lighthouse(self, *, port: int) -> None:
+        """Starts it, again too."""
+        least = self.changes.get("fault_tolerance__min_replica_size", 1)
+        self.lighthouse = start_lighthouse(
+            FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=1000, min_replica_size=least), port=port
+        )
+        self.address = self.lighthouse.address()
+
+    def start(self, group: int, *, faults=()) -> None:
+        """Starts one replica group."""
+        argv = options(self.corpus, self.folder, **self.changes, fault_tolerance__replica_id=group)
+        self.running[group] = Group(
+            argv,
+            group=group,
+            ranks=self.ranks,
+            faults=list(faults),
+            folder=self.folder,
+            env={"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error"},
+        )
+
+    def start_all(self, *, faults=()) -> "Cluster":
+        """Starts all replica groups."""
+        for group in range(self.groups):
+            self.start(group, faults=faults)
+        return self
+
+    def watch_over(self, *, timeout: float = 120, until=None) -> "Cluster":
+        """Revives what dies, until all groups have finished or `until()` holds."""
+        deadline = time.monotonic() + timeout
+        dead: dict[int, float] = {}
+        while self.running or dead:
+            assert time.monotonic() < deadline, f"not finished in {timeout} s:\n{self.log}"
+            if until is not None and until():
+                return self
+            for group, started in list(self.running.items()):
+                codes = started.codes
+                if all(code == 0 for code in codes):
+                    self.finished[group] = codes
+                    del self.running[group]
+                elif any(code not in (None, 0) for code in codes):
+                    started.end()
+                    self.deaths.append((time.time(), group, started.codes))
+                    del self.running[group]
+                    dead[group] = time.monotonic() + self.revive_seconds
+            for group in [group for group, moment in dead.items() if time.monotonic() >= moment]:
+                del dead[group]
+                self.start(group)
+            time.sleep(0.01)
+        return self
+
+    def kill(self, *groups: int) -> None:
+        """SIGKILL to all ranks of these groups, which are then not revived."""
+        for group in groups:
+            self.running.pop(group).end()
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self.kill(*self.running)
+        self.lighthouse.shutdown()
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def log_of(self, group: int, *, rank: int = 0) -> str:
+        """What a rank of a group has printed, over all its starts."""
+        return (self.folder / f"group{group}.rank{rank}.log").read_text()
+
+    @property
+    def log(self) -> str:
+        """What all ranks have printed, but for the steps."""
+        files = sorted(self.folder.glob("group*.log"))
+        lines = [f"{file.stem}: {line}" for file in files for line in file.read_text().splitlines()]
+        return "\n".join(line for line in lines if "  loss " not in line)
+
+    def step_rows(self, group: int) -> list[dict]:
+        """The rows of steps in a group's metrics.jsonl."""
+        file = self.folder / "run" / f"replica-{group}" / "metrics.jsonl"
+        rows = (
+            [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+        )
+        return [row for row in rows if "loss" in row]
+
+    def step_of(self, group: int) -> int:
+        """The last step a group has logged."""
+        return max((row["step"] for row in self.step_rows(group)), default=0)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step; all groups must agree to the last bit."""
+        found: dict[int, float] = {}
+        for group in range(self.groups):
+            for row in self.step_rows(group):
+                assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"groups differ: {row}"
+        return found
+
+    @property
+    def digests(self) -> dict[int, set[str]]:
+        """Of parameters and optimizer state at the end, by rank; one each where all groups are the same."""
+        found = defaultdict(set)
+        for file in self.folder.glob("digest.*"):
+            found[int(file.suffix[1:])].add(file.read_text())
+        return dict(found)
+
+    def stalls(self, group: int) -> list[float]:
+        """The longest times from one step to the next, in excess of the median."""
+        times = [row["time"] for row in self.step_rows(group)]
+        gaps = [after - before for before, after in pairwise(times)]
+        return sorted((gap - median(gaps) for gap in gaps), reverse=True)
+
+    def records(self) -> dict[str, list[dict]]:
+        """What the ranks noted about rows and commits, by file, in order."""
+        files = sorted((self.folder / "run").glob("replica-*/rows.rank*.jsonl"))
+        return {
+            f"{file.parent.name}/{file.name}": [json.loads(line) for line in file.read_text().splitlines()]
+            for file in files
+        }
+
+
+def committed_once(records: dict[str, list[dict]], *, steps: int, rows: int) -> list[str]:
+    """What is wrong with the rows that were committed; nothing, if each was, once.
+
+    The attempt at a step that counts is the last one committed: an earlier one is lost with the groups that committed
+    it, or nobody would have tried again.
+    """
+    wrong = []
+    fed: dict[tuple, set] = defaultdict(set)
+    counted: dict[int, tuple] = {}
+    for name, lines in records.items():
+        last = 0
+        for line in lines:
+            attempt = (line["step"], line["quorum"])
+            if "started" in line:
+                last = 0
+            elif "rows" in line:
+                fed[attempt].add(tuple(line["rows"]))
+            elif line["committed"]:
+                if line["step"] <= last:
+                    wrong.append(f"{name}: step {line['step']} is committed after step {last}")
+                last = line["step"]
+                if line["time"] > counted.get(line["step"], (0,))[0]:
+                    counted[line["step"]] = (line["time"], attempt)
+    for step in range(1, steps + 1):
+        if step not in counted:
+            wrong.append(f"step {step} was not committed")
+            continue
+        found = sorted(row for start, stop in fed[counted[step][1]] for row in range(start, stop))
+        if found != list(range((step - 1) * rows, step * rows)):
+            wrong.append(f"step {step}: rows {found}")
+    return wrong
