@@ -71,7 +71,7 @@ class Ranks:
     @property
     def output(self) -> str:
         """What rank 0 has printed so far."""
-        return self._logs[0].read_text()
+        return self._logs[0].read_text() if self._logs[0].exists() else ""
 
 
 def train_rank(argv: list[str], logs: list[Path]) -> int:

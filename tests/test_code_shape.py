@@ -28,7 +28,7 @@ STOREYS = [
     {"preflight"},
     {"trainer"},
     {"simulate"},
-    {"train"},
+    {"train", "launch"},
 ]
 """Lower rooms first; a room imports from lower storeys only."""
 

@@ -18,6 +18,9 @@ rank, mode = int(os.environ["RANK"]), sys.argv[1]
 received = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: received.append(number))
+if mode == "slow":
+    time.sleep(1)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 open(f"started{rank}", "w").write(str(os.getpid()))
 if mode == "configuration":
     sys.stderr.write("error: a.b = 1\\n")
@@ -28,9 +31,12 @@ if mode == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while not received:
     time.sleep(0.02)
-if mode == "save":
+if mode in ("save", "slow"):
     time.sleep(0.5)
     open(f"saved{rank}", "w").write(",".join(signal.Signals(number).name for number in received))
+if mode == "requeue":
+    time.sleep(rank)
+    sys.exit(75)
 """
 
 
@@ -93,6 +99,23 @@ def test_signals_reach_the_workers_once_and_they_finish(tmp_path, number):
     name = signal.Signals(number).name
     assert err == f"launch: {name}: the workers finish their step and save; Ctrl-\\ ends them at once\n"
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [name, name]
+
+
+def test_a_signal_that_comes_while_workers_start_waits_for_them(tmp_path):
+    process = launch(tmp_path, "slow")
+    wait_for(tmp_path / "started0")
+    process.send_signal(signal.SIGUSR1)
+    assert finish(process)[0] == 0
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1", "SIGUSR1"]
+
+
+def test_a_request_to_requeue_passes_through_quietly(tmp_path):
+    process = launch(tmp_path, "requeue")
+    wait_for(tmp_path / "started0", tmp_path / "started1")
+    process.send_signal(signal.SIGUSR1)
+    code, out, err = finish(process)
+    assert (code, out) == (75, "")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@
 
 What differs from torchrun:
 - SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 reach the workers, once, and nothing is killed: the workers finish their step,
-  save and exit 0, and so does the launcher. SIGQUIT (Ctrl-\\) ends everything at once.
-- Exit code 2, with which a worker leaves after it has reported an error in its configuration, is passed on in silence.
-  Any other failure is one short block, and an exit code that is not 0.
+  save and exit, and so does the launcher. SIGQUIT (Ctrl-\\) ends everything at once.
+- Workers start with these signals held back: one that comes while they start waits until they can answer it.
+- The exit codes of a worker that has reported an error in its configuration (2) or was stopped with steps left (75) are
+  passed on in silence. Any other failure is one short block, and an exit code that is not 0.
 - Workers die with the launcher, even if it is killed by SIGKILL.
-- Ranks that are not shown write to files, which are deleted after a success; those shown own the terminal.
+- Ranks that are not shown write to files, which are deleted after a success unless --log-folder says where to keep
+  them; those shown own the terminal.
 """
 
 import argparse
@@ -19,16 +21,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, cast
+
+from torchtitan_clone.fault_tolerance.preemption import REQUEUE_EXIT_CODE, STOP_SIGNALS
 
 if TYPE_CHECKING:  # importing torch takes seconds, which a worker's way through this file must not cost
     from torch.distributed.elastic.agent.server import SimpleElasticAgent
     from torch.distributed.elastic.agent.server.api import RunResult
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 CONFIG_ERROR = 2
 """Exit code of a worker that has reported an error in its configuration."""
 PR_SET_PDEATHSIG = 1
@@ -42,13 +45,15 @@ def main(argv: list[str]) -> int:
     if argv[:1] == [WORKER]:
         _become_worker(int(argv[1]), module=argv[2], arguments=argv[3:])
     options, arguments = _parse(argv)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there are workers, Ctrl-C just ends the launcher
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before other threads start; the workers inherit it
+    agents: list[SimpleElasticAgent] = []
+    threading.Thread(target=_forward_signals, args=(agents,), daemon=True).start()
     logging.disable()  # what torchrun's agent has to say is said here, once
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    log_folder = Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
-    code = _launch(options, arguments, log_folder=log_folder)
-    if code in (0, CONFIG_ERROR):
+    log_folder = options.log_folder or Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
+    code = _launch(options, arguments, log_folder=log_folder, agents=agents)
+    if code in (0, CONFIG_ERROR, REQUEUE_EXIT_CODE) and not options.log_folder:
         shutil.rmtree(log_folder)
     return code
 
@@ -62,6 +67,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--master-addr", default="127.0.0.1", help="node 0's address")
     parser.add_argument("--master-port", type=int, default=29500, help="a port free on node 0; unused with one node")
     parser.add_argument("--log-rank", default="0", help="local ranks shown on the console, for example 0,1")
+    parser.add_argument("--log-folder", type=Path, help="where the output of the other ranks goes, and stays")
     parser.add_argument("--module", default="torchtitan_clone.train", help="what each process runs")
     return parser.parse_known_args(argv)
 
@@ -74,13 +80,15 @@ def _become_worker(launcher_pid: int, *, module: str, arguments: list[str]) -> N
     os.execv(sys.executable, [sys.executable, "-u", "-m", module, *arguments])
 
 
-def _launch(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> int:
+def _launch(
+    options: argparse.Namespace, arguments: list[str], *, log_folder: Path, agents: "list[SimpleElasticAgent]"
+) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     agent = _build_agent(options, arguments, log_folder=log_folder)
-    _forward_signals(agent)
+    agents.append(agent)
     try:
         result = cast("RunResult", agent.run())
     except SignalException as stop:
@@ -128,23 +136,19 @@ def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folde
     return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=to_files))
 
 
-def _forward_signals(agent: "SimpleElasticAgent") -> None:
+def _forward_signals(agents: "list[SimpleElasticAgent]") -> NoReturn:
     """Hand each signal to the workers the first time it comes; they run in sessions of their own and hear of none."""
     forwarded: set[int] = set()
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        workers = agent.get_worker_group().workers
-        if not all(isinstance(worker.id, int) for worker in workers):
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif number not in forwarded:
+    while True:
+        number = signal.sigwait(STOP_SIGNALS)
+        pids = [worker.id for agent in agents for worker in agent.get_worker_group().workers]
+        if not pids or not all(isinstance(pid, int) for pid in pids):
+            os._exit(128 + number)  # nothing has started yet
+        if number not in forwarded:
             forwarded.add(number)
             _say(f"{signal.Signals(number).name}: the workers finish their step and save; Ctrl-\\ ends them at once")
-            for worker in workers:
-                _send(number, worker.id)
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
+            for pid in pids:
+                _send(number, pid)
 
 
 def _send(number: int, pid: int) -> None:
@@ -156,16 +160,19 @@ def _send(number: int, pid: int) -> None:
 
 def _report(result: "RunResult", *, shown: set[int], log_folder: Path) -> int:
     """Say which ranks failed, how, and why if the console has not shown it; the launcher's exit code."""
-    # In the order in which they failed; those that the agent ended after the first have SIGTERM to show for it.
-    order = sorted(result.failures, key=lambda rank: result.failures[rank].exitcode == -signal.SIGTERM)
-    config_errors = [rank for rank in order if result.failures[rank].exitcode == CONFIG_ERROR]
-    causes = config_errors or order[:1]
-    if not any(result.failures[rank].local_rank in shown for rank in causes):
-        sys.stderr.write(_last_words(result.failures[causes[0]].local_rank, log_folder=log_folder))
-    if not config_errors:
-        failures = (f"rank {rank}: {_how(result.failures[rank].exitcode)}" for rank in order)
+    codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+    # The first that the codes allow to be the cause; the agent ends the others with SIGTERM.
+    cause = min(codes, key=lambda rank: (codes[rank] != CONFIG_ERROR, codes[rank] == -signal.SIGTERM,
+                                         codes[rank] == REQUEUE_EXIT_CODE))  # fmt: skip
+    if codes[cause] == REQUEUE_EXIT_CODE:
+        return REQUEUE_EXIT_CODE
+    if result.failures[cause].local_rank not in shown:
+        sys.stderr.write(_last_words(result.failures[cause].local_rank, log_folder=log_folder))
+    if codes[cause] != CONFIG_ERROR:
+        order = sorted(codes, key=lambda rank: codes[rank] == -signal.SIGTERM)
+        failures = (f"rank {rank}: {_how(codes[rank])}" for rank in order)
         _say(f"training failed; logs of the ranks not shown: {log_folder}\n  " + "\n  ".join(failures))
-    return _exit_code(result.failures[causes[0]].exitcode)
+    return _exit_code(codes[cause])
 
 
 def _how(code: int) -> str:

@@ -1,15 +1,20 @@
 """Entry: parse the configuration, refuse what cannot work, train.
 
-Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configuration or the data cannot be used.
+Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configuration or the data cannot be used,
+75 stopped on request where `preemption.requeue` asks for that code.
 """
 
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
-from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
+from torchtitan_clone.fault_tolerance.preemption import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 from torchtitan_clone.observe.logging import setup_logging
+
+if TYPE_CHECKING:
+    from torchtitan_clone.preflight import Shape
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -32,28 +37,31 @@ def main(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"error: {error}\n")
         return 2
-    except StopBeforeTraining as stopped:
-        logger.info("stopped by %s before the first step", stopped)
-        return 0
 
 
 def run(config: Config, *, stop: StopRequest) -> int:
-    """Trains and returns the exit code; torch is imported only now, so that a wrong option is reported at once."""
-    from torchtitan_clone import preflight
-    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-    from torchtitan_clone.trainer import Trainer, TrainingError
+    """Trains and returns the exit code."""
+    try:
+        return _train(config, stop=stop)
+    except StopBeforeTraining as stopped:
+        logger.info("stopped by %s before the first step", stopped)
+        return _exit_code(config, complete=False)
 
-    launch = Launch.from_environment()
-    device = pick_device(launch)
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    if config.job.dry_run or config.comm.mode == "fake_backend":
-        sys.stdout.write(preflight.summary(shape))
-        if config.comm.mode == "fake_backend":
-            from torchtitan_clone.simulate import simulate
 
-            sys.stdout.write(f"\n{simulate(shape)}")
-        return 0
-    run = preflight.prepare(shape, launch=launch)
+def _train(config: Config, *, stop: StopRequest) -> int:
+    """torch is imported only now, so that a wrong option is reported at once."""
+    with stop.ending_at_once():
+        from torchtitan_clone import preflight
+        from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+        from torchtitan_clone.trainer import Trainer, TrainingError
+
+        launch = Launch.from_environment()
+        device = pick_device(launch)
+        shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+        if config.job.dry_run or config.comm.mode == "fake_backend":
+            _describe(shape)
+            return 0
+        run = preflight.prepare(shape, launch=launch)
     if run.progress.step >= config.training.steps:
         logger.info(
             "the run in %s is complete: step %d of training.steps = %d; raise training.steps to go on",
@@ -67,11 +75,25 @@ def run(config: Config, *, stop: StopRequest) -> int:
             logger.info("%s", line)
     with process_group(config.comm, launch=launch, device=device):
         try:
-            Trainer(run, launch=launch, device=device, stop=stop).train()
+            complete = Trainer(run, launch=launch, device=device, stop=stop).train()
         except TrainingError as error:
             logger.error("%s", error)
             return 1
-    return 0
+    return _exit_code(config, complete=complete)
+
+
+def _exit_code(config: Config, *, complete: bool) -> int:
+    return REQUEUE_EXIT_CODE if config.preemption.requeue and not complete else 0
+
+
+def _describe(shape: "Shape") -> None:
+    from torchtitan_clone import preflight
+
+    sys.stdout.write(preflight.summary(shape))
+    if shape.config.comm.mode == "fake_backend":
+        from torchtitan_clone.simulate import simulate
+
+        sys.stdout.write(f"\n{simulate(shape)}")
 
 
 def exit_process(argv: list[str]) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.checkpoint import CheckpointManager, Progress
 from torchtitan_clone.config import to_toml
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.data import Batch
+from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
 from torchtitan_clone.loss import build_loss
 from torchtitan_clone.observe.flops import peak_flops_per_second
@@ -46,6 +47,10 @@ logger = logging.getLogger("torchtitan_clone")
 
 class TrainingError(Exception):
     """Training cannot go on; the message says why and what to do."""
+
+
+class StepGivenUp(Exception):
+    """The run must end before the step does: nothing has changed but gradients, and the step is trained again later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +103,7 @@ class Trainer:
             self._checkpoints.load(run.progress.step)
             logger.info("resumed after step %d", run.progress.step)
         self._skipped_in_a_row = 0
+        self._step_seconds = self._save_seconds = 0.0
         self._replicas = build_replicas(
             config.fault_tolerance,
             device=device,
@@ -119,16 +125,24 @@ class Trainer:
             resume_step=run.progress.step,
         )
 
-    def train(self) -> None:
-        """Runs the steps that are left, saving and validating in between."""
-        self._stop.defer()
+    def train(self) -> bool:
+        """Runs the steps that are left, saving and validating in between; whether nothing is left to do.
+
+        StopBeforeTraining where the run was asked to stop before it trained anything.
+        """
+        if self._agree_to_stop():
+            raise StopBeforeTraining(self._stop_reason)
         garbage = GarbageCollector(self._config.training.gc_freq)
         last_step = self._config.training.steps
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
             while self._progress.step < last_step and not stop and self._replicas.begin():
-                with self._maybe_trace(attempts == 1):
-                    result = self.train_step(self._progress.step + 1)
+                try:
+                    with self._maybe_trace(attempts == 1):
+                        result = self.train_step(self._progress.step + 1)
+                except StepGivenUp:
+                    self._replicas.commit(healthy=False)
+                    break
                 stop = result.stop
                 attempts += 1
                 interval.add(result.data_seconds)
@@ -144,7 +158,7 @@ class Trainer:
                 garbage.run(step)
                 self._profiler.step()
                 if self._is_validation_due(step) and (step == last_step or not stop):
-                    self._validate(step)
+                    stop = not self._validate(step)
                     interval = _Interval()
                 if self._checkpoints.is_due(step):
                     self._save()
@@ -154,6 +168,7 @@ class Trainer:
         self._metrics.close()
         self._replicas.close()
         self._say_how_it_ended()
+        return self._progress.step == last_step or not self._agree_to_stop()
 
     def train_step(self, step: int) -> StepResult:
         """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
@@ -165,14 +180,12 @@ class Trainer:
         (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
         self.optimizer.set_lr_factor(lr_factor)
-        microbatches = (rows.to(self._device) for rows in batch.microbatches(training.local_batch_size))
-        local_loss = self._forward_backward(microbatches, num_targets=max(1, int(num_targets)))
+        local_loss = self._forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(self.parameters.values())
         norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
-        stop_wanted = self._stop.signal_name is not None
-        loss, stops = sum_over_ranks([local_loss.item() if self._is_loss_leader else 0.0, stop_wanted])
+        loss, stops = sum_over_ranks([local_loss.item() if self._is_loss_leader else 0.0, self._wants_to_stop()])
         (loss,) = replicas.sum([loss])
         healthy = math.isfinite(loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
@@ -184,6 +197,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if committed:
             self._count_step(step, skipped=not healthy)
+        self._step_seconds = time.perf_counter() - start
         return StepResult(
             loss=loss,
             grad_norm=grad_norm,
@@ -215,6 +229,27 @@ class Trainer:
     def _progress_with_data(self) -> Progress:
         return replace(self._progress, data=self._loader.state_dict())
 
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        """The batch in parts, on the device. StepGivenUp, on all ranks at the same part, where time has run out."""
+        deadline = self._config.preemption.deadline_seconds
+        for rows in batch.microbatches(self._config.training.local_batch_size):
+            if deadline is not None and any(sum_over_ranks([self._stop.seconds_since > deadline / 2])):
+                raise StepGivenUp
+            yield rows.to(self._device)
+
+    def _wants_to_stop(self) -> bool:
+        """This rank's own view; leaves time for one more step and for a save like the longest so far."""
+        return self._stop.is_wanted(
+            max_seconds=self._config.training.max_seconds, seconds_needed=self._step_seconds + self._save_seconds
+        )
+
+    def _agree_to_stop(self) -> bool:
+        return any(sum_over_ranks([self._wants_to_stop()]))
+
+    @property
+    def _stop_reason(self) -> str:
+        return self._stop.reason or "a signal to another rank"
+
     @contextmanager
     def _maybe_trace(self, active: bool) -> Iterator[None]:
         """Traces the collectives of what runs inside, where it is asked for."""
@@ -243,8 +278,8 @@ class Trainer:
         validation = self._config.validation
         return validation.enable and (step % validation.freq == 0 or step == self._config.training.steps)
 
-    def _validate(self, step: int) -> None:
-        """Mean loss over the targets of the held-out documents."""
+    def _validate(self, step: int) -> bool:
+        """Mean loss over the targets of the held-out documents; False where a request to stop came first."""
         assert self._validation_loader is not None
         start = time.perf_counter()
         loss_sum = torch.zeros((), device=self._device)
@@ -253,12 +288,15 @@ class Trainer:
             for count, batch in enumerate(self._validation_loader, start=1):
                 loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1)
                 num_targets += batch.num_targets
+                if self._agree_to_stop():
+                    return False
                 if count == self._config.validation.steps:
                     break
         is_leader = self._is_loss_leader
         total, targets = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader])
         seconds = time.perf_counter() - start
         self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
+        return True
 
     def _save(self) -> None:
         """Saves the step unless that is done; of several replica groups, one does it."""
@@ -268,6 +306,7 @@ class Trainer:
         report = self._checkpoints.save(progress)
         if report.error is None:
             self._saved_step = progress.step
+            self._save_seconds = max(self._save_seconds, report.seconds)
             self._metrics.log_event(progress.step, "checkpoint saved", seconds=report.seconds)
 
     def _log(self, result: StepResult, interval: "_Interval") -> None:
@@ -311,9 +350,9 @@ class Trainer:
         if step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
         elif saved:
-            logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop.signal_name, step)
+            logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop_reason, step)
         else:
-            logger.warning("stopped by %s after step %d, which is not saved", self._stop.signal_name, step)
+            logger.warning("stopped by %s after step %d, which is not saved", self._stop_reason, step)
 
 
 class _Interval:

@@ -66,6 +66,8 @@ OUT_OF_BOUNDS = {
     "parallelism.pipeline_parallel_last_stage_less_layers": -1,
     "checkpoint.interval": 0,
     "checkpoint.keep_latest_k": -1,
+    "preemption.deadline_seconds": 0,
+    "training.max_seconds": 0,
     "metrics.log_freq": 0,
     "profiling.profile_freq": 0,
     "profiling.profiler_warmup": -1,

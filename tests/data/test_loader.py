@@ -296,6 +296,10 @@ def read_with_a_worker(dataset, pipe) -> None:
         pipe.recv()
 
 
+def workers_of(trainer: int) -> list[int]:
+    return [pid for pid in children(trainer) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
 def test_a_worker_outlives_signals_but_not_its_trainer(dataset):
     processes = multiprocessing.get_context("forkserver")
     mine, theirs = processes.Pipe()
@@ -303,10 +307,13 @@ def test_a_worker_outlives_signals_but_not_its_trainer(dataset):
     trainer.start()
     theirs.close()
     expected = [batch.tokens_BT.tolist() for batch in take(train_loader(dataset), 8)]
-    assert mine.recv() == expected[0]
-    (worker,) = [pid for pid in children(trainer.pid) if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    wait_for(lambda: workers_of(trainer.pid), timeout=20)
+    (worker,) = workers_of(trainer.pid)
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(worker, number)  # it has only just started
+        assert mine.recv() == expected[0]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(worker, number)
         for rows in expected[1:]:  # more than what was read ahead
             mine.send(None)

@@ -73,6 +73,7 @@ def _at_least(low: int) -> Bound:
 
 OPEN_OR_ABOVE_0: Bound = "-1 or at least 1", lambda value: value == -1 or value >= 1
 ABOVE_0: Bound = "a number above 0", lambda value: 0 < value < math.inf
+UNSET_OR_ABOVE_0: Bound = "unset, or a number above 0", lambda value: value is None or 0 < value < math.inf
 SHARE_BELOW_1: Bound = "at least 0 and below 1", lambda value: 0 <= value < 1
 
 BOUNDS: dict[str, Bound] = {
@@ -84,6 +85,7 @@ BOUNDS: dict[str, Bound] = {
     "training.loss_chunk_tokens": _at_least(1),
     "training.max_skipped_steps": _at_least(0),
     "training.gc_freq": _at_least(1),
+    "training.max_seconds": UNSET_OR_ABOVE_0,
     "data.num_workers": _at_least(0),
     "data.prepare_processes": OPEN_OR_ABOVE_0,
     "data.held_out_fraction": SHARE_BELOW_1,
@@ -110,6 +112,7 @@ BOUNDS: dict[str, Bound] = {
     "parallelism.pipeline_parallel_last_stage_less_layers": _at_least(0),
     "checkpoint.interval": _at_least(1),
     "checkpoint.keep_latest_k": _at_least(0),
+    "preemption.deadline_seconds": UNSET_OR_ABOVE_0,
     "metrics.log_freq": _at_least(1),
     "profiling.profile_freq": _at_least(1),
     "profiling.profiler_warmup": _at_least(0),

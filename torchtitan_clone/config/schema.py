@@ -77,6 +77,8 @@ class Training:
     """Keep master weights, gradients and optimizer state in host memory."""
     gc_freq: int = 50
     """Steps between two runs of Python's garbage collector, which is off in between."""
+    max_seconds: float | None = None
+    """Stop and save so that the process ends after this many seconds at most; unset: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +182,17 @@ class Checkpoint:
     """Newest steps that are kept; 0 keeps all."""
     allow_data_change: bool = False
     """Resume although the data, the tokenizer or seq_len changed since the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """What follows when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops a run."""
+
+    deadline_seconds: float | None = None
+    """Time from a signal to the end of the process. After half of it the step under way is given up between two
+    micro-batches, to be repeated after the restart, so that the other half is left for saving; unset: never."""
+    requeue: bool = False
+    """Exit with code 75 where steps are left, so that a batch job knows that it must go on; false: with code 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +329,7 @@ class Config:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    preemption: Preemption = field(default_factory=Preemption)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     metrics: Metrics = field(default_factory=Metrics)

@@ -5,7 +5,9 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -28,6 +30,8 @@ Dataset = PreparedDataset | HubDataset
 AllGatherObject = Callable[[Any], list[Any]]
 
 WORKER_GRACE_SECONDS = 60
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that a cluster sends to all processes of a job, and a terminal to all in front."""
 POSITION_KEYS = ("cursors", "bookmark")
 LABELS = {
     "data": "the fingerprint of the data",
@@ -268,7 +272,20 @@ def _start(feed: Feed, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]
             worker_init_fn=_prepare_worker,
             multiprocessing_context="spawn",  # a fork would copy torch's threads and CUDA
         )
-    return iter(loader)
+    with _signals_held_back():
+        return iter(loader)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Processes started inside get no signal before they can answer it; here it arrives afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    resource_tracker.ensure_running()  # lets some of them through when it has started
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _unchanged(part: Any) -> Any:
@@ -279,6 +296,8 @@ def _unchanged(part: Any) -> Any:
 def _prepare_worker(worker: int) -> None:
     """A signal to the whole job must not take the workers from a trainer that wants to finish its step."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_SECONDS))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

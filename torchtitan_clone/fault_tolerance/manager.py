@@ -132,7 +132,7 @@ class FTManager:
         while True:
             error = self._meet()
             over = error is not None and self._is_first_rank and self._is_over()
-            failed, stops, over = self._sum_over_ranks([error is not None, self._stop.signal_name is not None, over])
+            failed, stops, over = self._sum_over_ranks([error is not None, self._stop.reason is not None, over])
             if not failed:
                 break
             if stops or over:

@@ -1,40 +1,69 @@
-"""Requests to stop: a signal asks, the trainer answers between two steps.
+"""Requests to stop: a signal or a limit of time asks, all ranks agree, the trainer answers between two steps.
 
 Imports nothing heavy, because the handlers are installed before torch is imported: a signal that arrives during
-start-up must not be lost.
+start-up must not be lost. The launcher holds signals back until then.
 """
 
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+REQUEUE_EXIT_CODE = 75
+"""Of a run that was stopped with steps left, where `preemption.requeue` asks for it: a temporary failure."""
 
 
 class StopBeforeTraining(BaseException):
-    """A signal arrived while there was nothing to save yet."""
+    """The run was asked to stop while there was nothing to save yet."""
 
 
 class StopRequest:
-    """Remembers the first signal that asked this process to stop; later ones change nothing.
-
-    Until `defer` is called, a signal ends what is running with StopBeforeTraining.
-    """
+    """What asked this process to stop, and when. The first request counts; later ones change nothing."""
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
-        self._deferred = False
-
-    def defer(self) -> None:
-        """From now on a signal is only remembered: the trainer finishes its step and saves."""
-        self._deferred = True
+        self.reason: str | None = None
+        """Name of a signal or an option."""
+        self._started = time.monotonic()
+        self._asked = self._started
+        self._ends_at_once = False
 
     def install(self) -> None:
-        """Takes over the stop signals of this process; main thread only."""
+        """Takes over the stop signals of this process, also those held back so far; main thread only."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    @contextmanager
+    def ending_at_once(self) -> Iterator[None]:
+        """Inside, a signal raises StopBeforeTraining, also one that came before; outside it is only remembered."""
+        self._ends_at_once = True
+        try:
+            if self.reason is not None:
+                raise StopBeforeTraining(self.reason)
+            yield
+        finally:
+            self._ends_at_once = False
+
+    def is_wanted(self, *, max_seconds: float | None, seconds_needed: float) -> bool:
+        """Whether this process was asked to stop, or will have run for `max_seconds` in `seconds_needed` from now."""
+        age = time.monotonic() - self._started
+        if max_seconds is not None and age + seconds_needed >= max_seconds:
+            self._ask("training.max_seconds")
+        return self.reason is not None
+
+    @property
+    def seconds_since(self) -> float:
+        """Seconds since the process was asked; 0 where it was not."""
+        return 0.0 if self.reason is None else time.monotonic() - self._asked
+
+    def _ask(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason, self._asked = reason, time.monotonic()
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal_name is None:
-            self.signal_name = signal.Signals(number).name
-            if not self._deferred:
-                raise StopBeforeTraining(self.signal_name)
+        self._ask(signal.Signals(number).name)
+        if self._ends_at_once:
+            self._ends_at_once = False
+            raise StopBeforeTraining(self.reason)

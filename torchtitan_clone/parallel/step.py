@@ -1,6 +1,6 @@
 """How one forward and backward runs, and what becomes of its gradients."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any, Protocol
 
@@ -41,11 +41,10 @@ def build_forward_backward(
 
     def run(microbatches: Iterable[Any], *, num_targets: int) -> Tensor:
         total = torch.zeros((), device=device)
-        microbatches = list(microbatches)
-        for index, rows in enumerate(microbatches):
+        for rows, is_last in _with_last(microbatches):
             if isinstance(model, FSDPModule):
                 # Gradients are reduced over ranks once, after the last micro-batch.
-                model.set_requires_gradient_sync(index == len(microbatches) - 1)
+                model.set_requires_gradient_sync(is_last)
             loss_sum = model(
                 rows.tokens_BT,
                 positions_BT=rows.positions_BT,
@@ -60,6 +59,16 @@ def build_forward_backward(
         return total
 
     return run
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last; one is read ahead."""
+    iterator = iter(items)
+    current = next(iterator)
+    for following in iterator:
+        yield current, False
+        current = following
+    yield current, True
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:

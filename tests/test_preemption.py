@@ -1,0 +1,112 @@
+"""Requests to stop, by signals and by time, at every moment of a run."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import Ranks, losses, options, rows, train, wait_for_step
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_a_run_that_is_to_be_requeued_says_so_until_it_is_complete(corpus, tmp_path):
+    def run(name):
+        return options(corpus, tmp_path / name, training__steps=40, preemption__requeue=True)
+
+    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
+    for number, after in ((signal.SIGUSR1, 5), (signal.SIGUSR2, 20)):
+        stopped = Ranks(run("stopped"), world_size=2, log_folder=tmp_path)
+        wait_for_step(tmp_path / "stopped", after)
+        stopped.signal(number, ranks=[1])
+        stopped.signal(number)
+        code, output = stopped.wait()
+        assert code == 75
+        assert f"stopped by {number.name}: step" in output
+    assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_signal_ends_a_validation(corpus, tmp_path):
+    changes = {"validation__enable": True, "validation__freq": 1, "validation__local_batch_size": 1}
+    argv = options(corpus, tmp_path, data__held_out_fraction=0.8, **changes)
+    run = Ranks(argv, world_size=2, log_folder=tmp_path)
+    wait_for_step(tmp_path, 1)
+    run.signal(signal.SIGTERM, ranks=[1])
+    code, output = run.wait()
+    assert code == 0
+    assert "stopped by a signal to another rank: step 1 is saved" in output
+    assert "validation loss" not in output
+
+
+def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path):
+    def run(name, **changes):
+        sizes = {"training__local_batch_size": 1, "training__global_batch_size": 96, "training__steps": 3}
+        return options(corpus, tmp_path / name, **sizes, **changes)
+
+    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
+    step_seconds = min(row["step_seconds"] for row in rows(tmp_path / "whole") if "loss" in row)
+    deadline = step_seconds / 2
+    stopped = Ranks(run("stopped", preemption__deadline_seconds=deadline), world_size=2, log_folder=tmp_path)
+    wait_for_step(tmp_path / "stopped", 2)
+    stopped.signal(signal.SIGUSR1)
+    code, output = stopped.wait()
+    assert code == 0
+    assert "stopped by SIGUSR1: step 2 is saved" in output
+    assert list(losses(tmp_path / "stopped")) == [1, 2]
+    assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_run_ends_before_its_time_is_up(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=100_000, training__max_seconds=5, metrics__log_freq=10)
+    start = time.monotonic()
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    assert code == 0
+    assert time.monotonic() - start < 7
+    (step,) = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
+    assert int(step) > 10
+
+
+def test_a_signal_before_torch_is_loaded_is_not_lost(corpus, tmp_path):
+    argv = options(corpus, tmp_path / "runs", preemption__requeue=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_clone.train", *argv],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not handles(process.pid, signal.SIGUSR1):
+        assert process.poll() is None
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped by SIGUSR1 before the first step" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", status)
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_step(corpus, tmp_path, world_size):
+    argv = options(corpus, tmp_path, preemption__requeue=True)
+    assert train(argv, log_folder=tmp_path)[0] == 0  # prepares the data
+    longer = options(corpus, tmp_path, preemption__requeue=True, training__steps=20)
+    run = Ranks(longer, world_size=world_size, log_folder=tmp_path / "second")
+    while "rows" not in run.output:  # the line about the run, after which the process group starts
+        time.sleep(0.001)
+    run.signal(signal.SIGUSR1, ranks=[world_size - 1])
+    code, output = run.wait()
+    assert code == 75
+    assert "before the first step" in output or "step 11 is saved" in output
