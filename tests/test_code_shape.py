@@ -23,7 +23,7 @@ TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 STOREYS = [
     {"config"},
     {"observe"},
-    {"blockwise"},
+    {"blockwise", "shards"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance", "loss"},
     {"preflight"},
     {"trainer"},

@@ -1,7 +1,7 @@
 """Everything that can be refused, refused before a process group starts or a folder is made."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from torchtitan_clone.config import (
     ConfigError,
     Degrees,
     load_config,
+    phase_of_step,
     resolved_degrees,
     resolved_global_batch_size,
     run_folder,
     to_toml,
     violations,
 )
-from torchtitan_clone.config.pipeline import Stages, resolved_stages
+from torchtitan_clone.config.pipeline import Stages, model_modules, resolved_stages
 from torchtitan_clone.data import (
+    Dataset,
     Loader,
     Tokenizer,
     ValidationLoader,
@@ -59,6 +61,46 @@ class Shape:
     stages: Stages
     pipeline: str
     global_batch_size: int
+    first_step: int = 1
+    """The first step that has this shape."""
+    frozen_layers: int = 0
+    """Blocks that do not learn, counted from the first; where there are some, the embedding does not either."""
+
+    def at_step(self, step: int) -> "Shape":
+        """What the run looks like in a step, as training.freeze_schedule says; asked of the run's first shape."""
+        phase = phase_of_step(self.config, self.world_size, step=step)
+        if phase.config is self.config:
+            return self
+        stages = resolved_stages(phase.config.parallelism, n_layers=self.model_args.n_layers)
+        return replace(
+            self,
+            config=phase.config,
+            degrees=resolved_degrees(phase.config.parallelism, self.world_size),
+            stages=stages,
+            pipeline=_describe_pipeline(phase.config, stages=stages),
+            first_step=phase.first_step,
+            frozen_layers=phase.frozen_layers,
+        )
+
+    def later_phases(self) -> "list[Shape]":
+        """What it looks like after each point of training.freeze_schedule."""
+        return [self.at_step(freeze.step) for freeze in self.config.training.freeze_schedule]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        return self.degrees.data * self.degrees.pp * self.degrees.cp * self.degrees.tp
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Names of the modules that do not learn."""
+        return tuple(model_modules(self.model_args.n_layers)[: self.frozen_layers + 1]) if self.frozen_layers else ()
+
+    @property
+    def frozen_stages(self) -> int:
+        """How many stages, counted from the first, hold nothing that learns."""
+        frozen = set(self.frozen_modules)
+        return next(index for index, modules in enumerate(self.stages.modules) if set(modules) - frozen)
 
     @property
     def records(self) -> Path:
@@ -77,21 +119,32 @@ class Shape:
         return self.global_batch_size * self.config.training.seq_len
 
     @cached_property
+    def parameter_sizes(self) -> dict[str, int]:
+        """How many numbers each parameter has, by name."""
+        with torch.device("meta"):
+            return {name: p.numel() for name, p in self.spec.build(self.model_args).named_parameters()}
+
+    @property
     def parameter_count(self) -> int:
         """Numbers in all parameters."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in self.spec.build(self.model_args).parameters())
+        return sum(self.parameter_sizes.values())
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward for one token."""
+        """FLOPs of forward and backward for one token; of frozen blocks forward only, a third."""
         args = self.model_args
         embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+        frozen_blocks = tuple(f"{name}." for name in self.frozen_modules[1:])
+        frozen = sum(size for name, size in self.parameter_sizes.items() if name.startswith(frozen_blocks))
+        whole = self._training_flops(self.parameter_count - embedding, n_layers=args.n_layers)
+        return whole - self._training_flops(frozen, n_layers=self.frozen_layers) * 2 / 3
+
+    def _training_flops(self, matmul_parameters: int, *, n_layers: int) -> float:
         return training_flops_per_token(
-            matmul_parameters=self.parameter_count - embedding,
-            n_layers=args.n_layers,
-            n_heads=args.n_heads,
-            head_dim=args.head_dim,
+            matmul_parameters=matmul_parameters,
+            n_layers=n_layers,
+            n_heads=self.model_args.n_heads,
+            head_dim=self.model_args.head_dim,
             seq_len=self.config.training.seq_len,
         )
 
@@ -111,6 +164,7 @@ class Run:
     """A run that may start: its shape, its data, and where it goes on from."""
 
     shape: Shape
+    dataset: Dataset
     loader: Loader
     validation_loader: ValidationLoader | None
     progress: Progress
@@ -174,6 +228,17 @@ def summary(shape: Shape) -> str:
         f"tokens per step   {shape.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
         f"tokens of the run {shape.tokens_per_step * shape.config.training.steps:,}\n"
         f"run folder        {shape.folder}\n"
+        f"{''.join(map(_describe_phase, shape.later_phases()))}"
+    )
+
+
+def _describe_phase(shape: Shape) -> str:
+    return (
+        f"from step {shape.first_step}\n"
+        f"  frozen          {', '.join(shape.frozen_modules)}\n"
+        f"  mesh            {describe_mesh(shape.degrees)}\n"
+        f"  pipeline        {shape.pipeline or 'none'}\n"
+        f"  FLOPs per token {shape.flops_per_token:,.0f}\n"
     )
 
 
@@ -191,16 +256,29 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
             "download it and set training.dataset_path"
         )
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=shape.tokenizer)
+    progress = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
+    if steps and config.checkpoint.enable:
+        progress = read_progress(checkpoints, step=steps[-1])
+    first = shape.at_step(progress.step + 1)
+    loader, validation_loader = open_loaders(first, dataset=dataset, rank=launch.rank)
+    if progress.step:
+        loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
+    return Run(shape=shape, dataset=dataset, loader=loader, validation_loader=validation_loader, progress=progress)
+
+
+def open_loaders(shape: Shape, *, dataset: Dataset, rank: int) -> tuple[Loader, ValidationLoader | None]:
+    """What a rank of that shape reads its batches from, both at the start of the data."""
+    config = shape.config
     common = {
         "dataset": dataset,
         "seq_len": config.training.seq_len,
         "document_masking": config.training.document_masking,
         "seed": config.debug.seed,
-        "rank": batch_rank(shape.degrees, rank=launch.rank),
+        "rank": batch_rank(shape.degrees, rank=rank),
         "num_ranks": shape.degrees.data,
         "num_workers": config.data.num_workers,
         "all_gather_object": _all_gather_object,
-        "tokens": tokens_of_rank(shape, rank=launch.rank),
+        "tokens": tokens_of_rank(shape, rank=rank),
     }
     loader = build_loader(
         split="train",
@@ -208,15 +286,10 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         local_batch_size=config.training.local_batch_size,
         **common,
     )
-    validation_loader = None
-    if config.validation.enable:
-        validation_rows = config.validation.local_batch_size * shape.degrees.data
-        validation_loader = build_loader(split="validation", global_batch_size=validation_rows, **common)
-    progress = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
-    if steps and config.checkpoint.enable:
-        progress = read_progress(checkpoints, step=steps[-1])
-        loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
-    return Run(shape=shape, loader=loader, validation_loader=validation_loader, progress=progress)
+    if not config.validation.enable:
+        return loader, None
+    rows = config.validation.local_batch_size * shape.degrees.data
+    return loader, build_loader(split="validation", global_batch_size=rows, **common)
 
 
 def tokens_of_rank(shape: Shape, *, rank: int) -> Tensor | None:

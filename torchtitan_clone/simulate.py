@@ -30,8 +30,7 @@ def simulate(shape: Shape) -> str:
     shape = replace(shape, config=eager)
     # Of a rank without peers torch would say that it uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    world_size = shape.degrees.data * shape.degrees.pp * shape.degrees.cp * shape.degrees.tp
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=shape.world_size, store=FakeStore())
     try:
         trace = _trace(shape)
     finally:
@@ -68,15 +67,12 @@ def _rows(shape: Shape) -> Any:
 def _memory_table(shape: Shape) -> str:
     """What each rank keeps all the time. Activations and gathered weights come on top."""
     training = shape.config.training
-    with torch.device("meta"):
-        model = shape.spec.build(shape.model_args)
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     ranks = shape.degrees.dp_shard * shape.degrees.cp * shape.degrees.tp
     bytes_each = getattr(torch, training.dtype).itemsize
     lines = [f"{'pipeline rank':>14}{'parameters':>18}{'weights GiB':>13}{'gradients':>11}{'Adam state':>12}{'sum':>8}"]
     for rank in range(shape.degrees.pp):
         modules = tuple(f"{name}." for stage in shape.stages.of_rank(rank) for name in shape.stages.modules[stage])
-        parameters = sum(size for name, size in sizes.items() if name.startswith(modules))
+        parameters = sum(size for name, size in shape.parameter_sizes.items() if name.startswith(modules))
         weights = parameters / ranks * bytes_each / 2**30
         numbers = f"{weights:13.2f}{weights:11.2f}{2 * weights:12.2f}{4 * weights:8.2f}"
         lines.append(f"{rank:14}{parameters:18,}{numbers}")

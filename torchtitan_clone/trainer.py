@@ -3,6 +3,7 @@
 What a step does is written in `Trainer.train_step`; when something happens between two steps, in `Trainer.train`.
 """
 
+import gc
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.checkpoint import CheckpointManager, Progress
@@ -31,8 +33,9 @@ from torchtitan_clone.observe.profiling import build_profiler
 from torchtitan_clone.optim import OptimizerContainer, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
 from torchtitan_clone.parallel.initial import init_weights
-from torchtitan_clone.parallel.mesh import Mesh, build_mesh
-from torchtitan_clone.parallel.runtime import Launch, set_determinism, shorten_timeouts
+from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
+from torchtitan_clone.parallel.reshard import move, parts_of_all_ranks
+from torchtitan_clone.parallel.runtime import Launch, set_determinism, set_timeout
 from torchtitan_clone.parallel.step import (
     ForwardBackward,
     build_forward_backward,
@@ -40,7 +43,7 @@ from torchtitan_clone.parallel.step import (
     sum_over_ranks,
 )
 from torchtitan_clone.parallel.trace import CollectiveTrace
-from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape
+from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape, open_loaders
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -72,30 +75,21 @@ class Trainer:
     def __init__(self, run: Run, *, launch: Launch, device: torch.device, stop: StopRequest):
         config = run.shape.config
         self._config = config
-        self._shape = run.shape
+        self._run = run
         self._device = device
         self._stop = stop
-        set_determinism(config.debug)
-        mesh = build_mesh(run.shape.degrees, loss_rank=run.shape.stages.ranks[-1], device_type=device.type)
-        self._mesh = mesh
         self._launch = launch
-        self._is_loss_leader = mesh.is_loss_leader
-        self.parts = build_parts(run.shape, mesh=mesh, device=device)
-        self.parameters = named_parameters(self.parts)
-        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
+        set_determinism(config.debug)
+        shape = run.shape.at_step(run.progress.step + 1)
+        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
+        self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
-        compile_loss = config.compile.enable and "loss" in config.compile.components
-        loss_fn = build_loss(
-            chunk_tokens=config.training.loss_chunk_tokens,
-            compile_backend=config.compile.backend if compile_loss else None,
-        )
-        self._forward_backward = build_step(self.parts, shape=run.shape, mesh=mesh, loss_fn=loss_fn, device=device)
         self._loader = run.loader
         self._validation_loader = run.validation_loader
         self._checkpoints = CheckpointManager(
             config.checkpoint,
             folder=run.shape.folder / config.checkpoint.folder,
-            state=partial(training_state, self.parameters, self.optimizer),
+            state=lambda: training_state(self.parameters, self.optimizer),
         )
         self._progress = run.progress
         self._saved_step = run.progress.step
@@ -125,6 +119,51 @@ class Trainer:
             resume_step=run.progress.step,
         )
 
+    def _take(self, parts: list[nn.Module], *, shape: Shape, mesh: Mesh) -> None:
+        """Trains these parts of the model from now on."""
+        config = shape.config
+        self._shape, self._mesh, self.parts = shape, mesh, parts
+        self.parameters = named_parameters(parts)
+        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
+        compile_loss = config.compile.enable and "loss" in config.compile.components
+        loss_fn = build_loss(
+            chunk_tokens=config.training.loss_chunk_tokens,
+            compile_backend=config.compile.backend if compile_loss else None,
+        )
+        self._forward_backward = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=self._device)
+
+    def _enter_phase_of(self, step: int) -> bool:
+        """Freezes blocks, and builds the mesh anew, where training.freeze_schedule says so; whether it did.
+
+        All state stays in memory: it moves from the old parts of the model to the new ones.
+        """
+        shape = self._run.shape.at_step(step)
+        if shape.first_step == self._shape.first_step:
+            return False
+        start = time.perf_counter()
+        set_timeout(self._config.comm.init_timeout_seconds)
+        position = self._loader.state_dict()
+        old_state, old_mesh = training_state(self.parameters, self.optimizer), self._mesh
+        release(self.parts)
+        if self._config.compile.enable:
+            torch.compiler.reset()  # the names of process groups are compiled in
+        del self.parts, self.parameters, self.optimizer, self._forward_backward, self._loader, self._validation_loader
+        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=self._device.type)
+        stages = shape.stages.of_rank(mesh.pp.get_local_rank())
+        parts = [parallelized_part(shape, stage=stage, mesh=mesh) for stage in stages]
+        optimizer_state = move_state(old_state, parts=parts, device=self._device)
+        self._take(parts, shape=shape, mesh=mesh)
+        self.optimizer.take_state(optimizer_state)
+        old_mesh.close()
+        gc.collect()  # modules and their hooks refer to one another
+        self._loader, self._validation_loader = open_loaders(shape, dataset=self._run.dataset, rank=self._launch.rank)
+        self._loader.load_state_dict(position, allow_change=False)
+        self._metrics.flops_per_token = shape.flops_per_token
+        mesh_text = describe_mesh(shape.degrees).partition("\n")[0]
+        what = f"{shape.frozen_layers} blocks frozen from now on, {mesh_text}"
+        self._metrics.log_event(self._progress.step, what, seconds=time.perf_counter() - start)
+        return True
+
     def train(self) -> bool:
         """Runs the steps that are left, saving and validating in between; whether nothing is left to do.
 
@@ -137,6 +176,8 @@ class Trainer:
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
             while self._progress.step < last_step and not stop and self._replicas.begin():
+                if is_new := self._enter_phase_of(self._progress.step + 1):
+                    interval = _Interval()
                 try:
                     with self._maybe_trace(attempts == 1):
                         result = self.train_step(self._progress.step + 1)
@@ -146,8 +187,8 @@ class Trainer:
                 stop = result.stop
                 attempts += 1
                 interval.add(result.data_seconds)
-                if attempts == 1:
-                    shorten_timeouts(self._config.comm)
+                if is_new or attempts == 1:
+                    set_timeout(self._config.comm.train_timeout_seconds)
                 if not result.committed:
                     continue
                 step = self._progress.step
@@ -177,7 +218,7 @@ class Trainer:
         batch = self._loader.take(part=replicas.part, parts=replicas.parts)
         replicas.record(self._loader.taken)
         data_seconds = time.perf_counter() - start
-        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._is_loss_leader else 0]))
+        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._mesh.is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
         self.optimizer.set_lr_factor(lr_factor)
         local_loss = self._forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
@@ -185,7 +226,7 @@ class Trainer:
         norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
-        loss, stops = sum_over_ranks([local_loss.item() if self._is_loss_leader else 0.0, self._wants_to_stop()])
+        loss, stops = sum_over_ranks([local_loss.item() if self._mesh.is_loss_leader else 0.0, self._wants_to_stop()])
         (loss,) = replicas.sum([loss])
         healthy = math.isfinite(loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
@@ -232,7 +273,7 @@ class Trainer:
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
         """The batch in parts, on the device. StepGivenUp, on all ranks at the same part, where time has run out."""
         deadline = self._config.preemption.deadline_seconds
-        for rows in batch.microbatches(self._config.training.local_batch_size):
+        for rows in batch.microbatches(self._shape.config.training.local_batch_size):
             if deadline is not None and any(sum_over_ranks([self._stop.seconds_since > deadline / 2])):
                 raise StepGivenUp
             yield rows.to(self._device)
@@ -292,7 +333,7 @@ class Trainer:
                     return False
                 if count == self._config.validation.steps:
                     break
-        is_leader = self._is_loss_leader
+        is_leader = self._mesh.is_loss_leader
         total, targets = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader])
         seconds = time.perf_counter() - start
         self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
@@ -401,6 +442,7 @@ def parallelized_part(shape: Shape, *, stage: int, mesh: Mesh) -> Any:
     apply_parallelism(
         model,
         modules=shape.stages.modules[stage],
+        frozen=shape.frozen_modules,
         mesh=mesh,
         tensor_plan=shape.spec.tensor_plan(),
         training=config.training,
@@ -422,6 +464,7 @@ def build_step(
     return build_pipelined_forward_backward(
         parts,
         stages=shape.stages,
+        frozen_stages=shape.frozen_stages,
         parallelism=shape.config.parallelism,
         mesh=mesh,
         loss_fn=loss_fn,
@@ -435,6 +478,40 @@ def training_state(parameters: dict[str, nn.Parameter], optimizer: OptimizerCont
     """The tensors that a checkpoint holds: the very tensors, not copies."""
     state: dict[str, Tensor] = {f"model/{name}": parameter.detach() for name, parameter in parameters.items()}
     return state | {f"optimizer/{name}": tensor for name, tensor in optimizer.state_dict().items()}
+
+
+def release(parts: list[nn.Module]) -> None:
+    """Frees the gathered weights of parts of the model that are given up."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def move_state(old: dict[str, Tensor], *, parts: list[Any], device: torch.device) -> dict[str, Tensor]:
+    """Moves the state that `training_state` gave into parts on the meta device, and empties it; a collective.
+
+    Returns the optimizer's state of what still learns.
+    """
+    sources = parts_of_all_ranks(old)
+    parameters = named_parameters(parts)
+    wanted: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in parameters.items()}
+    for name, holders in sources.items():
+        parameter = parameters.get(name.removeprefix("optimizer/").rpartition("/")[0])
+        if name.startswith("optimizer/") and parameter is not None and parameter.requires_grad:
+            whole = next(iter(holders.values()))
+            # As the parameter lies, or where it is another kind of number, on every rank.
+            like = parameter if whole.whole == parameter.shape else torch.empty(whole.whole, device="meta")
+            wanted[name] = like.detach().to(whole.dtype)
+    optimizer_state = {}
+    for name, tensor in move(old, sources=sources, wanted=wanted, device=device):
+        if (parameter := parameters.get(name.removeprefix("model/"))) is not None:
+            torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+        else:
+            optimizer_state[name.removeprefix("optimizer/")] = tensor
+    for part in parts:
+        part.init_buffers(device)
+    return optimizer_state
 
 
 def write_config(shape: Shape) -> None:

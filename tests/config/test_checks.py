@@ -9,6 +9,7 @@ from torchtitan_clone.config import (
     Config,
     Degrees,
     load_config,
+    phase_of_step,
     resolved_degrees,
     resolved_global_batch_size,
     run_folder,
@@ -107,8 +108,42 @@ def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
 
 
 FT = "--fault_tolerance"
+FREEZE = "--training.freeze_schedule"
 
 RULES = [
+    ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; put the steps in rising order"),
+    ([f"{FREEZE}=[{{step = 5, layers = 1}}, {{step = 5, layers = 2}}]"], {}, "step 5: must be above 5"),
+    ([f"{FREEZE}=[{{step = 5, layers = 2}}, {{step = 9, layers = 2}}]"], {}, "layers = 2 must be above 2 and below"),
+    ([f"{FREEZE}=[{{step = 5, layers = 8}}]"], {"n_layers": 8}, "layers = 8 must be above 0 and below model.args"),
+    ([f"{FREEZE}=[{{step = 5, layers = 1}}]"], {"tied_embeddings": True}, "freezes the embedding, which is the output"),
+    (
+        [f"{FREEZE}=[{{step = 5, layers = 1}}]", f"{FT}.enable", f"{FT}.group_size=2"],
+        {},
+        "a replica group that heals takes over tensors of the others",
+    ),
+    ([f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 0}}]"], {}, "local_batch_size = 0 must be at least 1"),
+    (
+        pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 3}}]"),
+        {},
+        "step 5: pipeline_parallel_degree = 3 does not divide the degree before, 4; a pipeline can shrink",
+    ),
+    (
+        pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 1}}]"),
+        {},
+        "training.freeze_schedule, with what its point at step 5 sets: training.global_batch_size = 16: not a multiple "
+        "of training.local_batch_size 8 x data-parallel degree 8 = 64; set training.global_batch_size to 64, or "
+        "training.local_batch_size to 1 or 2.",
+    ),
+    (
+        pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 2}}]"),
+        {"world_size": 4},
+        "with what its point at step 5 sets: training.local_batch_size = 2: makes 2 micro-batches of 1, and 1F1B needs",
+    ),
+    (
+        pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 2}}]"),
+        {"world_size": 4},
+        "with what its point at step 5 sets: training.local_batch_size = 2: makes 2 micro-batches of 1, and 1F1B needs",
+    ),
     (
         [f"{FT}.enable"],
         {},
@@ -331,6 +366,12 @@ def test_rules(argv: list[str], facts: dict[str, Any], fragment: str) -> None:
 
 
 ALLOWED = [
+    (
+        pipeline(
+            4, "1F1B", f"{SHARD}=2", f"{FREEZE}=[{{step=5, layers=1, pipeline_parallel_degree=2, local_batch_size=4}}]"
+        ),
+        {},
+    ),
     (["--profiling.enable_memory_snapshot"], {"device_type": "cuda"}),
     ([f"{REPLICATE}=2", f"{SHARD}=4"], {}),
     (["--training.global_batch_size=128"], {}),
@@ -380,6 +421,18 @@ def test_resolved_degrees_and_batch() -> None:
     assert resolved_global_batch_size(config.training, degrees, three) == 192
     given = load_config(["--training.global_batch_size=16"]).training
     assert resolved_global_batch_size(given, degrees, three) == 16
+
+
+def test_phases_are_a_function_of_the_step() -> None:
+    points = "{step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 2, local_batch_size = 4}"
+    config = load_config(pipeline(4, "1F1B", f"{SHARD}=2", f"{FREEZE}=[{points}, {{step = 9, layers = 4}}]"))
+    found = [phase_of_step(config, 8, step=step) for step in range(1, 11)]
+    assert [phase.frozen_layers for phase in found] == [0, 0, 1, 1, 2, 2, 2, 2, 4, 4]
+    assert [phase.config.training.local_batch_size for phase in found] == [8] * 4 + [4] * 6
+    for phase in found:
+        degrees = resolved_degrees(phase.config.parallelism, 8)
+        assert (degrees.pp, degrees.dp_shard) == ((4, 2) if phase.first_step < 5 else (2, 4))
+        assert resolved_global_batch_size(phase.config.training, degrees, FaultTolerance()) == 16
 
 
 def test_run_folder() -> None:

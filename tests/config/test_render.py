@@ -1,9 +1,9 @@
 """to_toml reads back as the same run; help shows every option."""
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -24,6 +24,9 @@ def random_value(annotation: Any, *, source: random.Random) -> Any:
     if get_origin(annotation) is dict:
         kinds = (int, float, str, bool, list[int], dict[str, Any])
         return {f"k{index}": random_value(source.choice(kinds), source=source) for index in range(source.randrange(4))}
+    if is_dataclass(annotation):
+        hints = get_type_hints(annotation)
+        return annotation(**{name: random_value(hint, source=source) for name, hint in hints.items()})
     if get_args(annotation):
         return random_value(get_args(annotation)[0], source=source)
     return {
@@ -34,6 +37,12 @@ def random_value(annotation: Any, *, source: random.Random) -> Any:
     }[annotation]()
 
 
+def written(value: Any) -> str:
+    """The value on the command line."""
+    items = value if isinstance(value, list) else []
+    return toml_like([asdict(item) for item in items] if items and is_dataclass(items[0]) else value)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_any_configuration_survives_the_round_trip(seed: int, tmp_path: Path) -> None:
     source = random.Random(seed)
@@ -42,7 +51,7 @@ def test_any_configuration_survives_the_round_trip(seed: int, tmp_path: Path) ->
         option: random_value(TABLES[option[0]][option[1]], source=source)
         for option in source.sample(options, k=source.randrange(len(options)))
     }
-    config = load_config([f"--{table}.{key}={toml_like(value)}" for (table, key), value in chosen.items()])
+    config = load_config([f"--{table}.{key}={written(value)}" for (table, key), value in chosen.items()])
     assert {option: getattr(getattr(config, option[0]), option[1]) for option in chosen} == chosen
 
     path = tmp_path / "config.toml"

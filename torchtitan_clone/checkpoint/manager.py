@@ -100,7 +100,13 @@ class CheckpointManager:
         folder = self._folder / f"step-{step}"
         reader = dcp.FileSystemReader(folder)
         saved = reader.read_metadata().state_dict_metadata
-        state = {name: tensor for name, tensor in self._all_tensors().items() if name in saved or not _is_rng(name)}
+        state = self._all_tensors()
+        absent = [name for name in state if name not in saved]
+        if frozen := {name.rpartition("/")[0] for name in absent if name.startswith("optimizer/")}:
+            logger.warning(
+                "%d parameters were frozen at step %d: their optimizer states start from zero", len(frozen), step
+            )
+        state = {name: tensor for name, tensor in state.items() if name in saved or _must_be_saved(name)}
         dcp.load(state, storage_reader=reader)
         _set_rng(state)
         return read_progress(self._folder, step=step)
@@ -203,8 +209,9 @@ def _first_error(error: str | None) -> str | None:
     return next((e for e in errors if e is not None), None)
 
 
-def _is_rng(name: str) -> bool:
-    return name.startswith("rng/")
+def _must_be_saved(name: str) -> bool:
+    """Ranks that did not exist have no generators in a checkpoint, parameters that were frozen no optimizer state."""
+    return not name.startswith(("rng/", "optimizer/"))
 
 
 def _rng_state() -> dict[str, Tensor]:

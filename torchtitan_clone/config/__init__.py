@@ -3,6 +3,7 @@
 from torchtitan_clone.config.checks import violations
 from torchtitan_clone.config.loader import load_config
 from torchtitan_clone.config.overlay import ConfigError, overlay
+from torchtitan_clone.config.phases import phase_of_step, phases
 from torchtitan_clone.config.render import help_text, to_toml
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees, resolved_global_batch_size, run_folder
 from torchtitan_clone.config.schema import Config
@@ -14,6 +15,8 @@ __all__ = [
     "help_text",
     "load_config",
     "overlay",
+    "phase_of_step",
+    "phases",
     "resolved_degrees",
     "resolved_global_batch_size",
     "run_folder",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.phases import freeze_violations, phases
 from torchtitan_clone.config.pipeline_checks import pipeline_violations
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees
 from torchtitan_clone.config.schema import (
@@ -54,16 +55,33 @@ def violations(
     ]
     if out_of_bounds:  # the other rules compute with these values
         return found
+    model: dict[str, Any] = {"heads": heads, "n_layers": n_layers, "tied_embeddings": tied_embeddings}
+    found += _schedule(config.lr_scheduler, config.training.steps)
+    unusable = _of_mesh(config, world_size=world_size, **model)
+    unusable = unusable or [*freeze_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings)]
+    if unusable:
+        return [*found, *unusable]
+    for phase in phases(config, world_size)[1:]:
+        of_phase = _of_mesh(phase.config, world_size=world_size, **model)
+        point = f"training.freeze_schedule, with what its point at step {phase.first_step} sets"
+        found += [f"{point}: {message}" for message in of_phase]
+    return found
+
+
+def _of_mesh(
+    config: Config, *, world_size: int, heads: dict[str, int], n_layers: int, tied_embeddings: bool
+) -> list[str]:
+    """What must hold for every mesh that the run has in its course."""
     degrees = list(_degrees(config.parallelism, world_size))
+    found: list[str] = []
     if not degrees:
         found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
-    found += pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings)
     return [
         *found,
+        *pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings),
         *degrees,
         *_tensor(config, heads),
         *_context(config, heads),
-        *_schedule(config.lr_scheduler, config.training.steps),
     ]
 
 

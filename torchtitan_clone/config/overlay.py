@@ -94,7 +94,8 @@ def toml_like(value: Any) -> str:
         case list():
             return f"[{', '.join(toml_like(item) for item in cast('list[Any]', value))}]"
         case dict():
-            pairs = cast("dict[str, Any]", value).items()
+            # What is unset is left out, since TOML has no word for it.
+            pairs = [(key, item) for key, item in cast("dict[str, Any]", value).items() if item is not None]
             return f"{{{', '.join(f'{toml_key(key)} = {toml_like(item)}' for key, item in pairs)}}}"
         case _:
             return str(value)

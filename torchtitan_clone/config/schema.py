@@ -42,6 +42,20 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """A point of training.freeze_schedule: what changes before a step, for that step and all that follow."""
+
+    step: int
+    """First step that trains without these blocks."""
+    layers: int
+    """Blocks that are frozen from then on, counted from the first; the embedding is frozen with them."""
+    pipeline_parallel_degree: int | None = None
+    """Ranks over which the layers are split from then on; the shard axis takes what gets free. Unset: as before."""
+    local_batch_size: int | None = None
+    """Rows that one data-parallel rank passes through the model at once from then on; unset: as before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """What is trained on, how much, and in which precision."""
 
@@ -73,6 +87,9 @@ class Training:
     """Type of the weights and activations in forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are reduced over ranks."""
+    freeze_schedule: list[Freeze] = field(default_factory=list[Freeze])
+    """Blocks that stop learning, for example [{step = 100, layers = 4, pipeline_parallel_degree = 1}]: from step 100 on
+    the embedding and the first 4 blocks stay as they are, and ranks that get free take part of the data."""
     enable_cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory."""
     gc_freq: int = 50

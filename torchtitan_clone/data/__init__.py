@@ -11,7 +11,7 @@ Reading order: sources, tokenizer, encoder, fingerprint, token_store, order, pac
 loader.
 """
 
-from torchtitan_clone.data.loader import Loader, ValidationLoader, build_loader, open_dataset
+from torchtitan_clone.data.loader import Dataset, Loader, ValidationLoader, build_loader, open_dataset
 from torchtitan_clone.data.packing import IGNORE_INDEX, Batch
 from torchtitan_clone.data.sources import DATASETS, describe_source, hub_id
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
@@ -20,6 +20,7 @@ __all__ = [
     "DATASETS",
     "IGNORE_INDEX",
     "Batch",
+    "Dataset",
     "Loader",
     "Tokenizer",
     "ValidationLoader",

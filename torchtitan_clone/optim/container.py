@@ -65,6 +65,15 @@ class OptimizerContainer:
             for key, value in self._optimizer.state[parameter].items()
         }
 
+    def take_state(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on with these tensors as its state, named as in state_dict()."""
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in state.items():
+            parameter_name, _, key = name.rpartition("/")
+            by_name.setdefault(parameter_name, {})[key] = tensor
+        for parameter, name in self._names.items():
+            self._optimizer.state[parameter] = by_name[name]
+
     def _materialize(self) -> None:
         """Lets torch make the state: one step of zero gradients at a learning rate of zero, then zero it."""
         rates = [group["lr"] for group in self._optimizer.param_groups]
@@ -93,6 +102,6 @@ def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.P
     }
     matrices = [p for p in names if p.ndim >= 2 or optimizer.decay_all_parameters]
     vectors = [p for p in names if p.ndim < 2 and not optimizer.decay_all_parameters]
+    # A group may be empty: all that a rank of a pipeline has may be frozen.
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
     return OptimizerContainer(OPTIMIZERS[optimizer.name](groups, optimizer), names=names, lr=optimizer.lr)

@@ -21,6 +21,7 @@ def apply_parallelism(
     model: Any,
     *,
     modules: Iterable[str],
+    frozen: Iterable[str],
     mesh: Mesh,
     tensor_plan: Mapping[str, ParallelStyle],
     training: Training,
@@ -30,9 +31,11 @@ def apply_parallelism(
 ) -> None:
     """Changes a model on the meta device in place: pipeline, tensor, context, activation checkpointing, compile, data.
 
-    In this order; of the pipeline, the model keeps the stage that has these `modules`.
+    In this order; of the pipeline, the model keeps the stage that has these `modules`. Those that are `frozen` too get
+    no gradients.
     """
-    _keep_modules(model, names=set(modules))
+    modules = set(modules)
+    _keep_modules(model, names=modules)
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     if mesh.cp.size() > 1:
@@ -42,6 +45,8 @@ def apply_parallelism(
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
             model.layers[name] = torch.compile(block, backend=compile.backend, fullgraph=True)
+    for name in modules & set(frozen):
+        model.get_submodule(name).requires_grad_(False)
     apply_fsdp(model, mesh=mesh.fsdp, training=training, parallelism=parallelism)
 
 

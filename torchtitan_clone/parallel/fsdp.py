@@ -1,9 +1,10 @@
 """Data parallelism with FSDP2: weights, gradients and optimizer state are shards of the `fsdp` mesh."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -49,3 +50,6 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum; a plain one is exact with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
+            if not any(parameter.requires_grad for parameter in cast("nn.Module", module).parameters()):
+                # Else the backward of the block behind gathers frozen weights ahead, for nothing.
+                module.set_unshard_in_backward(False)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan_clone.shards import local_part
 
 BLOCK_ELEMENTS = 1 << 18
 
@@ -23,19 +23,11 @@ def init_weights(
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)
-            local, offset = _local_part(parameter)
+            local, offset = local_part(parameter)
             if std is None:
                 local.fill_(1.0)
             elif local.numel():
                 _fill_normal(local, name=name, seed=seed, std=std, shape=parameter.shape, offset=offset)
-
-
-def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of the parameter, and where it starts in the whole."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.ndim
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple(offset)
 
 
 def _fill_normal(

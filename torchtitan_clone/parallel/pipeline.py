@@ -24,8 +24,24 @@ from torchtitan_clone.parallel.step import ForwardBackward, Rows
 
 
 class _Stage(PipelineStage):
-    """Hands no gradients to the stage before on the same rank where there are none; torch's asserts that there are."""
+    """torch's stage, put right for schedules that turn back and for frozen stages."""
 
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        # Where the input needs no gradient torch would lose the weights' gradients in a backward of two halves.
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._is_behind_frozen, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self._is_behind_frozen:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    @property
+    def _is_behind_frozen(self) -> bool:
+        assert self._stage_meta.inputs is not None
+        return not (self.is_first or self._stage_meta.inputs[0].requires_grad)
+
+    # Where there are no gradients none go to the stage before on the same rank; torch's asserts that there are.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
@@ -42,6 +58,7 @@ def build_pipelined_forward_backward(
     parts: Sequence[nn.Module],
     *,
     stages: Stages,
+    frozen_stages: int,
     parallelism: Parallelism,
     mesh: Mesh,
     loss_fn: Callable[..., Tensor],
@@ -51,7 +68,8 @@ def build_pipelined_forward_backward(
 ) -> ForwardBackward:
     """The pipelined way: each micro-batch of a pass is cut into the pipeline's own.
 
-    `parts` are this rank's stages, `dim` and `dtype` the size and the type of what passes between two stages.
+    `parts` are this rank's stages, `dim` and `dtype` the size and the type of what passes between two stages. Behind
+    the first `frozen_stages` no gradient is asked for or sent.
     """
 
     @cache
@@ -60,7 +78,11 @@ def build_pipelined_forward_backward(
         count = parallelism.pipeline_parallel_microbatch_size
         tokens_BT = torch.empty(count, tokens, dtype=torch.int64, device="meta")
         shape = (count, tokens // mesh.tp.size(), dim)
-        hidden_BTD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains)
+
+        def hidden_BTD(stage: int) -> Tensor:
+            """What the stage hands on."""
+            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains and stage >= frozen_stages)
+
         loss = torch.empty((), device="meta", requires_grad=trains)
         last = len(stages.ranks) - 1
         pipeline_stages = [
@@ -69,8 +91,8 @@ def build_pipelined_forward_backward(
                 index,
                 last + 1,
                 device,
-                input_args=hidden_BTD if index else tokens_BT,
-                output_args=hidden_BTD if index < last else loss,
+                input_args=hidden_BTD(index - 1) if index else tokens_BT,
+                output_args=hidden_BTD(index) if index < last else loss,
                 group=mesh.pp.get_group(),
             )
             for index, part in zip(stages.of_rank(mesh.pp.get_local_rank()), parts, strict=True)

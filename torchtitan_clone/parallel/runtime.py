@@ -53,11 +53,11 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
     dist.destroy_process_group()
 
 
-def shorten_timeouts(comm: Comm) -> None:
-    """After the first step nothing slow remains, so that a rank that hangs is found sooner."""
+def set_timeout(seconds: int) -> None:
+    """Longest wait for a collective from now on: short where nothing slow remains, to find a rank that hangs."""
     group = dist.distributed_c10d._get_default_group()
     for backend in {group._get_backend(torch.device(kind)) for kind in group._device_types}:
-        backend._set_default_timeout(timedelta(seconds=comm.train_timeout_seconds))
+        backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def set_determinism(debug: Debug) -> None:

@@ -76,17 +76,21 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
 
     A collective over all ranks: a parameter may be whole, or a shard on any axis, or live on some pipeline stages only.
     """
+    parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
-    norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
-    # What several ranks hold alike counts once, so that one sum over all ranks is enough for every mesh.
-    copies = torch.tensor([_copies(g) for g in gradients], dtype=torch.float64).to(norms.device, non_blocking=True)
-    squares = (norms.square() / copies).sum()
+    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    if local:  # a rank whose blocks are all frozen has none
+        # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
+        norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
+        # What several ranks hold alike counts once, so that one sum over all ranks is enough for every mesh.
+        copies = torch.tensor([_copies(g) for g in gradients], dtype=torch.float64).to(norms.device, non_blocking=True)
+        squares = (norms.square() / copies).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt().float()
-    torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if local:
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 

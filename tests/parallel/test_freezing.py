@@ -1,0 +1,223 @@
+"""Freezing of blocks and live re-meshing: the numbers of a plain loop, and no work or memory for what is frozen."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from tests.harness import run_ranks
+from tests.runs import losses, options, rows, train
+from torchtitan_clone import preflight
+from torchtitan_clone.config import load_config
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.optim import build_schedule
+from torchtitan_clone.parallel.initial import init_weights
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.trainer import Trainer, training_state
+
+CPU = torch.device("cpu")
+STEPS = 8
+POINTS = {3: 1, 5: 3}
+VALIDATED = {"validation__enable": True, "validation__freq": 2, "validation__steps": 1}
+
+
+def schedule(*points):
+    """training.freeze_schedule on the command line, from (step, layers, further keys)."""
+    entries = [{"step": step, "layers": layers, **more} for step, layers, more in points]
+    inline = (", ".join(f"{key} = {value}" for key, value in entry.items()) for entry in entries)
+    return f"[{', '.join(f'{{{entry}}}' for entry in inline)}]"
+
+
+def frozen_options(corpus, folder, first=None, second=None, **changes):
+    """Options of a run that freezes one of four blocks before step 3, and three before step 5."""
+    points = [(step, layers, more or {}) for (step, layers), more in zip(POINTS.items(), (first, second), strict=True)]
+    common = {"model__args__n_layers": 4, "training__steps": STEPS, "training__freeze_schedule": schedule(*points)}
+    return options(corpus, folder, **common | changes)
+
+
+def train_plainly(argv):
+    """Losses and gradient norms of all steps and weights at the end, with nothing but torch and requires_grad."""
+    config = load_config(argv)
+    shape = preflight.resolve(config, world_size=1, device_type="cpu")
+    loader = preflight.prepare(shape, launch=Launch.from_environment()).loader
+    model = shape.spec.build(shape.model_args)
+    parameters = dict(model.named_parameters())
+    init_weights(parameters, seed=config.debug.seed, std_of=lambda name: shape.spec.initial_std(shape.model_args, name))
+    groups = [{"params": [p for p in parameters.values() if p.ndim >= 2]}]
+    groups.append({"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.optimizer.weight_decay)
+    lr_factor = build_schedule(config.lr_scheduler, steps=STEPS)
+    found = []
+    for step in range(1, STEPS + 1):
+        for layer in range(POINTS.get(step, 0)):
+            model.tok_embeddings.requires_grad_(False)
+            model.layers[str(layer)].requires_grad_(False)
+        batch = next(loader)
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * lr_factor(step)
+        logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        found.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: p.detach() for name, p in parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(corpus, tmp_path_factory):
+    """The plain loop's losses, norms and weights."""
+    argv = frozen_options(corpus, tmp_path_factory.mktemp("plain"), training__local_batch_size=1)
+    return run_ranks(train_plainly, 1, argv)[0]
+
+
+class Watched(Trainer):
+    """A trainer that keeps what it has before and after each point of the schedule."""
+
+    def _enter_phase_of(self, step):
+        self.seen = getattr(self, "seen", [])
+        before = self.state()
+        entered = super()._enter_phase_of(step)
+        if entered:
+            self.seen.append((before, self.state()))
+        return entered
+
+    def state(self):
+        tensors = training_state(self.parameters, self.optimizer)
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
+
+
+def train_and_look(argv):
+    """All state of this rank around each point and at the end; process groups then, and as the mesh alone has them."""
+    config, launch = load_config(argv), Launch.from_environment()
+    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    run = preflight.prepare(shape, launch=launch)
+    with process_group(config.comm, launch=launch, device=CPU):
+        trainer = Watched(run, launch=launch, device=CPU, stop=StopRequest())
+        trainer.train()
+        groups = len(dist.distributed_c10d._world.pg_map), len(trainer._mesh.groups) + 1
+        return trainer.seen, trainer.state(), groups
+
+
+def merged(states):
+    """What all ranks have together."""
+    return {name: tensor for state in states for name, tensor in state.items()}
+
+
+ROWS_2, ROWS_4 = {"local_batch_size": 2}, {"local_batch_size": 4}
+ALONE, SHRINK = {"pipeline_parallel_degree": 1, **ROWS_2}, {"pipeline_parallel_degree": 2}
+PIPELINE = {"training__local_batch_size": 8, "parallelism__pipeline_parallel_degree": 2}
+SCHEDULE, TENSOR = "parallelism__pipeline_parallel_schedule", {"parallelism__tensor_parallel_degree": 2}
+COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
+CONTEXT = {"parallelism__context_parallel_degree": 2}
+
+IDS = "one", "two", "pipeline", "zero bubble", "shrinks", "shrinks compiled", "twice", "tensor", "context", "hsdp"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first", "second", "changes"),
+    [
+        (1, {}, {}, {"activation_checkpoint__mode": "full"}),
+        (2, {}, {}, {"parallelism__fsdp_reshard_after_forward": "never", **VALIDATED}),
+        (2, {}, {}, PIPELINE),
+        (2, {}, {}, PIPELINE | {SCHEDULE: "ZBVZeroBubble", "activation_checkpoint__mode": "none"}),
+        (2, {}, ROWS_4 | ALONE, PIPELINE | VALIDATED),
+        (
+            2,
+            ALONE,
+            {},
+            PIPELINE | {SCHEDULE: "Interleaved1F1B", **COMPILED},
+        ),
+        (4, SHRINK, ALONE, PIPELINE | {"parallelism__pipeline_parallel_degree": 4, "training__local_batch_size": 4}),
+        (4, {}, ALONE, PIPELINE | TENSOR),
+        (4, ALONE, {}, PIPELINE | CONTEXT),
+        (4, ALONE, {}, PIPELINE | {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 4}),
+    ],
+    ids=IDS,
+)
+def test_freezing_equals_a_plain_loop(corpus, tmp_path, plain, world_size, first, second, changes):
+    found, weights = plain
+    answers = run_ranks(train_and_look, world_size, frozen_options(corpus, tmp_path, first, second, **changes))
+    logged = [(row["loss"], row["grad_norm"]) for row in rows(tmp_path) if "loss" in row]
+    assert len(logged) == STEPS
+    for (loss, norm), (expected_loss, expected_norm) in zip(logged, found, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    end = merged(state for _, state, _ in answers)
+    for name, value in weights.items():
+        assert (end[f"model/{name}"] - value).norm() <= 1e-4 * value.norm(), name
+    kept = {name.split("/")[1] for name in end if name.startswith("optimizer/")}
+    assert kept == {name for name in weights if name.startswith(("layers.3.", "norm", "output"))}
+    for point, layers in enumerate(POINTS.values()):
+        before, after = (merged(seen[point][side] for seen, *_ in answers) for side in range(2))
+        assert {name for name in before if name.startswith("model/")} == {f"model/{name}" for name in weights}
+        assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+        frozen = [
+            f"model/{name}" for name in weights if name.startswith(("tok", *(f"layers.{i}." for i in range(layers))))
+        ]
+        assert all(torch.equal(end[name], before[name]) for name in frozen)
+        assert not any(name.replace("model", "optimizer") in after for name in frozen)
+    for _, _, (groups, of_mesh) in answers:
+        assert groups == of_mesh
+
+
+STEADY = {"lr_scheduler__decay_ratio": 0.01, "checkpoint__interval": 2}
+
+
+def test_a_run_resumes_on_both_sides_of_each_point(corpus, tmp_path):
+    """To the last bit, with a rank that keeps no optimizer state; then with nothing frozen any more."""
+
+    def run(name, **changes):
+        argv = frozen_options(corpus, tmp_path / name, {}, {}, **PIPELINE, **STEADY, **changes)
+        code, output = train(argv, world_size=2, log_folder=tmp_path)
+        assert code == 0, output
+        return output
+
+    run("whole")
+    for steps in (2, 4, 6, 8):
+        output = run("parts", training__steps=steps)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert "start from zero" not in output
+    output = run("parts", training__steps=9, training__freeze_schedule=[])
+    assert "start from zero" in output
+    assert len(losses(tmp_path / "parts")) == 9
+
+
+def collectives(corpus, folder, world_size, **changes):
+    """The table of rank 0 for a step in which three of four blocks are frozen."""
+    points = schedule((1, 3, {}))
+    argv = frozen_options(corpus, folder, training__freeze_schedule=points, training__steps=2, **changes)
+    code, output = train([*argv, "--debug.trace_collectives"], world_size=world_size, log_folder=folder)
+    assert code == 0, output
+    return json.loads((folder / "run" / "collectives.rank0.json").read_text())
+
+
+def total(found, key, **wanted):
+    return sum(row[key] for row in found if all(row[name] == value for name, value in wanted.items()))
+
+
+def test_frozen_blocks_are_neither_reduced_nor_gathered_for_backward(corpus, tmp_path):
+    none = {"activation_checkpoint__mode": "none"}
+    found = collectives(corpus, tmp_path / "fsdp", 2, training__local_batch_size=4, **none)
+    embedding, ends = 4 * 2048 * 64, 4 * (2048 + 1) * 64
+    block = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64)
+    assert total(found, "bytes", axis="fsdp", collective="reduce_scatter") == block + ends
+    assert total(found, "bytes", axis="fsdp", collective="all_gather") == 5 * block + embedding + ends
+    found = collectives(corpus, tmp_path / "pipeline", 2, **PIPELINE, **none)
+    assert total(found, "count", axis="pp", collective="send") == 8
+    assert total(found, "count", axis="pp", collective="recv") == 0
+
+
+def test_flops_of_frozen_blocks_are_a_third(corpus, tmp_path):
+    config = load_config(frozen_options(corpus, tmp_path, {}, {}))
+    shape = preflight.resolve(config, world_size=1, device_type="cpu")
+    block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
+    attention = 64 * 64  # of all heads, with each of 64 tokens
+    all_learn = 6 * (4 * block + 2049 * 64) + 12 * 4 * attention
+    assert shape.at_step(2).flops_per_token == all_learn
+    assert shape.at_step(3).flops_per_token == pytest.approx(all_learn - (4 * block + 8 * attention))
+    assert shape.at_step(8).flops_per_token == pytest.approx(all_learn - 3 * (4 * block + 8 * attention))
