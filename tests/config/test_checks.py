@@ -140,11 +140,6 @@ RULES = [
         "with what its point at step 5 sets: training.local_batch_size = 2: makes 2 micro-batches of 1, and 1F1B needs",
     ),
     (
-        pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 2}}]"),
-        {"world_size": 4},
-        "with what its point at step 5 sets: training.local_batch_size = 2: makes 2 micro-batches of 1, and 1F1B needs",
-    ),
-    (
         [f"{FT}.enable"],
         {},
         "fault_tolerance.group_size = 0: set it to the number of replica groups that the run has.",

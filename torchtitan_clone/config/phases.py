@@ -76,8 +76,8 @@ def freeze_violations(config: Config, *, n_layers: int, tied_embeddings: bool) -
         step, layers = freeze.step, freeze.layers
     if config.training.freeze_schedule and config.fault_tolerance.enable:
         yield (
-            "training.freeze_schedule: a replica group that heals takes over tensors of the others, which may have another "
-            "mesh by then; leave it out, or set fault_tolerance.enable to false."
+            "training.freeze_schedule: a replica group that heals takes over tensors of the others, which may have "
+            "another mesh by then; leave it out, or set fault_tolerance.enable to false."
         )
     if config.training.freeze_schedule and tied_embeddings:
         yield (
