@@ -79,7 +79,7 @@ class Trainer:
         self._device = device
         self._stop = stop
         self._launch = launch
-        set_determinism(config.debug)
+        set_determinism(config.debug, launch=launch, tensor_degree=run.shape.degrees.tp)
         shape = run.shape.at_step(run.progress.step + 1)
         mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
         self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)

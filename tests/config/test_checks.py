@@ -58,6 +58,7 @@ OUT_OF_BOUNDS = {
     "lr_scheduler.min_lr_factor": 1.1,
     "parallelism.data_parallel_replicate_degree": 0,
     "parallelism.data_parallel_shard_degree": 0,
+    "parallelism.fsdp_prefetch_blocks": 0,
     "parallelism.tensor_parallel_degree": 0,
     "parallelism.pipeline_parallel_degree": -1,
     "parallelism.context_parallel_degree": 0,
@@ -96,6 +97,7 @@ def test_bounds(name: str) -> None:
     assert ": must be " in message
 
 
+ASYNC_TENSOR = "--parallelism.enable_async_tensor_parallel"
 REPLICATE, SHARD = "--parallelism.data_parallel_replicate_degree", "--parallelism.data_parallel_shard_degree"
 CONTEXT, TENSOR = "--parallelism.context_parallel", "--parallelism.tensor_parallel_degree"
 
@@ -319,6 +321,9 @@ RULES = [
     (["--activation_checkpoint.selective_ac_option=some"], {}, 'selective_ac_option = "some": must be "op"'),
     (["--compile.enable", "--compile.components=[]"], {}, "leaves compile.enable nothing to compile"),
     (["--profiling.enable_memory_snapshot"], {}, "this run is on cpu; set it to false"),
+    ([ASYNC_TENSOR, f"{TENSOR}=2", "--compile.enable"], {}, "needs CUDA's symmetric memory"),
+    ([ASYNC_TENSOR, f"{TENSOR}=2"], {"device_type": "cuda"}, "compile.enable must be true"),
+    ([ASYNC_TENSOR, "--compile.enable"], {"device_type": "cuda"}, "parallelism.tensor_parallel_degree is 1"),
     (["--profiling.enable_profiling", "--profiling.profile_freq=3"], {}, "set it to at least 4"),
     (
         ["--validation.enable", "--data.held_out_fraction=0"],
@@ -367,6 +372,7 @@ ALLOWED = [
         ),
         {},
     ),
+    ([ASYNC_TENSOR, f"{TENSOR}=2", "--compile.enable"], {"device_type": "cuda"}),
     (["--profiling.enable_memory_snapshot"], {"device_type": "cuda"}),
     ([f"{REPLICATE}=2", f"{SHARD}=4"], {}),
     (["--training.global_batch_size=128"], {}),

@@ -141,7 +141,7 @@ def test_a_file_that_uses_nothing_foreign_loads(tmp_path: Path, caplog: pytest.L
         config = load_config([write(tmp_path, SMALL)])
     assert (config.training.steps, config.training.max_norm, config.checkpoint.enable) == (10, 1.0, False)
     left_out = [record.getMessage() for record in caplog.records]
-    assert len(left_out) == 9
+    assert len(left_out) == 8
     assert left_out[0].endswith("titan.toml:5: job.print_config = false is left out, it changes nothing here")
     assert all("is left out, it changes nothing here" in line for line in left_out)
 
@@ -151,8 +151,6 @@ def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> Non
         load_config([write(tmp_path, LARGE)])
     assert [message.partition("titan.toml:")[2] for message in caught.value.messages] == [
         '6: model.converters = ["float8"]: there is no quantized training here; set it to []',
-        "14: parallelism.enable_async_tensor_parallel = true: there is no tensor parallelism yet; set "
-        "parallelism.tensor_parallel_degree to 1",
         '17: checkpoint.async_mode = "async": checkpoints are saved synchronously; set it to "disabled"',
         "36: fault_tolerance.should_quantize = true: nothing is quantized between replica groups",
     ]

@@ -66,6 +66,11 @@ def all_cases():
         if axis != "pipeline":
             cases[f"{axis}, tied"] = (world_size, changes | FEATURES["tied"])
     cases["tensor, vocabulary 2051"] = axes_case(("tensor",), model__args__vocab_size=2051)
+    cases["tensor, feed-forward 171"] = axes_case(
+        ("tensor",), model__args__multiple_of=1, model__args__ffn_dim_multiplier=1.01
+    )
+    cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
+    cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
     cases["shard 3"] = (3, {"training__global_batch_size": 6, "training__local_batch_size": 1})
     return cases
 
@@ -78,4 +83,5 @@ QUICK = (
     "shard x tensor x pipeline, masked", "shard x tensor x context, full ac", "shard x pipeline x context, unmasked",
     "tensor x pipeline x context, masked", "shard x tensor x context, tied", "shard x pipeline, ZBVZeroBubble",
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
+    "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2",
 )  # fmt: skip

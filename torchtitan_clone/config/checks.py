@@ -52,6 +52,7 @@ def violations(
         *_profiling(config.profiling, device_type),
         *_validation(config.validation, config.data.held_out_fraction),
         *_fault_tolerance(config, device_type),
+        *_async_tensor(config, device_type),
     ]
     if out_of_bounds:  # the other rules compute with these values
         return found
@@ -118,6 +119,7 @@ BOUNDS: dict[str, Bound] = {
     "lr_scheduler.min_lr_factor": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "parallelism.data_parallel_replicate_degree": _at_least(1),
     "parallelism.data_parallel_shard_degree": OPEN_OR_ABOVE_0,
+    "parallelism.fsdp_prefetch_blocks": _at_least(1),
     "parallelism.tensor_parallel_degree": _at_least(1),
     "parallelism.pipeline_parallel_degree": _at_least(1),
     "parallelism.context_parallel_degree": _at_least(1),
@@ -200,6 +202,19 @@ def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
                 f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
                 f"({_either(_nearest_divisors(size, degree))}), or {key} to a multiple of it."
             )
+
+
+def _async_tensor(config: Config, device_type: str) -> Iterator[str]:
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    lacking = {
+        "it needs CUDA's symmetric memory": device_type == "cuda",
+        "torch.compile does it, so compile.enable must be true and compile.components name model": config.compile.enable
+        and "model" in config.compile.components,
+        "parallelism.tensor_parallel_degree is 1": config.parallelism.tensor_parallel_degree > 1,
+    }
+    for reason in (reason for reason, there in lacking.items() if not there):
+        yield f"parallelism.enable_async_tensor_parallel = true: {reason}; or set it to false."
 
 
 def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:

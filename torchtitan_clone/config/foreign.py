@@ -31,7 +31,6 @@ class ForeignKey:
 
 
 _NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
-_NO_TENSOR = "there is no tensor parallelism yet; set parallelism.tensor_parallel_degree to 1"
 _NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
 _HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
 _LOADER = "the loader reads ahead by itself; remove the key, and set data.num_workers for streamed data"
@@ -62,10 +61,9 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "validation.dataset_path": ForeignKey(_HELD_OUT, tunes="validation.enable"),
     "validation.seq_len": ForeignKey("validation uses training.seq_len; remove the key", tunes="validation.enable"),
     "parallelism.enable_compiled_autograd": ForeignKey("it is not supported; set it to false", (False,)),
-    "parallelism.enable_async_tensor_parallel": ForeignKey(
-        _NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"
+    "parallelism.disable_loss_parallel": ForeignKey(
+        "the loss is computed on shards of the vocabulary wherever matrices are split; set it to false", (False,)
     ),
-    "parallelism.disable_loss_parallel": ForeignKey(_NO_TENSOR, (False,), tunes="parallelism.tensor_parallel_degree"),
     "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_parallel_comm_backend": ForeignKey(_NO_EXPERT, (ANY,)),

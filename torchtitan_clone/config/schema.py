@@ -160,8 +160,13 @@ class Parallelism:
     """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights between forward and backward; default: always, but not under pipeline parallelism."""
+    fsdp_prefetch_blocks: int = 1
+    """Blocks whose weights are gathered ahead of the one at work, forward and backward; 1 is what torch does by itself
+    as long as the CPU runs ahead, more hide slow networks and cost the memory of so many blocks."""
     tensor_parallel_degree: int = 1
     """Ranks over which each matrix is split."""
+    enable_async_tensor_parallel: bool = False
+    """Take each product and its collective apart, so that they overlap; CUDA and compile.enable only."""
     pipeline_parallel_degree: int = 1
     """Ranks over which the layers are split."""
     pipeline_parallel_schedule: str = "1F1B"

@@ -35,7 +35,7 @@ def apply_activation_checkpointing(layers: nn.ModuleDict, *, config: ActivationC
     wrap = partial(checkpoint_wrapper, context_fn=_selective_context) if per_op else checkpoint_wrapper
     for index, (name, block) in enumerate(list(layers.items())):
         if config.mode != "none" and index % every == 0:
-            layers[name] = wrap(block, preserve_rng_state=False)
+            layers[name] = wrap(block, preserve_rng_state=True)
 
 
 def _selective_context():

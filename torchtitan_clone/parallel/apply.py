@@ -12,7 +12,7 @@ from torchtitan_clone.parallel.activation import apply_activation_checkpointing
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
-from torchtitan_clone.parallel.tensor import apply_tensor_parallel
+from torchtitan_clone.parallel.tensor import apply_tensor_parallel, overlap_with_collectives
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -38,6 +38,8 @@ def apply_parallelism(
     _keep_modules(model, names=modules)
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
+    if parallelism.enable_async_tensor_parallel:
+        overlap_with_collectives(mesh.tp)
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
     apply_activation_checkpointing(model.layers, config=activation_checkpoint)

@@ -43,6 +43,7 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
         group = [model.tok_embeddings, *ends] if tied else ends
         fully_shard(group, reshard_after_forward=reshard_ends, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
+    _prefetch(list(model.layers.values()), count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; it matters to in-place operations, and there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
@@ -53,3 +54,15 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
             if not any(parameter.requires_grad for parameter in cast("nn.Module", module).parameters()):
                 # Else the backward of the block behind gathers frozen weights ahead, for nothing.
                 module.set_unshard_in_backward(False)
+
+
+def _prefetch(blocks: list[Any], *, count: int) -> None:
+    """Has every block gather the weights of the `count` that follow it, in the order of forward and of backward."""
+    trained = [block for block in blocks if any(parameter.requires_grad for parameter in block.parameters())]
+    for set_prefetch, order in (
+        ("set_modules_to_forward_prefetch", blocks),
+        ("set_modules_to_backward_prefetch", trained[::-1]),
+    ):
+        for index, block in enumerate(order):
+            if following := order[index + 1 : index + 1 + count]:
+                getattr(block, set_prefetch)(following)

@@ -60,9 +60,13 @@ def set_timeout(seconds: int) -> None:
         backend._set_default_timeout(timedelta(seconds=seconds))
 
 
-def set_determinism(debug: Debug) -> None:
-    """Seeds torch's generators, and with `debug.deterministic` forbids algorithms whose result varies."""
-    torch.manual_seed(debug.seed)
+def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
+    """Seeds torch's generators, and with `debug.deterministic` forbids algorithms whose result varies.
+
+    Ranks that hold other tokens or layers draw other numbers, those of one `tp` group, the mesh's innermost axis, the
+    same: what they hold alike must stay alike. (For shards of one tensor DTensor has an offset of its own.)
+    """
+    torch.manual_seed(debug.seed + launch.rank // tensor_degree)
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False

@@ -27,6 +27,17 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
         output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
 
 
+def overlap_with_collectives(mesh: DeviceMesh) -> None:
+    """Has torch.compile split the products beside a collective of this mesh, so that both run at once.
+
+    Source: PyTorch's async tensor parallelism, torch.distributed._symmetric_memory.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+
+
 def is_tied(model: Any) -> bool:
     """Whether embedding and output projection are one weight."""
     embedding, output = model.tok_embeddings, model.output

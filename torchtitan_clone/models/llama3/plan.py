@@ -28,8 +28,9 @@ def tensor_plan() -> dict[str, ParallelStyle]:
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        "layers.*.feed_forward.w1": ColwiseParallel(),
+        # As DTensors, which know the hidden size even where the degree does not divide it.
+        "layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.feed_forward.w3": ColwiseParallel(),
+        "layers.*.feed_forward.w3": ColwiseParallel(use_local_output=False),
         "norm": SequenceParallel(),
     }

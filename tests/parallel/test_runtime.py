@@ -1,0 +1,77 @@
+"""What holds for the whole process: random numbers by axis, and how far ahead weights are gathered."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.harness import run_ranks
+from tests.runs import options
+from torchtitan_clone import preflight
+from torchtitan_clone.config import load_config
+from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+def with_trainer(look, argv):
+    """What `look` returns for this rank's trainer."""
+    config, launch = load_config(argv), Launch.from_environment()
+    run = preflight.prepare(preflight.resolve(config, world_size=launch.world_size, device_type="cpu"), launch=launch)
+    with process_group(config.comm, launch=launch, device=CPU):
+        return look(Trainer(run, launch=launch, device=CPU, stop=StopRequest()))
+
+
+def random_numbers(argv):
+    return with_trainer(lambda _: torch.rand(4).tolist(), argv)
+
+
+def test_ranks_that_hold_the_same_tokens_draw_the_same_numbers_and_no_others(corpus, tmp_path):
+    """What a dropout needs: alike over tensor, which shares tokens; different over data, context and pipeline."""
+    for axes, alike in (
+        ({"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}, True),
+        ({"context_parallel_degree": 2, "data_parallel_replicate_degree": 2}, False),
+        ({"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}, False),
+    ):
+        changes = {f"parallelism__{name}": degree for name, degree in axes.items()}
+        numbers = run_ranks(random_numbers, 4, options(corpus, tmp_path, **changes))
+        assert len({tuple(drawn) for drawn in numbers}) == (2 if alike else 4), axes
+        assert (numbers[0] == numbers[1], numbers[2] == numbers[3]) == (alike, alike)
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts all-gathers as they start."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather" in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_before_each_block(argv):
+    def look(trainer):
+        gathers, before = _Gathers(), []
+        for block in trainer.parts[0].layers.values():
+            block.attention.register_forward_pre_hook(lambda *_: before.append(gathers.count))
+        with gathers:
+            trainer.train_step(1)
+        return before
+
+    return with_trainer(look, argv)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_weights_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
+    changes = {
+        "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead, "activation_checkpoint__mode": "none",
+        "training__local_batch_size": 4,
+    }  # fmt: skip
+    first, *others = run_ranks(gathers_before_each_block, 2, options(corpus, tmp_path, **changes))[0]
+    embedding_and_own = 2
+    assert first == embedding_and_own + ahead
+    # One more with each block, until none is left.
+    assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
