@@ -25,6 +25,7 @@ STOREYS = [
     {"observe"},
     {"blockwise", "shards"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance", "loss"},
+    {"hub"},
     {"preflight"},
     {"trainer"},
     {"simulate"},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_clone.checkpoint.manager import Progress, committed_steps, read_progress
 from torchtitan_clone.config import (
@@ -36,6 +36,7 @@ from torchtitan_clone.data import (
     open_dataset,
 )
 from torchtitan_clone.fault_tolerance.replicas import check_replicas
+from torchtitan_clone.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
@@ -119,15 +120,15 @@ class Shape:
         return self.global_batch_size * self.config.training.seq_len
 
     @cached_property
-    def parameter_sizes(self) -> dict[str, int]:
-        """How many numbers each parameter has, by name."""
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model by name, in its order and without values; a tied one once."""
         with torch.device("meta"):
-            return {name: p.numel() for name, p in self.spec.build(self.model_args).named_parameters()}
+            return dict(self.spec.build(self.model_args).named_parameters())
 
     @property
     def parameter_count(self) -> int:
         """Numbers in all parameters."""
-        return sum(self.parameter_sizes.values())
+        return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
     def flops_per_token(self) -> float:
@@ -135,7 +136,7 @@ class Shape:
         args = self.model_args
         embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
         frozen_blocks = tuple(f"{name}." for name in self.frozen_modules[1:])
-        frozen = sum(size for name, size in self.parameter_sizes.items() if name.startswith(frozen_blocks))
+        frozen = sum(p.numel() for name, p in self.parameters.items() if name.startswith(frozen_blocks))
         whole = self._training_flops(self.parameter_count - embedding, n_layers=args.n_layers)
         return whole - self._training_flops(frozen, n_layers=self.frozen_layers) * 2 / 3
 
@@ -161,13 +162,14 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that may start: its shape, its data, and where it goes on from."""
+    """A run that may start: its shape, its data, and where it goes on from or which weights it starts with."""
 
     shape: Shape
     dataset: Dataset
     loader: Loader
     validation_loader: ValidationLoader | None
     progress: Progress
+    initial_weights: InitialWeights | None
 
 
 def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
@@ -263,7 +265,14 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
     loader, validation_loader = open_loaders(first, dataset=dataset, rank=launch.rank)
     if progress.step:
         loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
-    return Run(shape=shape, dataset=dataset, loader=loader, validation_loader=validation_loader, progress=progress)
+    return Run(
+        shape=shape,
+        dataset=dataset,
+        loader=loader,
+        validation_loader=validation_loader,
+        progress=progress,
+        initial_weights=None if progress.step else _initial_weights(shape),
+    )
 
 
 def open_loaders(shape: Shape, *, dataset: Dataset, rank: int) -> tuple[Loader, ValidationLoader | None]:
@@ -290,6 +299,20 @@ def open_loaders(shape: Shape, *, dataset: Dataset, rank: int) -> tuple[Loader, 
         return loader, None
     rows = config.validation.local_batch_size * shape.degrees.data
     return loader, build_loader(split="validation", global_batch_size=rows, **common)
+
+
+def _initial_weights(shape: Shape) -> InitialWeights | None:
+    """The weights that a new run starts with instead of fresh ones."""
+    checkpoint = shape.config.checkpoint
+    if not checkpoint.initial_load_in_hf:
+        if checkpoint.initial_load_path:
+            raise ConfigError(
+                f'checkpoint.initial_load_path = "{checkpoint.initial_load_path}": only folders of .safetensors can be '
+                "loaded; set checkpoint.initial_load_in_hf to true"
+            )
+        return None
+    path = initial_weights_path(checkpoint, shape.config.model)
+    return open_initial_weights(path, spec=shape.spec, model_args=shape.model_args, parameters=shape.parameters)
 
 
 def tokens_of_rank(shape: Shape, *, rank: int) -> Tensor | None:

@@ -72,7 +72,7 @@ def _memory_table(shape: Shape) -> str:
     lines = [f"{'pipeline rank':>14}{'parameters':>18}{'weights GiB':>13}{'gradients':>11}{'Adam state':>12}{'sum':>8}"]
     for rank in range(shape.degrees.pp):
         modules = tuple(f"{name}." for stage in shape.stages.of_rank(rank) for name in shape.stages.modules[stage])
-        parameters = sum(size for name, size in shape.parameter_sizes.items() if name.startswith(modules))
+        parameters = sum(p.numel() for name, p in shape.parameters.items() if name.startswith(modules))
         weights = parameters / ranks * bytes_each / 2**30
         numbers = f"{weights:13.2f}{weights:11.2f}{2 * weights:12.2f}{4 * weights:8.2f}"
         lines.append(f"{rank:14}{parameters:18,}{numbers}")

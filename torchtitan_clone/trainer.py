@@ -21,10 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.checkpoint import CheckpointManager, Progress
+from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
+from torchtitan_clone.hub import EXPORT_FOLDER, InitialWeights, export_files
 from torchtitan_clone.loss import build_loss
 from torchtitan_clone.observe.flops import peak_flops_per_second
 from torchtitan_clone.observe.garbage import GarbageCollector
@@ -96,6 +98,8 @@ class Trainer:
         if run.progress.step:
             self._checkpoints.load(run.progress.step)
             logger.info("resumed after step %d", run.progress.step)
+        elif run.initial_weights is not None:
+            self._load_initial(run.initial_weights)
         self._skipped_in_a_row = 0
         self._step_seconds = self._save_seconds = 0.0
         self._replicas = build_replicas(
@@ -108,6 +112,7 @@ class Trainer:
             stop=stop,
             folder=run.shape.records,
         )
+        self._failed_exports: list[int] = []
         if launch.rank == 0:
             write_config(run.shape)
         self._metrics = self._build_metrics(launch)
@@ -204,7 +209,12 @@ class Trainer:
                 if self._checkpoints.is_due(step):
                     self._save()
                     interval = _Interval()
+                if step < last_step and not stop and self._is_export_due(step):
+                    self._export(step)
+                    interval = _Interval()
         self._save()
+        if self._progress.step == last_step and self._is_export_due(last_step):
+            self._export(last_step)
         garbage.close()
         self._metrics.close()
         self._replicas.close()
@@ -350,6 +360,43 @@ class Trainer:
             self._save_seconds = max(self._save_seconds, report.seconds)
             self._metrics.log_event(progress.step, "checkpoint saved", seconds=report.seconds)
 
+    def _load_initial(self, weights: InitialWeights) -> None:
+        start = time.perf_counter()
+        weights.fill(self.parameters)
+        for warning in weights.warnings if self._launch.rank == 0 else ():
+            logger.warning("%s", warning)
+        logger.info("weights of %s, read in %.1f s", weights.folder.path, time.perf_counter() - start)
+
+    def _is_export_due(self, step: int) -> bool:
+        checkpoint = self._config.checkpoint
+        is_last = step == self._config.training.steps and checkpoint.last_save_in_hf
+        return is_last or (checkpoint.hf_export_interval > 0 and step % checkpoint.hf_export_interval == 0)
+
+    def _export(self, step: int) -> None:
+        """Writes the weights in the format of the Hugging Face hub; training waits."""
+        if not self._replicas.writes:
+            return
+        shape, to_name = self._shape, self._shape.spec.hugging_face.to_name
+        dtype = getattr(torch, self._config.checkpoint.export_dtype)
+        report = export_weights(
+            shape.folder / EXPORT_FOLDER / f"step-{step}",
+            tensors={to_name(name): parameter for name, parameter in self.parameters.items()},
+            names=[to_name(name) for name in shape.parameters],
+            dtype=dtype,
+            files=export_files(
+                spec=shape.spec,
+                model_args=shape.model_args,
+                model=self._config.model,
+                tokenizer=shape.tokenizer,
+                dtype=dtype,
+            ),
+        )
+        if report.error is None:
+            self._metrics.log_event(step, "weights exported", seconds=report.seconds, size_gib=report.gib)
+        else:
+            logger.warning("step %d could not be exported: %s; training goes on without it", step, report.error)
+            self._failed_exports.append(step)
+
     def _log(self, result: StepResult, interval: "_Interval") -> None:
         self._metrics.log(
             StepRecord(
@@ -388,6 +435,8 @@ class Trainer:
                 f"step {step} of {last_step} was trained but could not be saved, see above; the newest checkpoint is "
                 f"that of step {self._saved_step}. Make room and start again"
             )
+        if step == last_step and step in self._failed_exports:
+            raise TrainingError(f"step {step} was trained, but its weights could not be exported, see above")
         if step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
         elif saved:

@@ -70,6 +70,7 @@ OUT_OF_BOUNDS = {
     "checkpoint.keep_latest_k": -1,
     "preemption.deadline_seconds": 0,
     "training.max_seconds": 0,
+    "checkpoint.hf_export_interval": -1,
     "metrics.log_freq": 0,
     "profiling.profile_freq": 0,
     "profiling.profiler_warmup": -1,

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models import MODELS, find_model
+from torchtitan_clone.models.llama3 import hf
 from torchtitan_clone.models.llama3.model import Llama3, Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
 
@@ -17,47 +18,8 @@ ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, 
 
 def hugging_face_twin(model, args):
     """The same weights in LlamaForCausalLM."""
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling.factor,
-            "low_freq_factor": args.rope_scaling.low_freq_factor,
-            "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_max_seq_len,
-        }
-    config = LlamaConfig(
-        hidden_size=args.dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.kv_heads,
-        intermediate_size=args.ffn_hidden_dim,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=args.norm_eps,
-        rope_parameters=rope,
-        max_position_embeddings=args.max_seq_len,
-        tie_word_embeddings=args.tied_embeddings,
-        attn_implementation="eager",
-    )
-    twin = LlamaForCausalLM(config)
-    names = {
-        "tok_embeddings": "model.embed_tokens",
-        "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attention.w": "self_attn.",
-        "feed_forward.w1": "mlp.gate_proj",
-        "feed_forward.w2": "mlp.down_proj",
-        "feed_forward.w3": "mlp.up_proj",
-        "output": "lm_head",
-    }
-    state = {}
-    for name, value in model.state_dict().items():
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        for letter in "qkvo":
-            name = name.replace(f"self_attn.{letter}.", f"self_attn.{letter}_proj.")
-        state[name if name.startswith(("model.", "lm_head")) else f"model.{name}"] = value
-    twin.load_state_dict(state)
+    twin = LlamaForCausalLM(LlamaConfig(**hf.to_config(args), attn_implementation="eager"))
+    twin.load_state_dict({hf.to_name(name): value for name, value in model.state_dict().items()})
     return twin.eval()
 
 

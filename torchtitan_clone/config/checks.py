@@ -133,6 +133,7 @@ BOUNDS: dict[str, Bound] = {
     "checkpoint.interval": _at_least(1),
     "checkpoint.keep_latest_k": _at_least(0),
     "preemption.deadline_seconds": UNSET_OR_ABOVE_0,
+    "checkpoint.hf_export_interval": _at_least(0),
     "metrics.log_freq": _at_least(1),
     "profiling.profile_freq": _at_least(1),
     "profiling.profiler_warmup": _at_least(0),

@@ -202,6 +202,16 @@ class Checkpoint:
     """Steps between two saves."""
     keep_latest_k: int = 10
     """Newest steps that are kept; 0 keeps all."""
+    initial_load_path: str | None = None
+    """Folder whose weights a new run starts with."""
+    initial_load_in_hf: bool = False
+    """A new run starts with the .safetensors of initial_load_path, or where that is unset of model.hf_assets_path."""
+    last_save_in_hf: bool = False
+    """After the last step, also export the weights in the Hugging Face format, into hf/step-N of the run's folder."""
+    hf_export_interval: int = 0
+    """Steps between two such exports while training, which stands still meanwhile; all are kept; 0: none."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in exports."""
     allow_data_change: bool = False
     """Resume although the data, the tokenizer or seq_len changed since the checkpoint."""
 

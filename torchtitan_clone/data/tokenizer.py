@@ -14,6 +14,7 @@ from torchtitan_clone.config import ConfigError
 SHIPPED_FOLDER = Path(__file__).parent / "assets" / "stdlib_tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+_FILES = (TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,15 @@ def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
         eos_id=_eos_id(backend, folder=folder),
         fingerprint=hashlib.sha256(content).hexdigest(),
     )
+
+
+def tokenizer_files(hf_assets_path: str | None) -> dict[str, bytes]:
+    """The files of the tokenizer by name, so that others can load it beside a model."""
+    folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
+    found = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    # Without this, transformers chooses a class by the model, and older ones then split words in another way.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | json.loads(found.get(CONFIG_FILE, b"{}"))
+    return found | {CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
 def _parse(content: bytes, *, path: Path) -> tokenizers.Tokenizer:

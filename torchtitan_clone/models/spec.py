@@ -37,6 +37,34 @@ class LossFn(Protocol):
     def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor: ...
 
 
+class HuggingFace(Protocol):
+    """How a family is written in the files of the Hugging Face hub; the family's module hf.py is one."""
+
+    def to_name(self, name: str) -> str:
+        """The hub's name of our parameter."""
+        ...
+
+    def from_name(self, name: str) -> str | None:
+        """Our name of the hub's parameter; None where we have no such parameter."""
+        ...
+
+    def is_leftover(self, name: str, *, tied: bool) -> bool:
+        """Whether a tensor in the hub's files says nothing new and may be passed over."""
+        ...
+
+    def to_config(self, args: Any) -> dict[str, Any]:
+        """What config.json says of the architecture."""
+        ...
+
+    def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of `[model.args]` that a config.json asks for; ConfigError where the family cannot be so."""
+        ...
+
+    def arguments(self, args: Any) -> dict[str, Any]:
+        """The values that `from_config(to_config(args))` gives."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A family of models.
@@ -51,6 +79,7 @@ class ModelSpec:
 
     `initial_std(args, name)` is the standard deviation of the parameter of that name, or None where it starts at one.
     `tensor_plan()` gives torch's ParallelStyle for each module that the tensor axis splits.
+    `hugging_face` is how weights and arguments are exchanged with other programs.
     """
 
     name: str
@@ -58,6 +87,7 @@ class ModelSpec:
     build: Callable[[Any], Any]
     initial_std: Callable[[Any, str], float | None]
     tensor_plan: Callable[[], Mapping[str, Any]]
+    hugging_face: HuggingFace
 
     def resolve_args(self, model: Model) -> Any:
         """The flavor's arguments with `[model.args]` laid over them; ConfigError for what this family does not know."""

@@ -1,5 +1,6 @@
 """Llama 3 and its sizes."""
 
+from torchtitan_clone.models.llama3 import hf
 from torchtitan_clone.models.llama3.model import Llama3, Llama3Args, initial_std
 from torchtitan_clone.models.llama3.plan import tensor_plan
 from torchtitan_clone.models.rope import RopeScaling
@@ -35,4 +36,6 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=Llama3, initial_std=initial_std, tensor_plan=tensor_plan)
+SPEC = ModelSpec(
+    name="llama3", flavors=FLAVORS, build=Llama3, initial_std=initial_std, tensor_plan=tensor_plan, hugging_face=hf
+)

@@ -28,6 +28,7 @@ class Llama3Args:
     vocab_size: int = 128256
     multiple_of: int = 256
     ffn_dim_multiplier: float = 1.0
+    hidden_dim: int | None = None
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
@@ -46,7 +47,9 @@ class Llama3Args:
 
     @property
     def ffn_hidden_dim(self) -> int:
-        """Hidden size of the feed-forward."""
+        """Hidden size of the feed-forward: hidden_dim, or where that is unset what the multipliers give."""
+        if self.hidden_dim is not None:
+            return self.hidden_dim
         return swiglu_hidden_dim(dim=self.dim, ffn_dim_multiplier=self.ffn_dim_multiplier, multiple_of=self.multiple_of)
 
     def violations(self) -> list[str]:
@@ -62,9 +65,10 @@ class Llama3Args:
                 f"model.args: n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; "
                 "set n_kv_heads to a divisor"
             )
-        positive = ("dim", "n_layers", "vocab_size", "multiple_of", "max_seq_len", "ffn_dim_multiplier", "rope_theta")
+        positive = ("dim", "n_layers", "vocab_size", "multiple_of", "max_seq_len", "ffn_dim_multiplier", "rope_theta",
+                    "hidden_dim")  # fmt: skip
         found += [f"model.args.{name} = {getattr(self, name)} must be above 0" for name in positive
-                  if getattr(self, name) <= 0]  # fmt: skip
+                  if getattr(self, name) is not None and getattr(self, name) <= 0]  # fmt: skip
         return found
 
 

@@ -1,0 +1,92 @@
+"""Llama 3's names and arguments against those of transformers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.llama3 import hf
+from torchtitan_clone.models.llama3.model import Llama3Args
+from torchtitan_clone.models.rope import RopeScaling
+
+SPEC = MODELS["llama3"]
+SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, hidden_dim=172)
+
+
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_config_goes_to_transformers_and_back(flavor):
+    args = SPEC.flavors[flavor]
+    theirs = LlamaConfig(**hf.to_config(args))
+    assert theirs.head_dim == args.head_dim
+    for config in (hf.to_config(args), theirs.to_dict()):
+        values = hf.from_config(config)
+        assert values == hf.arguments(args)
+        # What a user would write into [model.args]; that scaling is unset, TOML has no word for.
+        given = {key: value for key, value in values.items() if value is not None}
+        again = overlay(SPEC.flavors["debugmodel"], given, where="model.args")
+        assert hf.arguments(again) == values
+        assert (again.head_dim, again.ffn_hidden_dim) == (args.head_dim, args.ffn_hidden_dim)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_are_those_of_transformers_and_back(tied):
+    args = replace(SMALL, tied_embeddings=tied)
+    with torch.device("meta"):
+        ours = dict(SPEC.build(args).named_parameters())
+        theirs = dict(LlamaForCausalLM(LlamaConfig(**hf.to_config(args))).named_parameters())
+    assert {hf.to_name(name): value.shape for name, value in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    assert [hf.from_name(hf.to_name(name)) for name in ours] == list(ours)
+
+
+def test_other_names_are_not_taken_for_ours():
+    for name in (
+        "model.layers.0.self_attn.q_proj2.weight",
+        "model.layers.0.mlp.weight",
+        "x",
+        "transformer.norm.weight",
+    ):
+        assert hf.from_name(name) is None
+    assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", tied=False)
+    assert hf.is_leftover("lm_head.weight", tied=True)
+    assert not hf.is_leftover("lm_head.weight", tied=False)
+
+
+def test_a_bare_config_means_what_transformers_takes_it_for():
+    bare = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+        "intermediate_size": 8,
+    }
+    assert hf.from_config(bare) == hf.from_config(LlamaConfig(**bare).to_dict())
+
+
+def test_published_configs_of_both_ages_are_read():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    args = replace(SMALL, rope_scaling=RopeScaling(factor=8.0))
+    common = {key: value for key, value in hf.to_config(args).items() if not key.startswith("rope")}
+    old = {**common, "rope_theta": 500000, "rope_scaling": scaling | {"type": "llama3"}}
+    new = {**common, "rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 500000.0}}
+    assert hf.from_config(old) == hf.from_config(new) == hf.arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"model_type": "mistral"}, "mistral"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"head_dim": 32}, "head_dim = 32"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+    ],
+)
+def test_what_the_model_cannot_be_is_refused(changes, fragment):
+    config = {key: value for key, value in (hf.to_config(SMALL) | changes).items() if value is not None}
+    with pytest.raises(ConfigError, match=fragment):
+        hf.from_config(config)
