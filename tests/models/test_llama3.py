@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from torchtitan_clone.blockwise import document_starts
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models import MODELS, find_model
+from torchtitan_clone.models.attention import BLOCK, block_mask
 from torchtitan_clone.models.llama3 import hf
 from torchtitan_clone.models.llama3.model import Llama3, Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
@@ -80,3 +83,22 @@ def test_bad_arguments_are_named():
     assert "n_kv_heads 3 does not divide n_heads 4" in replace(ARGS, n_kv_heads=3).violations()[0]
     assert "dim 64 over n_heads 5" in replace(ARGS, n_heads=5).violations()[0]
     assert "n_layers = 0" in replace(ARGS, n_layers=0).violations()[0]
+
+
+@pytest.mark.parametrize("T", [128, 640, 1000])
+def test_the_block_mask_is_that_of_all_pairs_of_tokens(T):
+    torch.manual_seed(T)
+    # Documents of one token to many blocks, and one row that is a single document.
+    documents_BT = (torch.rand(4, T) < torch.tensor([0.5, 0.02, 0.004, 0.0])[:, None]).cumsum(1)
+
+    def allowed(b, _head, q, kv):
+        return (q >= kv) & (documents_BT[b, q] == documents_BT[b, kv])
+
+    expected = create_block_mask(allowed, B=4, H=None, Q_LEN=T, KV_LEN=T, device="cpu")
+    found = block_mask(document_starts(documents_BT))
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    if T % BLOCK == 0:  # else torch calls a full block partial, because it lacks the queries behind the end
+        assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
+        assert torch.equal(found.kv_num_blocks, expected.kv_num_blocks)
+    q, k, v = torch.randn(3, 4, 2, T, 16)
+    assert torch.equal(flex_attention(q, k, v, block_mask=found), flex_attention(q, k, v, block_mask=expected))

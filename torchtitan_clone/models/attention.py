@@ -3,7 +3,7 @@
 The mask is built once for a batch and shared by all layers. What it is depends on the device: CPU has no backward for
 FlexAttention, so attention there runs in blocks of its own. Neither is of size T^2.
 
-Legend: B batch, T tokens, N heads, K kv heads, H head dim.
+Legend: B batch, T tokens, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
 """
 
 from functools import cache
@@ -11,11 +11,13 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchtitan_clone.blockwise import document_attention, document_starts
 
 AttentionMask = BlockMask | Tensor | None
+BLOCK = 128
+"""Queries and keys of a block of FlexAttention; its kernels want this one."""
 
 
 class DocumentMask(nn.Module):
@@ -25,14 +27,34 @@ class DocumentMask(nn.Module):
         """On CPU where each token's document starts [B, T], on CUDA a BlockMask; None: causal and nothing more."""
         if documents_BT is None:
             return None
-        B, T = documents_BT.shape
-        if documents_BT.device.type == "cpu":
-            return document_starts(documents_BT)
+        starts_BT = document_starts(documents_BT)
+        return starts_BT if documents_BT.device.type == "cpu" else block_mask(starts_BT)
 
-        def allowed(b: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            return (q >= kv) & (documents_BT[b, q] == documents_BT[b, kv])
 
-        return create_block_mask(allowed, B=B, H=None, Q_LEN=T, KV_LEN=T, device=documents_BT.device)
+def block_mask(starts_BT: Tensor) -> BlockMask:
+    """FlexAttention's mask for tokens whose documents start at these indices of the row.
+
+    Which blocks of keys a block of queries sees follows from the starts of its first and last token: create_block_mask
+    would evaluate all T^2 pairs, and needs a compilation not to hold them at once.
+    """
+    T = starts_BT.shape[1]
+    starts_BQ1 = starts_BT[:, ::BLOCK, None]
+    last_BQ1 = F.pad(starts_BT, (0, -T % BLOCK), mode="replicate")[:, BLOCK - 1 :: BLOCK, None]
+    index_Q = torch.arange(starts_BQ1.shape[1], dtype=torch.int32, device=starts_BT.device)
+    seen_BQK = (index_Q >= starts_BQ1 // BLOCK) & (index_Q <= index_Q[:, None])
+    full_BQK = (index_Q * BLOCK >= last_BQ1) & (index_Q < index_Q[:, None])
+
+    def allowed(b: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv >= starts_BT[b, q])
+
+    partial, full = _counts_and_indices(seen_BQK & ~full_BQK), _counts_and_indices(full_BQK)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(T, T))
+
+
+def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys are in, [B, 1, Q], and which, those first, [B, 1, Q, K]."""
+    order = is_in_BQK.int().argsort(dim=-1, descending=True, stable=True)
+    return is_in_BQK.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 @cache
