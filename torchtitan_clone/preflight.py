@@ -72,7 +72,9 @@ class Shape:
         phase = phase_of_step(self.config, self.world_size, step=step)
         if phase.config is self.config:
             return self
-        stages = resolved_stages(phase.config.parallelism, n_layers=self.model_args.n_layers)
+        stages = resolved_stages(
+            phase.config.parallelism, n_layers=self.model_args.n_layers, frozen_layers=phase.frozen_layers
+        )
         return replace(
             self,
             config=phase.config,

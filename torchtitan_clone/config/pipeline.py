@@ -7,6 +7,8 @@ training.local_batch_size through all stages, a micro-batch at a time.
 import csv
 import re
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -97,16 +99,39 @@ def num_stages(parallelism: Parallelism, *, n_layers: int) -> int:
     return ranks * (SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank or 2)
 
 
-def layers_of_stages(parallelism: Parallelism, *, n_layers: int) -> list[int]:
-    """How many layers each stage gets where the split is automatic; what cannot be comes out as below 0, or 0."""
-    stages = num_stages(parallelism, n_layers=n_layers)
-    if stages == 1:
-        return [n_layers]
-    each, rest = divmod(_places(parallelism, n_layers), stages)
-    counts = [each + (stage < rest) for stage in range(stages)]
-    counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
-    counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
+def layers_of_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: int) -> list[int]:
+    """How many layers each stage gets where the split is automatic.
+
+    A layer that learns costs three, for its backward takes twice its forward; one that is frozen, one.
+    """
+    learning, embedding = 3, 1 if frozen_layers else 3
+    costs = (
+        embedding * parallelism.pipeline_parallel_first_stage_less_layers,
+        *[1] * frozen_layers,
+        *[learning] * (n_layers - frozen_layers),
+        learning * parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    counts = list(_split(costs, stages=num_stages(parallelism, n_layers=n_layers)))
+    counts[0] -= 1
+    counts[-1] -= 1
     return counts
+
+
+@cache
+def _split(costs: tuple[int, ...], *, stages: int) -> tuple[int, ...]:
+    """How many items each stage gets, at least one: most evenly, which is the least sum of squares; first ones more."""
+    ends = list(accumulate(costs, initial=0))
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(stages):
+        best = {
+            end: min(
+                (squares + (ends[end] - ends[start]) ** 2, (*negative_sizes, start - end))
+                for start, (squares, negative_sizes) in best.items()
+                if start < end
+            )
+            for end in range(stage + 1, len(costs) + 1)
+        }
+    return tuple(-size for size in best[len(costs)][1])
 
 
 def _places(parallelism: Parallelism, n_layers: int) -> int:
@@ -115,12 +140,14 @@ def _places(parallelism: Parallelism, n_layers: int) -> int:
     return n_layers + less
 
 
-def resolved_stages(parallelism: Parallelism, *, n_layers: int) -> Stages:
+def resolved_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: int = 0) -> Stages:
     """The stages; checks.violations() finds options that give none. Without a pipeline one stage has all modules."""
     modules = parallelism.module_fqns_per_model_part
-    if modules is None or parallelism.pipeline_parallel_degree == 1:
+    if parallelism.pipeline_parallel_degree == 1:
+        modules = [model_modules(n_layers)]
+    if modules is None:
         names = iter(model_modules(n_layers))
-        counts = layers_of_stages(parallelism, n_layers=n_layers)
+        counts = layers_of_stages(parallelism, n_layers=n_layers, frozen_layers=frozen_layers)
         counts[0] += 1
         counts[-1] += 2
         modules = [[next(names) for _ in range(count)] for count in counts]

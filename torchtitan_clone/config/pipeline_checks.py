@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from torchtitan_clone.config.pipeline import (
     SCHEDULES,
-    layers_of_stages,
     model_modules,
     num_stages,
     read_schedule_file,
@@ -86,14 +85,12 @@ def _stages(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
 
 def _layers(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
     """Every stage has work; the first and the last have some without a layer too."""
-    counts = layers_of_stages(parallelism, n_layers=n_layers)
-    if len(counts) < 2 or (min(counts) >= 0 and all(counts[1:-1])):
-        return
-    yield (
-        f"{_OPTION}degree = {parallelism.pipeline_parallel_degree}: model.args.n_layers {n_layers} over {len(counts)} "
-        f"stages leaves one without a layer; set the degree or the stages a rank lower, or "
-        f"{_OPTION}first_stage_less_layers and last_stage_less_layers to 0."
-    )
+    stages = num_stages(parallelism, n_layers=n_layers)
+    if n_layers < stages - 2:
+        yield (
+            f"{_OPTION}degree = {parallelism.pipeline_parallel_degree}: model.args.n_layers {n_layers} over {stages} "
+            f"stages leaves one without a layer; set the degree or the stages a rank lower."
+        )
 
 
 def _modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
