@@ -37,7 +37,7 @@ def shortened(command: str) -> str:
         return f"{command} --collect-only -q {ROOT / 'tests' / 'optim'}"
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         return f"{command} {shlex.join(SMALL[1:] if '--training.steps' in command else SMALL)}"
-    if "bench.py" in command:
+    if "scripts/bench" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command
 
