@@ -6,15 +6,15 @@
 One rank is measured twice at once, so that it has as little of the machine to itself as each of two. What a step of two
 ranks should take is the step of one, more by the bubble of a pipeline, and the time of its collectives: their number
 and bytes at the latency and bandwidth that this script measures first, as if nothing overlapped. The last table is of
-training.freeze_schedule. What follows `--` are options of all runs. With fewer than two GPUs the ranks run on the CPU;
-what one GPU loses against a plain compiled loop is told by `scripts/bench.py --compile`.
+training.freeze_schedule. Times are those of the fastest step, the least disturbed on a machine of many. What follows
+`--` are options of all runs. With fewer than two GPUs the ranks run on the CPU; what one GPU loses against a plain
+compiled loop is told by `scripts/bench.py --compile`.
 """
 
 import argparse
 import json
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -129,7 +129,7 @@ def _options(folder: Path, steps: int) -> dict:
 
 
 def measure_steps(argv: list[str], steps: int) -> dict:
-    """A rank's median seconds of a step, its collectives in one, and the share of it that a pipeline idles."""
+    """A rank's seconds of its fastest step, its collectives in one, and the share of it that a pipeline idles."""
     config, launch = load_config(argv), Launch.from_environment()
     device = pick_device(launch)
     shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
@@ -144,7 +144,7 @@ def measure_steps(argv: list[str], steps: int) -> dict:
     idle = 0.0
     if config.parallelism.pipeline_parallel_degree > 1:
         idle = idle_share(config.parallelism, stages=shape.stages, microbatches=rows)
-    return {"seconds": statistics.median(seconds[WARM_UP_STEPS:]), "collectives": trace.rows(), "idle": idle}
+    return {"seconds": min(seconds[WARM_UP_STEPS:]), "collectives": trace.rows(), "idle": idle}
 
 
 def measure_links() -> dict:
@@ -158,7 +158,7 @@ def measure_links() -> dict:
             times = []
             for size in (small, large):
                 call = build(torch.zeros(size // 4, device=device), launch.rank)
-                times.append(statistics.median(_seconds(call) for _ in range(20)))
+                times.append(min(_seconds(call) for _ in range(20)))
             per_byte = max(0.0, (times[1] - times[0]) / (large - small))
             found[name] = {"call": times[0], "byte": per_byte}
     return found

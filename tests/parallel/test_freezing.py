@@ -125,7 +125,7 @@ IDS = "one", "two", "pipeline", "zero bubble", "shrinks", "shrinks compiled", "t
         (2, {}, {}, {"parallelism__fsdp_reshard_after_forward": "never", **VALIDATED}),
         (2, {}, {}, PIPELINE),
         (2, {}, {}, PIPELINE | {SCHEDULE: "ZBVZeroBubble", "activation_checkpoint__mode": "none"}),
-        (2, {}, ROWS_4 | ALONE, PIPELINE | VALIDATED),
+        (2, {}, ROWS_4 | ALONE, PIPELINE | VALIDATED | {"training__enable_cpu_offload": True}),
         (
             2,
             ALONE,

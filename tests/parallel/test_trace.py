@@ -2,7 +2,16 @@
 
 import json
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+
+from tests.harness import run_ranks
 from tests.runs import options, train
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.parallel.trace import CollectiveTrace
 
 
 def collectives(folder):
@@ -32,6 +41,25 @@ def test_fsdp_gathers_and_reduces_each_block_and_accumulates_without_reducing(co
     # Gradients are reduced after the last one only.
     assert total(found, axis="fsdp", collective="reduce_scatter") == 4
     assert size(found, axis="fsdp", collective="reduce_scatter") == 2 * block + embedding + ends
+    # On the CPU FSDP waits for each.
+    assert total(found, axis="fsdp") == sum(row["exposed"] for row in found if row["axis"] == "fsdp")
+
+
+def exposed_calls(hides):
+    """Counted and exposed calls of a collective that is waited for at once, or after a product."""
+    with process_group(load_config([]).comm, launch=Launch.from_environment(), device=torch.device("cpu")):
+        x, group = torch.ones(8, 8), dist.group.WORLD
+        with CollectiveTrace({group.group_name: "world"}) as trace:
+            reduced = all_reduce(x, "sum", group)
+            x @ x if hides else x + x
+            wait_tensor(reduced)
+        (row,) = trace.rows()
+        return row["axis"], row["count"], row["exposed"]
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_a_collective_behind_a_product_is_not_exposed(hides):
+    assert run_ranks(exposed_calls, 2, hides) == [("world", 1, 0 if hides else 1)] * 2
 
 
 def test_nothing_is_redistributed_implicitly(corpus, tmp_path):

@@ -57,6 +57,8 @@ class CollectiveTrace(TorchDispatchMode):
         self._modules = ModuleTracker()
         self.counts: Counter[Call] = Counter()
         self.bytes: Counter[Call] = Counter()
+        self.exposed: Counter[Call] = Counter()
+        self._under_way: dict[int, Call] = {}
 
     def __enter__(self) -> "CollectiveTrace":
         self._modules.__enter__()
@@ -76,19 +78,38 @@ class CollectiveTrace(TorchDispatchMode):
             )
             self.counts[call] += 1
             self.bytes[call] += max(map(_bytes, (*args, result)), default=0)
+            self.exposed[call] += _is_waited_for(func, args)
+            if namespace == "_c10d_functional":
+                self._under_way |= {_storage(x): call for x in tree_leaves(result) if isinstance(x, Tensor)}
+        elif name == "wait_tensor" or (namespace == "aten" and name != "view"):
+            self._look_at_work(name, args)
         return result
 
+    def _look_at_work(self, name: str, args: Any) -> None:
+        """What an operation needs has to have arrived; behind a costly one the rest is hidden."""
+        needed = [_storage(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
+        self.exposed.update([self._under_way.pop(storage) for storage in needed if storage in self._under_way])
+        if name in ("mm", "addmm", "bmm", "linear") or "attention" in name:
+            self._under_way.clear()
+
     def rows(self) -> list[dict[str, Any]]:
-        """One row a kind of call, as plain data; `bytes` is the larger side (the whole of a gather, not the shard)."""
-        return [{**vars(call), "count": self.counts[call], "bytes": self.bytes[call]} for call in sorted(self.counts)]
+        """One row a kind of call, as plain data.
+
+        `bytes` is the larger side (the whole of a gather, not the shard). `exposed` counts calls that ended before any
+        product or attention began, and so hide behind nothing; send and recv are taken to be hidden.
+        """
+        return [
+            {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
+            for call, count in sorted(self.counts.items())
+        ]
 
     def table(self) -> str:
         """The rows as text, then what was redistributed implicitly."""
-        lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'MiB':>12}"]
+        lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'exposed':>9}{'MiB':>12}"]
         for row in self.rows():
             name = f"{row['axis']:14}{row['collective']:16}{row['layer']:34}"
             mark = "  implicit" if row["implicit"] else ""
-            lines.append(f"{name}{row['count']:7,}{row['bytes'] / 2**20:12,.2f}{mark}")
+            lines.append(f"{name}{row['count']:7,}{row['exposed']:9,}{row['bytes'] / 2**20:12,.2f}{mark}")
         return "\n".join(lines)
 
     def _axis(self, args: Any) -> str:
@@ -124,6 +145,21 @@ for _operation in (context_attention, context_attention_backward):
 def _bytes(argument: Any) -> int:
     """Size of a tensor, or of all in a list."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
+
+
+def _is_waited_for(func: Any, args: Any) -> bool:
+    """Whether the stream that computes does nothing else until the collective is done."""
+    names = [argument.name for argument in func._schema.arguments]
+    if dict(zip(names, args, strict=False)).get("async_op", True):
+        return False
+    return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def _storage(x: Any) -> int:
+    """Which memory a tensor has, also where it is wrapped: as a shard, or as one that is still under way."""
+    while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
+        x = inner
+    return x.untyped_storage()._cdata
 
 
 def _called_from(function: str) -> bool:
