@@ -1,10 +1,13 @@
-"""`comm.mode = "fake_backend"`: a run of any size on one CPU process, without its memory and without its peers.
+"""A run of any size on one CPU process, without its memory and without its peers: for --dry-run and the fake backend.
 
 Rank 0's part of the model is built on the meta device and parallelized as in training, over process groups that
 answer at once with nothing; one forward and backward then runs on tensors that have shapes and no data.
 """
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_clone.loss import build_loss
-from torchtitan_clone.parallel.mesh import build_mesh
+from torchtitan_clone.parallel.apply import named_parameters
+from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.preflight import Shape
 from torchtitan_clone.trainer import build_step, parallelized_part
@@ -28,20 +32,57 @@ def simulate(shape: Shape) -> str:
     # Compiled or not, a step communicates the same; tracing needs the operators one by one.
     eager = replace(shape.config, compile=replace(shape.config.compile, enable=False))
     shape = replace(shape, config=eager)
+    with _pretended_ranks(shape) as mesh:
+        trace = _trace(shape, mesh)
+    return f"{_memory_table(shape)}\n\ncollectives of rank 0 in one forward and backward\n{trace.table()}\n"
+
+
+def describe_layouts(shape: Shape) -> str:
+    """What rank 0 holds of its weights: a line for each way in which they are split, with a weight as an example."""
+    alike: dict[str, dict[str, str]] = {}
+    with _pretended_ranks(shape) as mesh:
+        for name, weight in named_parameters(_parts(shape, mesh)).items():
+            example = f"{[*weight.shape]} -> {[*weight.to_local().shape]}"
+            alike.setdefault(_split(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
+    lines = []
+    for split, names in alike.items():
+        name, example = next(iter(names.items()))
+        others = f", and {len(names) - 1} like it" if len(names) > 1 else ""
+        lines.append(f"  {split:38} {name} {example}{others}\n")
+    return f"weights of rank 0\n{''.join(lines)}"
+
+
+def _split(weight: Any) -> str:
+    """Over which axes a weight is split, and what of it."""
+    axes = zip(weight.device_mesh.mesh_dim_names, weight.placements, weight.device_mesh.shape, strict=True)
+    dims = ("rows", "columns")
+    splits = [
+        f"{dims[placement.dim]} over {axis.partition('.')[0]} {size}"
+        for axis, placement, size in axes
+        if size > 1 and not placement.is_replicate()
+    ]
+    return ", ".join(reversed(splits)) or "whole"
+
+
+@contextmanager
+def _pretended_ranks(shape: Shape) -> Iterator[Mesh]:
+    """The mesh as rank 0 sees it, with peers that are not there."""
     # Of a rank without peers torch would say that it uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     dist.init_process_group("fake", rank=0, world_size=shape.world_size, store=FakeStore())
     try:
-        trace = _trace(shape)
+        yield build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type="cpu")
     finally:
         dist.destroy_process_group()
-    return f"{_memory_table(shape)}\n\ncollectives of rank 0 in one forward and backward\n{trace.table()}\n"
 
 
-def _trace(shape: Shape) -> CollectiveTrace:
+def _parts(shape: Shape, mesh: Mesh) -> list[Any]:
+    return [parallelized_part(shape, stage=stage, mesh=mesh) for stage in shape.stages.of_rank(0)]
+
+
+def _trace(shape: Shape, mesh: Mesh) -> CollectiveTrace:
     training = shape.config.training
-    mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type="cpu")
-    parts = [parallelized_part(shape, stage=stage, mesh=mesh) for stage in shape.stages.of_rank(0)]
+    parts = _parts(shape, mesh)
     loss_fn = build_loss(chunk_tokens=training.loss_chunk_tokens, compile_backend=None)
     with FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace(mesh.group_names()) as trace:
         for part in parts:

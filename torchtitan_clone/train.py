@@ -90,6 +90,10 @@ def _describe(shape: "Shape") -> None:
     from torchtitan_clone import preflight
 
     sys.stdout.write(preflight.summary(shape))
+    if shape.world_size > 1:
+        from torchtitan_clone.simulate import describe_layouts
+
+        sys.stdout.write(describe_layouts(shape))
     if shape.config.comm.mode == "fake_backend":
         from torchtitan_clone.simulate import simulate
 
