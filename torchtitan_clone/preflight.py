@@ -23,7 +23,7 @@ from torchtitan_clone.config import (
     to_toml,
     violations,
 )
-from torchtitan_clone.config.pipeline import Stages, model_modules, resolved_stages
+from torchtitan_clone.config.pipeline import Stages, model_modules, resolved_stages, splits_backward
 from torchtitan_clone.data import (
     Dataset,
     Loader,
@@ -45,6 +45,8 @@ from torchtitan_clone.parallel.mesh import batch_rank, context_rank, describe_me
 from torchtitan_clone.parallel.runtime import Launch
 
 CONFIG_FILE = "config.toml"
+SPLITS_BACKWARD_SINCE = "2.13"
+"""Version of torch; 2.11 was tried and fails."""
 
 _SOURCE = ("dataset", "dataset_path", "text_key", "seq_len")
 
@@ -194,6 +196,7 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
     )
     if found:
         raise ConfigError(found)
+    _check_torch(config)
     build_schedule(config.lr_scheduler, steps=config.training.steps)
     degrees = resolved_degrees(config.parallelism, world_size)
     stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers)
@@ -208,6 +211,16 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> Shape:
         pipeline=_describe_pipeline(config, stages=stages),
         global_batch_size=resolved_global_batch_size(config.training, degrees, config.fault_tolerance),
     )
+
+
+def _check_torch(config: Config) -> None:
+    """ConfigError for what the installed torch cannot do and a later one can."""
+    if splits_backward(config.parallelism) and torch.__version__ < SPLITS_BACKWARD_SINCE:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule: torch {torch.__version__} cannot compute gradients of inputs and "
+            f"weights apart in a model with operations of its own; set it to 1F1B or Interleaved1F1B, or install torch "
+            f"{SPLITS_BACKWARD_SINCE}"
+        )
 
 
 def _describe_pipeline(config: Config, *, stages: Stages) -> str:

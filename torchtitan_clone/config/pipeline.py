@@ -140,6 +140,14 @@ def _places(parallelism: Parallelism, n_layers: int) -> int:
     return n_layers + less
 
 
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights apart."""
+    if parallelism.pipeline_parallel_degree == 1:
+        return False
+    path = parallelism.pipeline_parallel_schedule_csv
+    return (read_schedule_file(path) if path else SCHEDULES[parallelism.pipeline_parallel_schedule]).splits_backward
+
+
 def resolved_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: int = 0) -> Stages:
     """The stages; checks.violations() finds options that give none. Without a pipeline one stage has all modules."""
     modules = parallelism.module_fqns_per_model_part

@@ -7,6 +7,7 @@ from torchtitan_clone.config.pipeline import (
     model_modules,
     num_stages,
     read_schedule_file,
+    splits_backward,
 )
 from torchtitan_clone.config.schema import Config, Parallelism
 
@@ -114,10 +115,9 @@ def _modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
 
 def _splits_backward(config: Config) -> Iterator[str]:
     parallelism, compile = config.parallelism, config.compile
-    path, name = parallelism.pipeline_parallel_schedule_csv, parallelism.pipeline_parallel_schedule
-    if not (read_schedule_file(path) if path else SCHEDULES[name]).splits_backward:
+    if not splits_backward(parallelism):
         return
-    schedule = path or name
+    schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     if parallelism.fsdp_reshard_after_forward == "always":
         yield (
             f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights apart, and '

@@ -26,6 +26,11 @@ from torchtitan_clone.parallel.step import ForwardBackward, Rows
 class _Stage(PipelineStage):
     """torch's stage, put right for schedules that turn back and for frozen stages."""
 
+    def __init__(self, *args: Any, frozen_stages: int, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._is_frozen = self.stage_index < frozen_stages
+        self._is_behind_frozen = 0 < self.stage_index <= frozen_stages
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -35,11 +40,6 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self._is_behind_frozen:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    @property
-    def _is_behind_frozen(self) -> bool:
-        assert self._stage_meta.inputs is not None
-        return not (self.is_first or self._stage_meta.inputs[0].requires_grad)
 
     # Where there are no gradients none go to the stage before on the same rank; torch's asserts that there are.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -52,6 +52,16 @@ class _Stage(PipelineStage):
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
         # A simulated rank has no neighbours whose vote it could read; all shapes are given, which is what is voted on.
         return torch.tensor(1) if dist.get_backend() == "fake" else super()._warmup_backward_result(*args, **kwargs)
+
+    # Before 2.13 torch sends gradients to frozen stages too.
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self._is_frozen else super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self._is_behind_frozen:
+            return super().get_bwd_send_ops(bwd_chunk_id)
+        self.bwd_cache.pop(bwd_chunk_id, None)
+        return []
 
 
 def build_pipelined_forward_backward(
@@ -94,6 +104,7 @@ def build_pipelined_forward_backward(
                 input_args=hidden_BTD(index - 1) if index else tokens_BT,
                 output_args=hidden_BTD(index) if index < last else loss,
                 group=mesh.pp.get_group(),
+                frozen_stages=frozen_stages,
             )
             for index, part in zip(stages.of_rank(mesh.pp.get_local_rank()), parts, strict=True)
         ]
