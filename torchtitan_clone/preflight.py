@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_clone.checkpoint.manager import Progress, committed_steps, read_progress
+from torchtitan_clone.checkpoint.commit import NOTHING_DONE, Progress, committed_steps, expected_progress, finished_step
 from torchtitan_clone.config import (
     Config,
     ConfigError,
@@ -166,13 +166,17 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that may start: its shape, its data, and where it goes on from or which weights it starts with."""
+    """A run that may start: its shape, its data, and where it goes on from or which weights it starts with.
+
+    Where it goes on from may still be an earlier step: digests are not checked yet.
+    """
 
     shape: Shape
     dataset: Dataset
     loader: Loader
     validation_loader: ValidationLoader | None
     progress: Progress
+    finished_step: int
     initial_weights: InitialWeights | None
 
 
@@ -267,18 +271,18 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
     steps = committed_steps(checkpoints)
     if steps:
         _check_folder_is_ours(shape)
+        if config.checkpoint.create_seed_checkpoint:
+            raise ConfigError(f"checkpoint.create_seed_checkpoint = true: {checkpoints} has checkpoints already")
     if config.fault_tolerance.enable and hub_id(config.training):
         raise ConfigError(
             "fault_tolerance.enable = true: streamed data cannot be divided among replica groups that come and go; "
             "download it and set training.dataset_path"
         )
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=shape.tokenizer)
-    progress = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
-    if steps and config.checkpoint.enable:
-        progress = read_progress(checkpoints, step=steps[-1])
+    progress = expected_progress(config.checkpoint, folder=checkpoints) or NOTHING_DONE
     first = shape.at_step(progress.step + 1)
     loader, validation_loader = open_loaders(first, dataset=dataset, rank=launch.rank)
-    if progress.step:
+    if progress.data:
         loader.load_state_dict(progress.data, allow_change=config.checkpoint.allow_data_change)
     return Run(
         shape=shape,
@@ -286,6 +290,7 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         loader=loader,
         validation_loader=validation_loader,
         progress=progress,
+        finished_step=finished_step(checkpoints) if config.checkpoint.enable else 0,
         initial_weights=None if progress.step else _initial_weights(shape),
     )
 
@@ -320,11 +325,6 @@ def _initial_weights(shape: Shape) -> InitialWeights | None:
     """The weights that a new run starts with instead of fresh ones."""
     checkpoint = shape.config.checkpoint
     if not checkpoint.initial_load_in_hf:
-        if checkpoint.initial_load_path:
-            raise ConfigError(
-                f'checkpoint.initial_load_path = "{checkpoint.initial_load_path}": only folders of .safetensors can be '
-                "loaded; set checkpoint.initial_load_in_hf to true"
-            )
         return None
     path = initial_weights_path(checkpoint, shape.config.model)
     return open_initial_weights(path, spec=shape.spec, model_args=shape.model_args, parameters=shape.parameters)

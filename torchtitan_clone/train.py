@@ -62,11 +62,12 @@ def _train(config: Config, *, stop: StopRequest) -> int:
             _describe(shape)
             return 0
         run = preflight.prepare(shape, launch=launch)
-    if run.progress.step >= config.training.steps:
+    done = max(run.progress.step, run.finished_step)
+    if done >= config.training.steps:
         logger.info(
             "the run in %s is complete: step %d of training.steps = %d; raise training.steps to go on",
             shape.folder,
-            run.progress.step,
+            done,
             config.training.steps,
         )
         return 0

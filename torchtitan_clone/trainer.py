@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.checkpoint import CheckpointManager, Progress
+from torchtitan_clone.checkpoint.commit import NOTHING_DONE, Progress
 from torchtitan_clone.checkpoint.hf import export_weights
+from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
@@ -69,6 +70,7 @@ class StepResult:
     stop: bool
     committed: bool
     """Whether it counts; if not, it is as if it had never been."""
+    save_overdue: bool
 
 
 class Trainer:
@@ -82,30 +84,27 @@ class Trainer:
         self._stop = stop
         self._launch = launch
         set_determinism(config.debug, launch=launch, tensor_degree=run.shape.degrees.tp)
-        shape = run.shape.at_step(run.progress.step + 1)
-        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
-        self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)
-        self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
-        self._loader = run.loader
-        self._validation_loader = run.validation_loader
         self._checkpoints = CheckpointManager(
             config.checkpoint,
             folder=run.shape.folder / config.checkpoint.folder,
             state=lambda: training_state(self.parameters, self.optimizer),
+            documents={CONFIG_FILE: to_toml(config)},
+            is_shared=config.fault_tolerance.enable,
         )
-        self._progress = run.progress
-        self._saved_step = run.progress.step
-        if run.progress.step:
-            self._checkpoints.load(run.progress.step)
-            logger.info("resumed after step %d", run.progress.step)
-        elif run.initial_weights is not None:
+        self._progress = self._find_progress()
+        shape = run.shape.at_step(self._progress.step + 1)
+        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
+        self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)
+        self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
+        self._checkpoints.load()
+        if not self._progress.step and run.initial_weights is not None:
             self._load_initial(run.initial_weights)
         self._skipped_in_a_row = 0
         self._step_seconds = self._save_seconds = 0.0
         self._replicas = build_replicas(
             config.fault_tolerance,
             device=device,
-            step=run.progress.step,
+            step=self._progress.step,
             healing=self._healing,
             sum_over_ranks=sum_over_ranks,
             is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
@@ -121,8 +120,20 @@ class Trainer:
             folder=run.shape.records,
             rank=launch.rank,
             device_type=device.type,
-            resume_step=run.progress.step,
+            resume_step=self._progress.step,
         )
+
+    def _find_progress(self) -> Progress:
+        """Where the run goes on; where that is not what preflight expected, the data follow."""
+        run, checkpoint = self._run, self._config.checkpoint
+        progress = (self._checkpoints.find() if checkpoint.enable else None) or NOTHING_DONE
+        self._loader, self._validation_loader = run.loader, run.validation_loader
+        if progress.step != run.progress.step:
+            shape = run.shape.at_step(progress.step + 1)
+            self._loader, self._validation_loader = open_loaders(shape, dataset=run.dataset, rank=self._launch.rank)
+            if progress.data:
+                self._loader.load_state_dict(progress.data, allow_change=checkpoint.allow_data_change)
+        return progress
 
     def _take(self, parts: list[nn.Module], *, shape: Shape, mesh: Mesh) -> None:
         """Trains these parts of the model from now on."""
@@ -146,6 +157,7 @@ class Trainer:
         if shape.first_step == self._shape.first_step:
             return False
         start = time.perf_counter()
+        self._checkpoints.forget_plan()
         set_timeout(self._config.comm.init_timeout_seconds)
         position = self._loader.state_dict()
         old_state, old_mesh = training_state(self.parameters, self.optimizer), self._mesh
@@ -177,7 +189,7 @@ class Trainer:
         if self._agree_to_stop():
             raise StopBeforeTraining(self._stop_reason)
         garbage = GarbageCollector(self._config.training.gc_freq)
-        last_step = self._config.training.steps
+        last_step = 0 if self._config.checkpoint.create_seed_checkpoint else self._config.training.steps
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
             while self._progress.step < last_step and not stop and self._replicas.begin():
@@ -194,6 +206,7 @@ class Trainer:
                 interval.add(result.data_seconds)
                 if is_new or attempts == 1:
                     set_timeout(self._config.comm.train_timeout_seconds)
+                    self._checkpoints.prepare()
                 if not result.committed:
                     continue
                 step = self._progress.step
@@ -206,15 +219,18 @@ class Trainer:
                 if self._is_validation_due(step) and (step == last_step or not stop):
                     stop = not self._validate(step)
                     interval = _Interval()
-                if self._checkpoints.is_due(step):
+                if self._checkpoints.is_due(step, overdue=result.save_overdue):
                     self._save()
                     interval = _Interval()
+                self._log_saves()
                 if step < last_step and not stop and self._is_export_due(step):
                     self._export(step)
                     interval = _Interval()
-        self._save()
+        self._save_last()
         if self._progress.step == last_step and self._is_export_due(last_step):
             self._export(last_step)
+        self._end_saving()
+        self._checkpoints.close()
         garbage.close()
         self._metrics.close()
         self._replicas.close()
@@ -236,13 +252,16 @@ class Trainer:
         norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
-        loss, stops = sum_over_ranks([local_loss.item() if self._mesh.is_loss_leader else 0.0, self._wants_to_stop()])
+        save_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
+        own_loss = local_loss.item() if self._mesh.is_loss_leader else 0.0
+        loss, stops, overdue = sum_over_ranks([own_loss, self._wants_to_stop(), save_overdue])
         (loss,) = replicas.sum([loss])
         healthy = math.isfinite(loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
         if not healthy:
             self._count_skip(step, loss=loss, grad_norm=grad_norm)
         elif committed:
+            self._checkpoints.wait_for_staging()
             self.optimizer.step()
             self._skipped_in_a_row = 0
         self.optimizer.zero_grad()
@@ -256,6 +275,7 @@ class Trainer:
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,
+            save_overdue=overdue > 0,
         )
 
     def _count_step(self, step: int, *, skipped: bool) -> None:
@@ -271,7 +291,12 @@ class Trainer:
         """What another replica group needs to go on where this one is."""
         tensors = training_state(self.parameters, self.optimizer)
         local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-        return Healing(tensors=local, note=lambda: asdict(self._progress_with_data()), take_over=self._take_over)
+        return Healing(tensors=local, note=self._healing_note, take_over=self._take_over)
+
+    def _healing_note(self) -> dict[str, Any]:
+        # The tensors may be overwritten from now on.
+        self._checkpoints.wait_for_staging()
+        return asdict(self._progress_with_data())
 
     def _take_over(self, note: dict[str, Any]) -> None:
         self._progress = Progress(**note)
@@ -349,16 +374,38 @@ class Trainer:
         self._metrics.log_validation(step, total / max(1, targets), validation_targets=targets, seconds=seconds)
         return True
 
-    def _save(self) -> None:
-        """Saves the step unless that is done; of several replica groups, one does it."""
-        if not self._config.checkpoint.enable or self._saved_step == self._progress.step or not self._replicas.writes:
+    def _save(self, *, wait: bool = False) -> None:
+        """Begins to save the step, with `wait` until it is committed; of several replica groups, one does it."""
+        if self._checkpoints.saves and self._replicas.writes:
+            self._checkpoints.save(self._progress_with_data(), wait=wait)
+
+    def _log_saves(self) -> None:
+        """What has become of the saves begun so far."""
+        for save in self._checkpoints.reports():
+            if save.error is None:
+                self._save_seconds = max(self._save_seconds, save.seconds)
+                self._metrics.log_event(
+                    save.step,
+                    "checkpoint saved",
+                    seconds=save.seconds,
+                    blocked_seconds=save.blocked_seconds,
+                    bytes=save.bytes,
+                )
+
+    def _save_last(self) -> None:
+        """When it returns, the last step that this process trains is committed, or has failed to be."""
+        self._checkpoints.finish()
+        if self._checkpoints.saved_step != self._progress.step or self._config.checkpoint.create_seed_checkpoint:
+            self._save(wait=True)
+        self._log_saves()
+
+    def _end_saving(self) -> None:
+        """The last step of the run marks it as complete."""
+        step = self._progress.step
+        if step in self._failed_exports:
             return
-        progress = self._progress_with_data()
-        report = self._checkpoints.save(progress)
-        if report.error is None:
-            self._saved_step = progress.step
-            self._save_seconds = max(self._save_seconds, report.seconds)
-            self._metrics.log_event(progress.step, "checkpoint saved", seconds=report.seconds)
+        if step == self._config.training.steps and self._checkpoints.saved_step == step and self._replicas.writes:
+            self._checkpoints.complete(self._progress)
 
     def _load_initial(self, weights: InitialWeights) -> None:
         start = time.perf_counter()
@@ -429,15 +476,18 @@ class Trainer:
 
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
-        saved = self._saved_step == step or not self._replicas.writes
-        if self._config.checkpoint.enable and not saved:
+        saves = self._checkpoints.saves
+        saved = saves and (self._checkpoints.saved_step == step or not self._replicas.writes)
+        if saves and not saved:
             raise TrainingError(
                 f"step {step} of {last_step} was trained but could not be saved, see above; the newest checkpoint is "
-                f"that of step {self._saved_step}. Make room and start again"
+                f"that of step {self._checkpoints.saved_step}. Make room and start again"
             )
         if step == last_step and step in self._failed_exports:
             raise TrainingError(f"step {step} was trained, but its weights could not be exported, see above")
-        if step == last_step:
+        if self._config.checkpoint.create_seed_checkpoint:
+            logger.info("the initial state is saved as step %d", step)
+        elif step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
         elif saved:
             logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop_reason, step)

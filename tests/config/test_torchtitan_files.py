@@ -151,7 +151,6 @@ def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> Non
         load_config([write(tmp_path, LARGE)])
     assert [message.partition("titan.toml:")[2] for message in caught.value.messages] == [
         '6: model.converters = ["float8"]: there is no quantized training here; set it to []',
-        '17: checkpoint.async_mode = "async": checkpoints are saved synchronously; set it to "disabled"',
         "36: fault_tolerance.should_quantize = true: nothing is quantized between replica groups",
     ]
 
@@ -161,10 +160,10 @@ def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> Non
     [
         (["--validation.enable", "--validation.dataset=c4"], "validation reads the documents that data.held_out"),
         (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
-        (["--checkpoint.load_step=5"], "set it to -1"),
+        (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights cannot be trained on"),
         (["--training.dataloader.num_workers=2"], "set data.num_workers instead"),
         (["--comm.trace_buf_size=5"], "TORCH_FR_BUFFER_SIZE"),
-        (["--checkpoint.load_step=false"], "set it to -1"),
+        (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights cannot be trained on"),
     ],
 )
 def test_foreign_keys_that_are_refused(argv: list[str], fragment: str) -> None:

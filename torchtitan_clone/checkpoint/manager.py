@@ -1,232 +1,280 @@
-"""Checkpoints: folders `step-N` that are either committed or do not exist.
+"""Saves and loads the state of one run: when, and what may run at the same time.
 
-Everything is written into `step-N.partial`, forced to disk, and renamed: the rename is the commit. Tensors go through
-torch.distributed.checkpoint, which reshards them on load; all other state is JSON, so that it can be read by a person
-and runs no code when it is loaded.
+A save is begun by all ranks together, in a collective of a millisecond. Then each rank on its own stages its part,
+writes it and reports it; rank 0 collects the reports and commits. With `async_mode` all but the beginning runs beside
+the training, and the optimizer waits until the staging is done. One save is in flight at a time: a save that comes due
+meanwhile is left out, and one that must not be (the last, a permanent one, one before a stop) waits.
 """
 
 import json
 import logging
-import os
-import re
+import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_clone import __version__
+from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_whole_step
+from torchtitan_clone.checkpoint.rng import rng_state
 from torchtitan_clone.config.schema import Checkpoint
+
+if TYPE_CHECKING:  # the planner and the readers of torch are loaded when there is something to save or to load
+    from torchtitan_clone.checkpoint.layout import Plan
+    from torchtitan_clone.checkpoint.rank_file import RankFile
+    from torchtitan_clone.checkpoint.resume import Source
+    from torchtitan_clone.checkpoint.saving import Save, SaveReport
 
 logger = logging.getLogger("torchtitan_clone")
 
-_STEP = re.compile(r"step-(\d+)")
-_PROGRESS_FILE = "progress.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What a run has done so far, apart from its tensors."""
-
-    step: int
-    tokens_seen: int
-    skipped_steps: int
-    data: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """One attempt to save: `error` says why it failed, None means committed."""
-
-    seconds: float
-    error: str | None
-
-
-def committed_steps(folder: Path) -> list[int]:
-    """The steps that can be loaded, oldest first."""
-    if not folder.is_dir():
-        return []
-    matches = [_STEP.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir()]
-    return sorted(int(match[1]) for match in matches if match)
-
-
-def read_progress(folder: Path, *, step: int) -> Progress:
-    """What stands in the checkpoint of that step; needs no process group."""
-    return Progress(**json.loads((folder / f"step-{step}" / _PROGRESS_FILE).read_text()))
+MODEL_ONLY_FOLDER = "model_only"
+"""Below the folder of the checkpoints: exports of the weights alone."""
+_SPACE = 1.02
+"""Free space that a save must find, as a multiple of its size."""
 
 
 class CheckpointManager:
-    """Saves and loads the state of one run; every method but `newest_step` is a collective over all ranks.
+    """Saves and loads the state of one run.
 
     `state` returns the tensors to be saved by name, the very tensors that training uses: loading fills them in place.
+    `documents` are text files that every checkpoint holds too, by name; `is_shared` says that other groups of ranks use
+    the folder at the same time. What is a collective over all ranks says so.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, folder: Path, state: Callable[[], dict[str, Tensor]]):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        folder: Path,
+        state: Callable[[], dict[str, Tensor]],
+        documents: Mapping[str, str],
+        is_shared: bool = False,
+    ):
         self._options = checkpoint
         self._folder = folder
         self._state = state
+        self._is_shared = is_shared
+        self._documents = {**documents, "versions.json": json.dumps(_versions(), indent=1)}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._plan: Plan | None = None
+        self._file: RankFile | None = None
+        self._save: Save | None = None
+        self._unreported: list[Save] = []
+        self._source: Source | None = None
+        self._saved_step = 0
+        self._last_save = time.monotonic()
+
+    @property
+    def saved_step(self) -> int:
+        """The newest step that is committed, or was gone on from; settled by `finish`."""
+        return self._saved_step
+
+    @property
+    def saves(self) -> bool:
+        """Whether this run saves at all."""
+        return self._options.enable and not self._options.load_only
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of this rank's writer, where there is one."""
+        return self._file.writer_pid if self._file else None
 
     def newest_step(self) -> int | None:
-        """The newest step that can be loaded; None where there is none."""
-        steps = committed_steps(self._folder)
-        return steps[-1] if steps else None
+        """The newest step in the folder that looks whole, whoever saved it."""
+        return newest_whole_step(self._folder)
 
-    def is_due(self, step: int) -> bool:
-        """Whether the interval asks for a save after this step."""
-        return self._options.enable and step % self._options.interval == 0
+    def is_overdue(self) -> bool:
+        """Whether interval_minutes have passed since the last save; the clocks of ranks differ, so one must decide."""
+        minutes = self._options.interval_minutes
+        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
 
-    def save(self, progress: Progress) -> SaveReport:
-        """Saves and commits one step. A failure (full disk) is reported, not raised: older checkpoints stay whole."""
+    def is_due(self, step: int, *, overdue: bool) -> bool:
+        """Whether the policy asks for a save after this step."""
+        options = self._options
+        first = options.enable_first_step_checkpoint and step == 1
+        return self.saves and (step % options.interval == 0 or self._is_permanent(step) or first or overdue)
+
+    def find(self) -> Progress | None:
+        """Where the run goes on: verifies until a step is whole, see resume.find_source. A collective."""
+        from torchtitan_clone.checkpoint.resume import find_source
+
+        self._source = find_source(self._options, folder=self._folder, is_shared=self._is_shared)
+        if self._source is None or self._source.progress is None:
+            return None
+        self._saved_step = self._source.progress.step
+        return self._source.progress
+
+    def load(self) -> None:
+        """Fills the tensors from what `find` has found, if anything. A collective."""
+        if self._source is not None:
+            from torchtitan_clone.checkpoint.resume import load_source
+
+            load_source(self._source, checkpoint=self._options, state=self._all_tensors())
+            if self._source.progress is not None:
+                logger.info("resumed after step %d", self._source.progress.step)
+
+    def prepare(self) -> None:
+        """Agrees on who writes what, and makes ready beside the training what a first save would wait for.
+
+        A collective. It holds until `forget_plan`; until then later calls do nothing.
+        """
+        if self._plan is not None or not self.saves:
+            return
+        from torchtitan_clone.checkpoint.layout import plan_save
+        from torchtitan_clone.checkpoint.rank_file import RankFile
+
+        options = self._options
+        self._plan = plan_save(self._all_tensors())
+        self._file = RankFile(
+            self._plan.layout, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds
+        )
+        self._thread.submit(_logged, self._file.prepare)
+
+    def forget_plan(self) -> None:
+        """To be called by all ranks before names, shapes or splits of the state change: ends what is in flight."""
+        self.finish()
+        self.close()
+        self._plan = self._file = None
+
+    def save(self, progress: Progress, *, wait: bool = False) -> None:
+        """Begins to save a step; with `wait` it ends what is in flight first, and returns when this one is committed.
+
+        A collective. A failure (full disk) is reported and not raised: training goes on, and older steps stay whole.
+        """
         start = time.perf_counter()
-        error = _first_error(self._write(progress))
+        wait = wait or self._is_permanent(progress.step)
+        if wait:
+            self.finish()
+        self.prepare()
+        assert self._plan is not None
+        assert self._file is not None
+        save = self._begin(progress, folder=self._folder, plan=self._plan, file=self._file)
+        if save is None:
+            return
+        self._last_save = time.monotonic()
+        self._run(save, self._all_tensors())
+        if wait or self._options.async_mode == "disabled":
+            self.finish()
+        save.blocked_seconds += time.perf_counter() - start
+
+    def wait_for_staging(self) -> None:
+        """To be called just before the state changes: waits until a save in flight has its copy of it."""
+        if self._save is not None and not self._save.over.is_set():
+            start = time.perf_counter()
+            self._save.staged.wait()
+            self._save.file.hold_current_stream()
+            self._save.blocked_seconds += time.perf_counter() - start
+
+    def finish(self) -> None:
+        """Waits until the save in flight is committed or has failed; every rank calls it. It never waits for ever."""
+        if self._save is not None and self._save.outcome() is None:
+            self._saved_step = self._save.step
+
+    def reports(self) -> Iterator["SaveReport"]:
+        """The saves that came to their end since the last call; on rank 0."""
+        for save in [save for save in self._unreported if save.over.is_set()]:
+            self._unreported.remove(save)
+            yield save.report
+
+    def complete(self, progress: Progress) -> None:
+        """The last step is saved: exports the weights where that is asked for, and marks the run. A collective."""
+        if self._options.last_save_model_only:
+            self._export(progress)
         if dist.get_rank() == 0:
-            error = error or _described_failure(lambda: self._commit(progress))
-        error = _first_error(error)
-        seconds = time.perf_counter() - start
-        if error is not None:
-            logger.warning("step %d could not be saved: %s; training goes on without it", progress.step, error)
-            if dist.get_rank() == 0:
-                shutil.rmtree(self._partial(progress.step), ignore_errors=True)
-        return SaveReport(seconds=seconds, error=error)
+            mark_finished(self._folder, step=progress.step)
 
-    def load(self, step: int) -> Progress:
-        """Fills the tensors of `state` from that step and returns the rest."""
-        import torch.distributed.checkpoint as dcp
+    def close(self) -> None:
+        """Ends the writer process and frees the staging memory; to be called after `finish`."""
+        if self._file is not None:
+            self._thread.submit(_logged, self._file.close)
 
-        folder = self._folder / f"step-{step}"
-        reader = dcp.FileSystemReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        state = self._all_tensors()
-        absent = [name for name in state if name not in saved]
-        if frozen := {name.rpartition("/")[0] for name in absent if name.startswith("optimizer/")}:
-            logger.warning(
-                "%d parameters were frozen at step %d: their optimizer states start from zero", len(frozen), step
-            )
-        state = {name: tensor for name, tensor in state.items() if name in saved or _must_be_saved(name)}
-        dcp.load(state, storage_reader=reader)
-        _set_rng(state)
-        return read_progress(self._folder, step=step)
+    def _is_permanent(self, step: int) -> bool:
+        return self._options.keep_every > 0 and step % self._options.keep_every == 0
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        return self._state() | _rng_state()
+        return self._state() | rng_state()
 
-    def _partial(self, step: int) -> Path:
-        return self._folder / f"step-{step}.partial"
+    def _begin(self, progress: Progress, *, folder: Path, plan: "Plan", file: "RankFile") -> "Save | None":
+        """Agrees with all ranks that a save begins; None, with a warning, where it cannot."""
+        from torchtitan_clone.checkpoint.saving import Save, warn_of_failure
 
-    def _write(self, progress: Progress) -> str | None:
-        """Writes all files; returns what went wrong on this rank."""
-        import torch.distributed.checkpoint as dcp
-
-        partial = self._partial(progress.step)
+        is_busy = self._save is not None and not self._save.over.is_set()
+        said: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (is_busy, uuid.uuid4().hex[:12], _lack_of_space(folder, size=plan.total_bytes)))
+        _, save_id, error = said[0]
+        if any(busy for busy, _, _ in said):
+            error = "the save before it is still in flight"
+        elif self._save is not None:
+            if dist.get_rank() == 0:
+                self._save.forget()
+            self._save = None
+        if error is None:
+            return Save(
+                progress,
+                folder=folder,
+                save_id=save_id,
+                plan=plan,
+                file=file,
+                documents=self._documents,
+                checkpoint=self._options,
+            )
         if dist.get_rank() == 0:
-            error = _described_failure(lambda: _make_empty(partial))
+            warn_of_failure(progress.step, error)
+        return None
+
+    def _run(self, save: "Save", state: dict[str, Tensor]) -> None:
+        self._save = save
+        if dist.get_rank() == 0:
+            self._unreported.append(save)
+        if save.file.is_staged:
+            save.file.follow_current_stream()
+            self._thread.submit(_logged, lambda: save.run(state))
         else:
-            error = None
-        if (error := _first_error(error)) is not None:
-            return error
-        writer = _build_writer(partial)
-        return _described_failure(lambda: dcp.save(self._all_tensors(), storage_writer=writer))
+            save.run(state)
 
-    def _commit(self, progress: Progress) -> None:
-        partial, final = self._partial(progress.step), self._folder / f"step-{progress.step}"
-        with (partial / _PROGRESS_FILE).open("w") as file:
-            json.dump(asdict(progress), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync_folder(self._folder)
-        self._purge()
+    def _export(self, progress: Progress) -> None:
+        """A checkpoint of the weights alone, in export_dtype."""
+        from torchtitan_clone.checkpoint.layout import plan_save
+        from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 
-    def _purge(self) -> None:
-        for leftover in self._folder.glob("step-*.partial"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        if self._options.keep_latest_k:
-            for step in committed_steps(self._folder)[: -self._options.keep_latest_k]:
-                shutil.rmtree(self._folder / f"step-{step}", ignore_errors=True)
+        dtype = getattr(torch, self._options.export_dtype)
+        state = {name: tensor.to(dtype) for name, tensor in self._state().items() if name.startswith("model/")}
+        plan = plan_save(state)
+        file = RankFile(plan.layout, mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
+        save = self._begin(progress, folder=self._folder / MODEL_ONLY_FOLDER, plan=plan, file=file)
+        if save is not None:
+            self._run(save, state)
+            self.finish()
 
 
-def _build_writer(folder: Path) -> Any:
-    import torch.distributed.checkpoint as dcp
-
-    class Writer(dcp.FileSystemWriter):
-        """Reports what the disk said: torch's own archive error hides it, and is all that other ranks would see."""
-
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            try:
-                return super().write_data(plan, planner)
-            except (OSError, RuntimeError) as error:
-                raise _disk_error(error) or error from None
-
-    # One thread: with more, an error in a helper thread of torch's writer is lost (pytorch #191391).
-    return Writer(folder, thread_count=1, sync_files=True)
+def _lack_of_space(folder: Path, *, size: int) -> str | None:
+    """What is to be said where the disk has no room for so many bytes."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= size * _SPACE:
+        return None
+    return f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB left"
 
 
-def _disk_error(error: BaseException | None) -> OSError | None:
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+def _versions() -> dict[str, Any]:
+    return {
+        "torchtitan_clone": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "ranks": dist.get_world_size(),
+    }
 
 
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _described_failure(action: Callable[[], object]) -> str | None:
-    """Runs `action`; what the disk or the checkpoint writer had to say against it, None where nothing."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
+def _logged(action: Callable[[], None]) -> None:
+    """An error in a thread would be heard of by nobody."""
     try:
         action()
-    except CheckpointException as error:
-        causes = {str(cause[0]) for cause in error.failures.values()}
-        return "; ".join(sorted(causes))
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return None
-
-
-def _first_error(error: str | None) -> str | None:
-    """The first rank's error on all ranks."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return next((e for e in errors if e is not None), None)
-
-
-def _must_be_saved(name: str) -> bool:
-    """Ranks that did not exist have no generators in a checkpoint, parameters that were frozen no optimizer state."""
-    return not name.startswith(("rng/", "optimizer/"))
-
-
-def _rng_state() -> dict[str, Tensor]:
-    """The state of torch's generators under names that carry the rank, or one rank's would overwrite the others'."""
-    rank = dist.get_rank()
-    states = {f"rng/cpu/{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"rng/cuda/{rank}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng(state: Mapping[str, Tensor]) -> None:
-    """Takes over the generators' states of this rank; a rank that did not exist at the save keeps its own."""
-    for name, tensor in state.items():
-        if name.startswith("rng/cpu/"):
-            torch.set_rng_state(tensor)
-        elif name.startswith("rng/cuda/"):
-            torch.cuda.set_rng_state(tensor)
+    except Exception:
+        logger.exception("checkpoint: a background thread failed")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -31,7 +31,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class Entry:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The type of its numbers; None for one that torch has not."""
-        return _DTYPES.get(self.dtype)
+        return DTYPES.get(self.dtype)
 
     @property
     def item_bytes(self) -> int:
         """Bytes of one of its numbers."""
-        return _DTYPES[self.dtype].itemsize
+        return DTYPES[self.dtype].itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Entry:
 
 def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     """The entry of a tensor that is to be written."""
-    return Entry(name=name, dtype=_NAMES[dtype], shape=tuple(shape))
+    return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 
 def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:

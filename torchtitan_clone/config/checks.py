@@ -13,6 +13,7 @@ from torchtitan_clone.config.pipeline_checks import pipeline_violations
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees
 from torchtitan_clone.config.schema import (
     ActivationCheckpoint,
+    Checkpoint,
     Compile,
     Config,
     LRScheduler,
@@ -52,6 +53,7 @@ def violations(
         *_profiling(config.profiling, device_type),
         *_validation(config.validation, config.data.held_out_fraction),
         *_fault_tolerance(config, device_type),
+        *_excluded(config.checkpoint),
         *_async_tensor(config, device_type),
     ]
     if out_of_bounds:  # the other rules compute with these values
@@ -131,7 +133,11 @@ BOUNDS: dict[str, Bound] = {
     "parallelism.pipeline_parallel_first_stage_less_layers": _at_least(0),
     "parallelism.pipeline_parallel_last_stage_less_layers": _at_least(0),
     "checkpoint.interval": _at_least(1),
+    "checkpoint.interval_minutes": UNSET_OR_ABOVE_0,
     "checkpoint.keep_latest_k": _at_least(0),
+    "checkpoint.keep_every": _at_least(0),
+    "checkpoint.writer_timeout_seconds": ABOVE_0,
+    "checkpoint.load_step": ("-1 or at least 0", lambda value: value >= -1),
     "preemption.deadline_seconds": UNSET_OR_ABOVE_0,
     "checkpoint.hf_export_interval": _at_least(0),
     "metrics.log_freq": _at_least(1),
@@ -346,6 +352,18 @@ def _fault_tolerance(config: Config, device_type: str) -> Iterator[str]:
             f"training.global_batch_size = {rows}: too few to divide among {options.group_size} replica groups; set it "
             f"to at least {options.group_size}."
         )
+
+
+EXCLUDABLE = ("model", "optimizer", "rng", "data")
+
+
+def _excluded(checkpoint: Checkpoint) -> Iterator[str]:
+    for name in checkpoint.exclude_from_loading:
+        if name.split("/")[0] not in EXCLUDABLE:
+            yield (
+                f'checkpoint.exclude_from_loading = ["{name}"]: a checkpoint has no such part; known: '
+                f"{', '.join(EXCLUDABLE)}, and names below the first two such as model/output.weight."
+            )
 
 
 def _nearest_divisors(number: int, target: int) -> list[int]:

@@ -34,7 +34,6 @@ _NO_FLOAT8 = "there is no quantized training here; remove the key and model.conv
 _NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
 _HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
 _LOADER = "the loader reads ahead by itself; remove the key, and set data.num_workers for streamed data"
-_NO_INITIAL = "a run starts from fresh weights or goes on from its own folder; remove the key"
 
 FOREIGN_KEYS: dict[str, ForeignKey] = {
     "job.print_config": ForeignKey("every run writes its config.toml", (ANY,)),
@@ -67,19 +66,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
     "parallelism.expert_parallel_comm_backend": ForeignKey(_NO_EXPERT, (ANY,)),
-    "checkpoint.async_mode": ForeignKey('checkpoints are saved synchronously; set it to "disabled"', ("disabled",)),
-    "checkpoint.last_save_model_only": ForeignKey("the last checkpoint holds the whole state, the model too", (ANY,)),
-    "checkpoint.initial_load_model_only": ForeignKey(_NO_INITIAL, (ANY,)),
     "checkpoint.initial_load_in_hf_quantized": ForeignKey("quantized weights cannot be trained on", (False,)),
-    "checkpoint.load_step": ForeignKey("a run goes on from its newest checkpoint; set it to -1", (-1,)),
-    "checkpoint.load_only": ForeignKey("a run that loads also saves; set it to false", (False,)),
-    "checkpoint.exclude_from_loading": ForeignKey("a checkpoint is loaded whole; set it to []", ([],)),
-    "checkpoint.enable_first_step_checkpoint": ForeignKey(
-        "try saving with --training.steps=1 first; set it to false", (False,)
-    ),
-    "checkpoint.create_seed_checkpoint": ForeignKey(
-        "the initial weights are the same on every mesh anyway; set it to false", (False,)
-    ),
     "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(
         "the checkpoint of the whole run says which rows are done", (ANY,)
     ),

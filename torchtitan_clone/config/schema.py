@@ -200,10 +200,38 @@ class Checkpoint:
     """Folder of the checkpoints below the run's folder."""
     interval: int = 500
     """Steps between two saves."""
+    interval_minutes: float | None = None
+    """Minutes after which a step is saved even if the interval is not over; unset: only steps count."""
+    enable_first_step_checkpoint: bool = False
+    """Save after the first step too, so that a run that could not save says so at once."""
     keep_latest_k: int = 10
-    """Newest steps that are kept; 0 keeps all."""
+    """Newest whole steps that are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Steps divisible by this are saved and kept for ever; 0: none."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """disabled: training waits for a save; async: a copy of the state is taken during the next step and written by a
+    thread; async_with_pinned_mem: the copy is in shared memory, on CUDA pinned, and a process of its own writes it."""
+    writer_timeout_seconds: float = 300.0
+    """Longest time without progress of a writer process before it is replaced, once, and then done without."""
+    verify: Literal["full", "sizes"] = "full"
+    """What is checked before a checkpoint is loaded: all bytes against their digests, or the sizes of files only."""
+    load_step: int = -1
+    """Step to go on from; newer ones are put aside. -1: the newest that is whole."""
+    load_only: bool = False
+    """Go on from a checkpoint, and save nothing."""
+    start_fresh: bool = False
+    """Begin with the first step where there are checkpoints of which none is whole; otherwise that is an error."""
+    allow_partial: bool = False
+    """Load what fits of a checkpoint with other names, shapes or types than the run's, and list the rest."""
+    exclude_from_loading: list[str] = field(default_factory=list[str])
+    """What stays as it is at the start: "model", "optimizer", "rng", "data", or names such as "model/output.weight"."""
+    create_seed_checkpoint: bool = False
+    """Save the initial state as step 0 and exit."""
     initial_load_path: str | None = None
-    """Folder whose weights a new run starts with."""
+    """Where a new run takes its weights from: a step-N folder, a folder of such, or with initial_load_in_hf weights in
+    the Hugging Face format."""
+    initial_load_model_only: bool = True
+    """Of a checkpoint there take the weights only; false: optimizer, counters and position in the data too."""
     initial_load_in_hf: bool = False
     """A new run starts with the .safetensors of initial_load_path, or where that is unset of model.hf_assets_path."""
     last_save_in_hf: bool = False
@@ -212,6 +240,8 @@ class Checkpoint:
     """Steps between two such exports while training, which stands still meanwhile; all are kept; 0: none."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights in exports."""
+    last_save_model_only: bool = False
+    """After the last step, export the weights to the folder model_only too; the last checkpoint itself is complete."""
     allow_data_change: bool = False
     """Resume although the data, the tokenizer or seq_len changed since the checkpoint."""
 
