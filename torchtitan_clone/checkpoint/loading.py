@@ -185,7 +185,7 @@ def _missing(state: Mapping[str, Tensor], index: Mapping[str, Any]) -> list[str]
     frozen = {_parameter_of(name) for name in absent if len(learnt) > 1 and _parameter_of(name) not in learnt}
     if frozen:
         logger.warning(
-            "%d parameters were frozen when this was saved: their optimizer state starts from zero", len(frozen)
+            "%d parameters were frozen when this was saved: their optimizer states start from zero", len(frozen)
         )
     return [name for name in absent if _parameter_of(name) not in frozen]
 
