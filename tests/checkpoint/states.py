@@ -114,12 +114,18 @@ class Loaded:
     error: str | None
 
 
-def load_each(folders: list[Path], options: dict) -> list[Loaded]:
-    """A rank that resumes from each of these folders."""
+def log_lines() -> list[str]:
+    """What is logged from now on in this process."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("torchtitan_clone").addHandler(handler)
+    return lines
+
+
+def load_each(folders: list[Path], options: dict) -> list[Loaded]:
+    """A rank that resumes from each of these folders."""
+    lines = log_lines()
     with rank_of_a_group():
         return [load_one(folder, options, lines) for folder in folders]
 

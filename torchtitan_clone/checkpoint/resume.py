@@ -68,7 +68,9 @@ def find_source(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> Sou
             f"{folder} has checkpoints, but none of them is whole, see above; bring one back, or set "
             "checkpoint.start_fresh = true to begin with the first step"
         )
-    return _initial_source(checkpoint) if checkpoint.initial_load_path else None
+    if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
+        return _initial_source(checkpoint)
+    return None
 
 
 def load_source(source: Source, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
