@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan_clone.checkpoint.commit import NOTHING_DONE, Progress, committed_steps, expected_progress, finished_step
+from torchtitan_clone.checkpoint.commit import (
+    NOTHING_DONE,
+    Progress,
+    committed_steps,
+    expected_progress,
+    finished_step,
+    initial_folder,
+)
 from torchtitan_clone.config import (
     Config,
     ConfigError,
@@ -325,6 +332,7 @@ def _initial_weights(shape: Shape) -> InitialWeights | None:
     """The weights that a new run starts with instead of fresh ones."""
     checkpoint = shape.config.checkpoint
     if not checkpoint.initial_load_in_hf:
+        initial_folder(checkpoint)  # it is opened when all ranks are there
         return None
     path = initial_weights_path(checkpoint, shape.config.model)
     return open_initial_weights(path, spec=shape.spec, model_args=shape.model_args, parameters=shape.parameters)

@@ -104,6 +104,24 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | Non
     return without_excluded(read_progress(step_folder(folder, step)), checkpoint=checkpoint)
 
 
+def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
+    """The checkpoint that a new run starts from, and its step where a folder of several was given; None for none.
+
+    ConfigError where initial_load_path is no checkpoint.
+    """
+    if not checkpoint.initial_load_path or checkpoint.initial_load_in_hf:
+        return None
+    folder = Path(checkpoint.initial_load_path)
+    step = newest_whole_step(folder)
+    found = folder if step is None else step_folder(folder, step)
+    if not (found / MANIFEST_FILE).exists():
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {folder}: it has no {MANIFEST_FILE} and so is no checkpoint; for weights "
+            "in the Hugging Face format set checkpoint.initial_load_in_hf to true"
+        )
+    return found, step
+
+
 def without_excluded(progress: Progress, *, checkpoint: Checkpoint) -> Progress:
     """The progress, but for the position in the data where that is excluded from loading."""
     return replace(progress, data={}) if "data" in checkpoint.exclude_from_loading else progress

@@ -21,7 +21,7 @@ from torchtitan_clone.checkpoint.commit import (
     clean,
     committed_steps,
     files_of_rank,
-    newest_whole_step,
+    initial_folder,
     read_progress,
     recover,
     set_aside,
@@ -68,9 +68,8 @@ def find_source(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> Sou
             f"{folder} has checkpoints, but none of them is whole, see above; bring one back, or set "
             "checkpoint.start_fresh = true to begin with the first step"
         )
-    if checkpoint.initial_load_path and not checkpoint.initial_load_in_hf:
-        return _initial_source(checkpoint)
-    return None
+    initial = initial_folder(checkpoint)
+    return _initial_source(checkpoint, folder=initial[0], step=initial[1]) if initial else None
 
 
 def load_source(source: Source, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
@@ -152,14 +151,11 @@ def _set_newer_aside(folder: Path, *, step: int) -> None:
     dist.barrier()
 
 
-def _initial_source(checkpoint: Checkpoint) -> Source:
+def _initial_source(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> Source:
     """Another run's checkpoint: its weights, or with initial_load_model_only = false all of it. It is left as it is."""
-    folder = Path(checkpoint.initial_load_path or "")
-    if (newest := newest_whole_step(folder)) is not None:
-        folder = step_folder(folder, newest)
-    damage = damage_of(folder, step=newest, digests=checkpoint.verify == "full")
+    damage = damage_of(folder, step=step, digests=checkpoint.verify == "full")
     if damage is not None:
-        raise ConfigError(f"checkpoint.initial_load_path = {folder}: it is damaged or no checkpoint: {damage}")
+        raise ConfigError(f"checkpoint.initial_load_path: {folder} is damaged: {damage}")
     if checkpoint.initial_load_model_only:
         return Source(folder=folder, groups=(MODEL,), progress=None)
     return Source(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, folder))

@@ -47,23 +47,26 @@ class FileRecord:
 
 
 def write_file(path: Path, pieces: Iterable[Any], *, alive: Callable[[], None] = lambda: None) -> FileRecord:
-    """Writes bytes-like pieces to a new file and forces it to disk; `alive` is called after each. OSError as it comes.
+    """Writes bytes-like pieces to a new file and forces it to disk; `alive` is called after each. OSError names it.
 
     The digest is that of what was to be written, not of what can be read back.
     """
     digest, size, unsynced = DIGESTS[DIGEST](), 0, 0
-    with path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-            digest.update(piece)
-            size, unsynced = size + len(piece), unsynced + len(piece)
-            if unsynced >= SYNC_EVERY:
-                file.flush()
-                os.fdatasync(file.fileno())
-                unsynced = 0
-            alive()
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+                digest.update(piece)
+                size, unsynced = size + len(piece), unsynced + len(piece)
+                if unsynced >= SYNC_EVERY:
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    unsynced = 0
+                alive()
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return FileRecord(bytes=size, digest=digest.hexdigest())
 
 
