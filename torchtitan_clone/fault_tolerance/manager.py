@@ -5,6 +5,7 @@ divided among those that are there; who is behind is healed first. From then on 
 the groups after backward; if that fails anywhere in a group, none of its ranks commits.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.healing import PeerTransport
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
+from torchtitan_clone.fault_tolerance.healing import PeerTransport, UnlikeGroupsError
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
 
@@ -42,6 +42,9 @@ PROCESS_GROUPS: dict[str, Callable[..., Any]] = {
 class FTManager:
     """This process's side of its replica group's talk with the others; all ranks of the group call the same methods.
 
+    `step` is the last one done, `healing` what a group that is behind takes over, `is_over` says whether others have
+    finished the run, `sum_over_ranks` sums over the ranks of this group, `identity` is what must be alike in all of
+    them, `folder` is for this one's records.
     `part` of `parts` is what this group takes of the global batch, valid from `begin` to the next; `writes` holds in
     one of the groups, the one that saves.
     """
@@ -52,27 +55,31 @@ class FTManager:
         *,
         device: torch.device,
         step: int,
-        healing: Healing,
+        healing: Callable[[], Healing],
         sum_over_ranks: Callable[[list[float]], list[float]],
         is_over: Callable[[], bool],
-        stop: StopRequest,
+        wants_to_stop: Callable[[], bool],
+        identity: str,
         folder: Path,
+        rounds_of_steps: int = 1,
     ):
         self.part, self.parts, self.writes = 0, 0, True
         self._options = fault_tolerance
-        self._healing = healing
+        self._healing = healing()
         self._sum_over_ranks = sum_over_ranks
         self._is_over = is_over
-        self._stop = stop
+        self._wants_to_stop = wants_to_stop
         self._device = device if fault_tolerance.process_group == "nccl" else torch.device("cpu")
         self._timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
         self._watch = StallWatch(factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds())
         self._is_first_rank = dist.get_rank() == 0
         self._pg = PROCESS_GROUPS[fault_tolerance.process_group](timeout=self._timeout)
-        self._transport = PeerTransport(self._pg, tensors=healing.tensors, device=self._device)
+        self._transport = PeerTransport(self._pg, tensors=self._healing.tensors, device=self._device)
         self._manager = self._build_manager()
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
         self._note: dict[str, Any] = {}
+        self._identity = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
+        self._quorum_of_identity = -1
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
         self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
@@ -81,7 +88,15 @@ class FTManager:
 
     def _build_manager(self) -> torchft.Manager:
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what goes wrong is told here, in one line
-        host, port = self._open_store()
+        try:
+            return self._connected_manager(*self._open_store())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {os.environ['TORCHFT_LIGHTHOUSE']}; start "
+                f"scripts/lighthouse.py first ({error})"
+            ) from None
+
+    def _connected_manager(self, host: str, port: int) -> torchft.Manager:
         return torchft.Manager(
             pg=self._pg,
             load_state_dict=None,
@@ -132,7 +147,7 @@ class FTManager:
         while True:
             error = self._meet()
             over = error is not None and self._is_first_rank and self._is_over()
-            failed, stops, over = self._sum_over_ranks([error is not None, self._stop.reason is not None, over])
+            failed, stops, over = self._sum_over_ranks([error is not None, self._wants_to_stop(), over])
             if not failed:
                 break
             if stops or over:
@@ -153,15 +168,31 @@ class FTManager:
         except (TimeoutError, RuntimeError) as error:
             self._manager._quorum_future = None  # it would raise once more
             return error
-        if error := self._manager.errored():
-            return error.original_exception
+        if (error := self._error()) is not None:
+            if isinstance(error, UnlikeGroupsError):
+                raise error
+            return error
         if self._manager.num_participants() < self._options.min_replica_size:
             time.sleep(0.2)
             return RuntimeError(
                 f"{self._manager.num_participants()} are there, fault_tolerance.min_replica_size = "
                 f"{self._options.min_replica_size}; the lighthouse was started with a smaller minimum"
             )
-        return None
+        return self._compare()
+
+    def _compare(self) -> Exception | None:
+        """Whether all groups are alike, once for each set of them; raises it where this one has just come."""
+        if self._manager._quorum_id == self._quorum_of_identity:
+            return None
+        is_new = self._quorum_of_identity == -1
+        (total,) = self._sum([self._identity])
+        if self._error() is not None or total == self._identity * self._manager.num_participants():
+            self._quorum_of_identity = self._manager._quorum_id
+            return self._error()
+        unlike = UnlikeGroupsError("replica groups were started with different options of model, training or optimizer")
+        if is_new:
+            raise unlike
+        return unlike
 
     def _leave(self, error: Exception | None) -> None:
         """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
@@ -184,21 +215,30 @@ class FTManager:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums each number over the groups; where that fails the values themselves, and the step will not commit."""
+        return self._sum(values)
+
+    def _sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         self._manager.allreduce(total, reduce_op=dist.ReduceOp.SUM).wait()
         return values if self._manager.errored() else total.tolist()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums the gradients over the groups, in place; this rank's part of them with the same part elsewhere."""
-        gradients = [_local(p.grad).detach() for p in parameters if p.grad is not None]
+        self._receive(self._send([local_part(p.grad).detach() for p in parameters if p.grad is not None]))
+
+    def _send(self, tensors: list[Tensor]) -> list[Any]:
         sent = []
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in bucket]).to(self._device)
             sent.append((bucket, flat, self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
+        return sent
+
+    def _receive(self, sent: list[Any]) -> None:
+        """Waits for the sums of what was sent, and puts them in its place."""
         for bucket, flat, work in sent:
             work.wait()
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
 
     def record(self, rows: range) -> None:
         """Notes which rows of the global order this rank feeds to the attempt."""
@@ -208,14 +248,24 @@ class FTManager:
         """Whether the step counts: everywhere in this group all went well."""
         if not healthy:
             self._manager.report_error(FloatingPointError("loss or gradient is not finite"))
-        committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._watch.stop()
+        return self._vote()
+
+    def complete(self) -> bool:
+        """A step that was committed is not taken back."""
+        return True
+
+    def _error(self) -> Exception | None:
+        error = self._manager.errored()
+        return error and error.original_exception
+
+    def _vote(self) -> bool:
+        if (error := self._error()) is not None:
+            self._pg.abort()  # groups that still wait for this one in a collective notice at once
+        committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._write(committed=committed)
         if not committed and self._is_first_rank:
-            error = self._manager.errored()
-            logger.warning(
-                "the step is repeated: %s", str(error.original_exception if error else "a rank failed")[:200]
-            )
+            logger.warning("the step is repeated: %s", str(error or "a rank failed")[:200])
         return committed
 
     def _write(self, **values: Any) -> None:
@@ -229,7 +279,8 @@ class FTManager:
         self._manager.shutdown(wait=False)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
