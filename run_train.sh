@@ -8,6 +8,7 @@
 #   NGPU         processes on this node (default: the GPUs present, else 1)
 #   CONFIG_FILE  TOML file (default: train_configs/debug_model.toml); --job.config_file=FILE among the arguments wins
 #   LOG_RANK     local ranks whose output is shown (default 0; for example 0,1)
+#   LOG_FOLDER   where the output of the other ranks goes, and stays (default: a temporary folder)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: start this script on each
 #   PYTHON       Python to use (default: see scripts/setup_env.sh); NO_SETUP=1 checks and installs nothing
 # Relative paths count from the folder you are in.
@@ -58,4 +59,5 @@ if [ "$NNODES" != 1 ]; then
         --master-addr="${MASTER_ADDR:?is the address of the node with NODE_RANK=0}" \
         --master-port="${MASTER_PORT:-29500}" "$@"
 fi
+[ -z "${LOG_FOLDER:-}" ] || set -- --log-folder="$LOG_FOLDER" "$@"
 exec "$PYTHON" -m torchtitan_clone.launch --nproc-per-node="$NGPU" --log-rank="${LOG_RANK:-0}" "$@"

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,6 +91,37 @@ def test_a_signal_before_torch_is_loaded_is_not_lost(corpus, tmp_path):
     assert process.returncode == 75
     assert "stopped by SIGUSR1 before the first step" in output
     assert not (tmp_path / "runs").exists()
+
+
+def test_two_nodes_train_as_one_and_stop_together(corpus, tmp_path):
+    sizes = {"training__local_batch_size": 4, "training__steps": 40}
+    assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
+
+    def start() -> list[subprocess.Popen]:
+        port = free_port()
+        argv = [f"--job.config_file={os.devnull}", *options(corpus, tmp_path / "two", **sizes)]
+        common = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NO_SETUP": "1"}
+        common |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [REPOSITORY / "run_train.sh", *argv]
+        nodes = [os.environ | common | {"NODE_RANK": str(node)} for node in range(2)]
+        return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in nodes]
+
+    nodes = start()
+    wait_for_step(tmp_path / "two", 5)
+    nodes[1].send_signal(signal.SIGTERM)
+    output, _ = nodes[0].communicate(timeout=60)
+    assert "stopped by a signal to another rank: step" in output
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    nodes = start()
+    output, _ = nodes[0].communicate(timeout=60)
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert "training is complete" in output
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def handles(pid: int, number: int) -> bool:

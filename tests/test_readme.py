@@ -39,7 +39,8 @@ def shortened(command: str) -> str:
     if "scripts/run_tests.sh" in command:
         return f"{command} --collect-only -q {ROOT / 'tests' / 'optim'}"
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
-        return f"{command} {shlex.join(SMALL[1:] if '--training.steps' in command else SMALL)}"
+        small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
+        return f"{command.replace(' &', f' {small} &')} {small}"
     if "bench_goodput.py" in command:
         return f"{command} --seconds=4 --every=2 --revive=0"
     if "scripts/bench" in command:

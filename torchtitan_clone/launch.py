@@ -15,10 +15,13 @@ What differs from torchrun:
 
 import argparse
 import ctypes
+import fcntl
 import logging
 import os
 import shutil
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -35,6 +38,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, which a worker's way through
 CONFIG_ERROR = 2
 """Exit code of a worker that has reported an error in its configuration."""
 PR_SET_PDEATHSIG = 1
+SIOCGIFADDR = 0x8915
 LAST_LINES = 20
 """Lines shown of the log of a failed rank that the console does not show."""
 WORKER = "--worker"
@@ -51,6 +55,9 @@ def main(argv: list[str]) -> int:
     logging.disable()  # what torchrun's agent has to say is said here, once
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    if options.nnodes > 1:
+        # Else gloo takes the address that the host's name has, which on many machines is a loopback.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(options.master_addr))
     log_folder = options.log_folder or Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
     code = _launch(options, arguments, log_folder=log_folder, agents=agents)
     if code in (0, CONFIG_ERROR, REQUEUE_EXIT_CODE) and not options.log_folder:
@@ -70,6 +77,25 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--log-folder", type=Path, help="where the output of the other ranks goes, and stays")
     parser.add_argument("--module", default="torchtitan_clone.train", help="what each process runs")
     return parser.parse_known_args(argv)
+
+
+def _interface_towards(host: str) -> str:
+    """The network interface from which this machine reaches that one; "" where none is found: gloo chooses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # of a datagram socket: looks up the route, sends nothing
+        except OSError:
+            return ""
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return name
+    return ""
 
 
 def _become_worker(launcher_pid: int, *, module: str, arguments: list[str]) -> NoReturn:

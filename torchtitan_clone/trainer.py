@@ -10,12 +10,13 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
+from torchtitan_clone.fault_tolerance.health import HangWatch, describe_stragglers, step_parts
 from torchtitan_clone.fault_tolerance.outer import outer_state
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
@@ -36,10 +38,11 @@ from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_me
 from torchtitan_clone.observe.profiling import build_profiler
 from torchtitan_clone.optim import OptimizerContainer, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
+from torchtitan_clone.parallel.clock import CollectiveClock
 from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
 from torchtitan_clone.parallel.reshard import move, parts_of_all_ranks
-from torchtitan_clone.parallel.runtime import Launch, set_determinism, set_timeout
+from torchtitan_clone.parallel.runtime import Launch, dump_collectives, set_determinism, set_timeout
 from torchtitan_clone.parallel.step import (
     ForwardBackward,
     build_forward_backward,
@@ -101,6 +104,12 @@ class Trainer:
         self._checkpoints.load()
         if not self._progress.step and run.initial_weights is not None:
             self._load_initial(run.initial_weights)
+        self._watch = HangWatch(
+            folder=run.shape.records / config.comm.save_traces_folder,
+            rank=launch.rank,
+            dump_collectives=dump_collectives,
+        )
+        self._set_timeout(config.comm.init_timeout_seconds)
         self._skipped_in_a_row = 0
         self._step_seconds = self._save_seconds = 0.0
         self._replicas = build_replicas(
@@ -163,7 +172,7 @@ class Trainer:
             return False
         start = time.perf_counter()
         self._checkpoints.forget_plan()
-        set_timeout(self._config.comm.init_timeout_seconds)
+        self._set_timeout(self._config.comm.init_timeout_seconds)
         position = self._loader.state_dict()
         old_state, old_mesh = training_state(self.parameters, self.optimizer), self._mesh
         release(self.parts)
@@ -193,15 +202,17 @@ class Trainer:
         """
         if self._agree_to_stop():
             raise StopBeforeTraining(self._stop_reason)
+        self._metrics.ledger.book("start_up", self._stop.age_seconds)
         garbage = GarbageCollector(self._config.training.gc_freq)
         last_step = 0 if self._config.checkpoint.create_seed_checkpoint else self._config.training.steps
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
-            while self._progress.step < last_step and not stop and self._replicas.begin():
+            while self._progress.step < last_step and not stop and self._begin_step():
                 if is_new := self._enter_phase_of(self._progress.step + 1):
                     interval = _Interval()
+                clock = self._build_clock(self._progress.step + 1)
                 try:
-                    with self._maybe_trace(attempts == 1):
+                    with self._maybe_trace(attempts == 1), clock or nullcontext():
                         result = self.train_step(self._progress.step + 1)
                 except StepGivenUp:
                     self._replicas.commit(healthy=False)
@@ -210,14 +221,19 @@ class Trainer:
                 attempts += 1
                 interval.add(result.data_seconds)
                 if is_new or attempts == 1:
-                    set_timeout(self._config.comm.train_timeout_seconds)
+                    self._set_timeout(self._config.comm.train_timeout_seconds)
                     self._checkpoints.prepare()
+                if clock is not None:
+                    self._report_stragglers(clock, data_seconds=result.data_seconds)
                 if not result.committed:
+                    self._metrics.ledger.throw_away(steps=1, seconds=self._step_seconds)
                     continue
                 step = self._progress.step
                 if attempts == 1 or step == last_step or step % self._config.metrics.log_freq == 0 or stop:
                     self._log(result, interval)
                     interval = _Interval()
+                if attempts == 1:
+                    self._metrics.log_goodput(step)
                 self._metrics.progress(step)
                 garbage.run(step)
                 self._profiler.step()
@@ -238,9 +254,19 @@ class Trainer:
         self._end_saving()
         self._checkpoints.close()
         garbage.close()
+        self._watch.close()
+        self._metrics.log_goodput(self._progress.step, complete=self._progress.step == last_step)
         self._metrics.close()
         self._say_how_it_ended()
         return self._progress.step == last_step or not self._agree_to_stop()
+
+    def _begin_step(self) -> bool:
+        """Meets the other replica groups; False where there is nothing to go on for."""
+        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        start, self._healed = time.perf_counter(), False
+        goes_on = self._replicas.begin()
+        self._metrics.ledger.book("healing" if self._healed else "waiting", time.perf_counter() - start)
+        return goes_on
 
     def train_step(self, step: int) -> StepResult:
         """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
@@ -307,6 +333,7 @@ class Trainer:
         return asdict(self._progress_with_data())
 
     def _take_over(self, note: dict[str, Any]) -> None:
+        self._healed = True
         self._progress = Progress(**note)
         self._loader.load_state_dict(self._progress.data, allow_change=False)
 
@@ -317,9 +344,40 @@ class Trainer:
         """The batch in parts, on the device. StepGivenUp, on all ranks at the same part, where time has run out."""
         deadline = self._config.preemption.deadline_seconds
         for rows in batch.microbatches(self._shape.config.training.local_batch_size):
+            self._watch.moved(timeout_seconds=self._timeout_seconds)
             if deadline is not None and any(sum_over_ranks([self._stop.seconds_since > deadline / 2])):
                 raise StepGivenUp
             yield rows.to(self._device)
+
+    def _set_timeout(self, seconds: int) -> None:
+        self._timeout_seconds = seconds
+        set_timeout(seconds)
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """For what may take some ranks much longer than others."""
+        before = self._timeout_seconds
+        self._set_timeout(self._config.comm.init_timeout_seconds)
+        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        yield
+        self._set_timeout(before)
+        self._watch.moved(timeout_seconds=before)
+
+    def _build_clock(self, step: int) -> CollectiveClock | None:
+        """What measures the communication of this step; None for most. It would unpack compiled code and pipelines."""
+        freq = self._config.comm.straggler_freq
+        is_due = freq > 0 and step % freq == 0 and self._launch.world_size > 1
+        if not is_due or self._config.compile.enable or self._shape.degrees.pp > 1:
+            return None
+        return CollectiveClock(self._device)
+
+    def _report_stragglers(self, clock: CollectiveClock, *, data_seconds: float) -> None:
+        own = step_parts(data=data_seconds, communication=clock.seconds, total=self._step_seconds)
+        ranks: list[Any] = [None] * self._launch.world_size
+        dist.all_gather_object(ranks, own)
+        if self._metrics.active:
+            for line in describe_stragglers(ranks):
+                logger.warning("step %d: %s", self._progress.step, line)
 
     def _wants_to_stop(self) -> bool:
         """This rank's own view; leaves time for one more step and for a save like the longest so far."""
@@ -372,6 +430,7 @@ class Trainer:
             for count, batch in enumerate(self._validation_loader, start=1):
                 loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1)
                 num_targets += batch.num_targets
+                self._watch.moved(timeout_seconds=self._timeout_seconds)
                 if self._agree_to_stop():
                     return False
                 if count == self._config.validation.steps:
@@ -385,7 +444,8 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Begins to save the step, with `wait` until it is committed; of several replica groups, one does it."""
         if self._checkpoints.saves and self._replicas.writes:
-            self._checkpoints.save(self._progress_with_data(), wait=wait)
+            with self._patience():
+                self._checkpoints.save(self._progress_with_data(), wait=wait)
 
     def _log_saves(self) -> None:
         """What has become of the saves begun so far."""
@@ -399,10 +459,13 @@ class Trainer:
                     blocked_seconds=save.blocked_seconds,
                     bytes=save.bytes,
                 )
+                self._metrics.ledger.book("saving", save.blocked_seconds)
+                self._metrics.log_goodput(self._progress.step)
 
     def _save_last(self) -> None:
         """When it returns, the last step that this process trains is committed, or has failed to be."""
-        self._checkpoints.finish()
+        with self._patience():
+            self._checkpoints.finish()
         if self._checkpoints.saved_step != self._progress.step or self._config.checkpoint.create_seed_checkpoint:
             self._save(wait=True)
         self._log_saves()
@@ -431,6 +494,10 @@ class Trainer:
         """Writes the weights in the format of the Hugging Face hub; training waits."""
         if not self._replicas.writes:
             return
+        with self._patience():
+            self._write_export(step)
+
+    def _write_export(self, step: int) -> None:
         shape, to_name = self._shape, self._shape.spec.hugging_face.to_name
         dtype = getattr(torch, self._config.checkpoint.export_dtype)
         report = export_weights(
@@ -480,6 +547,7 @@ class Trainer:
             flops_per_token=self._shape.flops_per_token,
             peak_flops=peak and peak * launch.world_size * self._shape.replica_groups,
             run_config=asdict(self._config),
+            started=time.time() - self._stop.age_seconds,
         )
 
     def _say_how_it_ended(self) -> None:
@@ -497,6 +565,7 @@ class Trainer:
             logger.info("the initial state is saved as step %d", step)
         elif step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
+            logger.info("%s", self._metrics.ledger.line())
         elif saved:
             logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop_reason, step)
         else:

@@ -81,6 +81,8 @@ OUT_OF_BOUNDS = {
     "profiling.profiler_active": 0,
     "comm.init_timeout_seconds": 0,
     "comm.train_timeout_seconds": 0,
+    "comm.trace_buf_size": -1,
+    "comm.straggler_freq": -1,
     "validation.freq": 0,
     "validation.steps": 0,
     "validation.local_batch_size": 0,
@@ -95,6 +97,12 @@ OUT_OF_BOUNDS = {
     "fault_tolerance.fragment_update_alpha": 1.5,
     "fault_tolerance.heartbeat_timeout_ms": 0,
     "fault_tolerance.join_timeout_ms": 0,
+    "slurm.nodes": 0,
+    "slurm.gpus_per_node": -1,
+    "slurm.processes_per_node": 0,
+    "slurm.cpus_per_node": 0,
+    "slurm.signal_seconds": 0,
+    "slurm.max_starts_without_progress": 0,
     "debug.seed": -1,
 }
 

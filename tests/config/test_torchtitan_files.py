@@ -162,7 +162,6 @@ def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> Non
         (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
         (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights cannot be trained on"),
         (["--training.dataloader.num_workers=2"], "set data.num_workers instead"),
-        (["--comm.trace_buf_size=5"], "TORCH_FR_BUFFER_SIZE"),
         (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights cannot be trained on"),
     ],
 )

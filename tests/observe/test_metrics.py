@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def writer(folder: Path, *, metrics: Metrics | None = None, rank: int = 0, **cha
         "flops_per_token": 3e9,
         "peak_flops": 24e12,
         "run_config": {"training": {"steps": 100}},
+        "started": time.time(),
     }
     return build_metrics(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
 
@@ -178,12 +180,13 @@ def test_tensorboard_is_one_curve_after_a_resume(tmp_path):
 def test_tensorboard_is_imported_at_the_first_row(tmp_path):
     program = f"""
 import sys
+import time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import build_metrics
 build_metrics(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, resume_step=0, total_steps=1,
-              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}})
+              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -235,6 +238,7 @@ def _read(descriptor: int) -> bytes:
 
 PROGRAM = """
 import sys
+import time
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_metrics import record, writer

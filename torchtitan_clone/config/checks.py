@@ -147,6 +147,8 @@ BOUNDS: dict[str, Bound] = {
     "profiling.profiler_active": _at_least(1),
     "comm.init_timeout_seconds": _at_least(1),
     "comm.train_timeout_seconds": _at_least(1),
+    "comm.trace_buf_size": _at_least(0),
+    "comm.straggler_freq": _at_least(0),
     "validation.freq": _at_least(1),
     "validation.steps": OPEN_OR_ABOVE_0,
     "validation.local_batch_size": _at_least(1),
@@ -161,6 +163,12 @@ BOUNDS: dict[str, Bound] = {
     "fault_tolerance.fragment_update_alpha": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "fault_tolerance.heartbeat_timeout_ms": _at_least(1),
     "fault_tolerance.join_timeout_ms": _at_least(1),
+    "slurm.nodes": _at_least(1),
+    "slurm.gpus_per_node": _at_least(0),
+    "slurm.processes_per_node": UNSET_OR_ABOVE_0,
+    "slurm.cpus_per_node": UNSET_OR_ABOVE_0,
+    "slurm.signal_seconds": _at_least(1),
+    "slurm.max_starts_without_progress": _at_least(1),
     "debug.seed": _at_least(0),
 }
 

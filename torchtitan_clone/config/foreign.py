@@ -82,10 +82,7 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     "activation_checkpoint.preserve_rng_state": ForeignKey("no layer draws random numbers", (ANY,)),
     "activation_checkpoint.determinism_check": ForeignKey('it is not supported; set it to "default"', ("default",)),
     "activation_checkpoint.debug": ForeignKey("it is not supported; set it to false", (False,)),
-    "comm.trace_buf_size": ForeignKey(
-        "there is no flight recorder here; set it to 0, and TORCH_FR_BUFFER_SIZE in the environment", (0, 20000)
-    ),
-    "comm.save_traces_*": ForeignKey("there is no flight recorder here", (ANY,)),
+    "comm.save_traces_file_prefix": ForeignKey("a report is named by its rank", (ANY,)),
     "fault_tolerance.should_quantize": ForeignKey("nothing is quantized between replica groups", (False,)),
     "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),
 }

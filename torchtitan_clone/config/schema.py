@@ -322,9 +322,15 @@ class Comm:
     mode: Literal["default", "fake_backend"] = "default"
     """fake_backend: simulate WORLD_SIZE ranks in this process, print memory and collectives of a step, and exit."""
     init_timeout_seconds: int = 300
-    """Longest wait for a collective until this process has finished its first step."""
+    """Longest wait for a collective until this process has finished its first step, and while it saves."""
     train_timeout_seconds: int = 100
     """Longest wait for a collective from then on."""
+    trace_buf_size: int = 2000
+    """Collectives that torch's flight recorder remembers, for the report about a hang; 0 turns it off."""
+    save_traces_folder: str = "comm_traces"
+    """Folder below the run's folder for reports about hangs: stacks of all threads and the last collectives."""
+    straggler_freq: int = 100
+    """Steps between two in which no communication overlaps, to find a rank that is slower than the others; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +384,38 @@ class FaultTolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What scripts/slurm/submit.py asks Slurm for; of no meaning to the run itself."""
+
+    nodes: int = 1
+    """Nodes of the job."""
+    gpus_per_node: int = 8
+    """GPUs that the job takes of each node; 0 trains on CPUs."""
+    processes_per_node: int | None = None
+    """Ranks on each node; unset: gpus_per_node, or 1 on CPUs."""
+    cpus_per_node: int | None = None
+    """CPU cores that the job takes of each node; unset: nodes are not shared."""
+    time: str | None = None
+    """Longest time of one start of the job, as Slurm writes it: "1-12:00:00"; unset: the partition's."""
+    partition: str | None = None
+    """Slurm's partition; unset: the default one."""
+    account: str | None = None
+    """Slurm's account; unset: the user's."""
+    signal_seconds: int = 120
+    """Seconds before the end of the time at which the run is told to save."""
+    max_starts_without_progress: int = 3
+    """Starts in a row without a new checkpoint after which the job is not requeued any more."""
+    sbatch_options: list[str] = field(default_factory=list[str])
+    """Further options of sbatch, for example ["--constraint=h100", "--qos=long"]."""
+    setup: list[str] = field(default_factory=list[str])
+    """Lines of shell that the batch script runs first, for example ["module load cuda"]."""
+    container: str = ""
+    """Command under which every node starts, for example "apptainer exec --nv image.sif"."""
+    environment: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Environment variables of the job, as strings; PYTHON is the one in the container."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Debug:
     """Reproducibility."""
 
@@ -411,4 +449,5 @@ class Config:
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    slurm: Slurm = field(default_factory=Slurm)
     debug: Debug = field(default_factory=Debug)

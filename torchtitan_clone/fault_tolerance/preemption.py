@@ -46,10 +46,14 @@ class StopRequest:
         finally:
             self._ends_at_once = False
 
+    @property
+    def age_seconds(self) -> float:
+        """Time since the process began to listen."""
+        return time.monotonic() - self._started
+
     def is_wanted(self, *, max_seconds: float | None, seconds_needed: float) -> bool:
         """Whether this process was asked to stop, or will have run for `max_seconds` in `seconds_needed` from now."""
-        age = time.monotonic() - self._started
-        if max_seconds is not None and age + seconds_needed >= max_seconds:
+        if max_seconds is not None and self.age_seconds + seconds_needed >= max_seconds:
             self._ask("training.max_seconds")
         return self.reason is not None
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.observe.goodput import EVENT, Ledger, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
 Row = dict[str, Any]
@@ -72,8 +73,10 @@ class MetricsWriter:
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
+        ledger: Ledger,
     ) -> None:
         self.sinks = sinks
+        self.ledger = ledger
         self.active = active
         self.total_steps = total_steps
         self.tokens_per_step = tokens_per_step
@@ -99,6 +102,11 @@ class MetricsWriter:
         if self.active:
             logger.info("step %s  %s%s", f"{step:,}", name, _named(values))
             self._write({"step": step, "event": name} | values)
+
+    def log_goodput(self, step: int, *, complete: bool = False) -> None:
+        """Write what the time went into so far; `complete` where the run has done all its steps."""
+        if self.active:
+            self._write({"step": step, "event": EVENT, "complete": complete} | self.ledger.row())
 
     def progress(self, step: int) -> None:
         """Move the progress bar, where there is one; cheap enough for every step."""
@@ -137,12 +145,16 @@ def build_metrics(
     flops_per_token: float,
     peak_flops: float | None,
     run_config: dict[str, Any],
+    started: float,
 ) -> MetricsWriter:
     """The writer of a run that starts, or goes on, after resume_step, in the run's `folder`.
 
     flops_per_token and tokens_per_step are those of the whole model and the global batch; peak_flops is of all devices
-    together, None where it is unknown, and then no MFU is shown. run_config goes to Weights & Biases.
+    together, None where it is unknown, and then no MFU is shown. run_config goes to Weights & Biases. `started` is when
+    this process began, in seconds since the epoch.
     """
+    # Before the sinks drop rows.
+    ledger = resumed_ledger(folder / "metrics.jsonl", resume_step=resume_step, started=started)
     return MetricsWriter(
         _build_sinks(metrics, folder=folder, resume_step=resume_step, run_config=run_config) if rank == 0 else [],
         active=rank == 0,
@@ -151,6 +163,7 @@ def build_metrics(
         tokens_per_step=tokens_per_step,
         flops_per_token=flops_per_token,
         peak_flops=peak_flops,
+        ledger=ledger,
     )
 
 

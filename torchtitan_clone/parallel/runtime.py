@@ -40,6 +40,9 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
     """The default process group: gloo for CPU tensors, NCCL for CUDA tensors; one process needs no torchrun."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Read when the first group is made; the flight recorder remembers the last collectives.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))
     options = {
         "backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         "timeout": timedelta(seconds=comm.init_timeout_seconds),
@@ -53,11 +56,18 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
     dist.destroy_process_group()
 
 
+def dump_collectives() -> bytes:
+    """The last collectives of this process, as the flight recorder has them: JSON."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    return _dump_fr_trace_json()
+
+
 def set_timeout(seconds: int) -> None:
     """Longest wait for a collective from now on: short where nothing slow remains, to find a rank that hangs."""
-    group = dist.distributed_c10d._get_default_group()
-    for backend in {group._get_backend(torch.device(kind)) for kind in group._device_types}:
-        backend._set_default_timeout(timedelta(seconds=seconds))
+    for group in list(dist.distributed_c10d._world.pg_map):  # those of the axes too
+        for backend in {group._get_backend(torch.device(kind)) for kind in group._device_types}:
+            backend._set_default_timeout(timedelta(seconds=seconds))
 
 
 def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:

@@ -48,6 +48,12 @@ class Call:
     """DTensor inserted it because an operator met tensors in layouts it could not take."""
 
 
+def collective_name(func: Any) -> str | None:
+    """Which collective an operator of torch's dispatcher is; None where it is none."""
+    namespace, _, name = func._schema.name.partition("::")
+    return _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
+
+
 class CollectiveTrace(TorchDispatchMode):
     """Counts the collectives that run inside it; `axes` names process groups by what they are called in torch."""
 
@@ -70,7 +76,7 @@ class CollectiveTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        collective = _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
+        collective = collective_name(func)
         result = func(*args, **(kwargs or {}))
         if collective is not None:
             call = Call(
@@ -128,18 +134,21 @@ class CollectiveTrace(TorchDispatchMode):
         return re.sub(r"\.\d+(?=\.|$)", ".*", deepest).replace("._checkpoint_wrapped_module", "")
 
 
-def _look_inside(operation: Any) -> None:
-    """Lets a trace see the collectives of an operation of our own, which are one step further down."""
+def let_look_inside(mode_class: type[TorchDispatchMode]) -> None:
+    """Lets such a mode see the collectives of operations of our own, which are one step further down."""
+    for operation in (context_attention, context_attention_backward):
+        _look_inside(operation, mode_class)
 
-    def run(mode: CollectiveTrace, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+
+def _look_inside(operation: Any, mode_class: type[TorchDispatchMode]) -> None:
+    def run(mode: TorchDispatchMode, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with mode:
             return operation._init_fn(*args, **(kwargs or {}))
 
-    operation.register_torch_dispatch(CollectiveTrace, run)
+    operation.register_torch_dispatch(mode_class, run)
 
 
-for _operation in (context_attention, context_attention_backward):
-    _look_inside(_operation)
+let_look_inside(CollectiveTrace)
 
 
 def _bytes(argument: Any) -> int:

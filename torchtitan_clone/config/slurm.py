@@ -1,0 +1,65 @@
+"""A batch script for Slurm, rendered from a run's options."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan_clone.config.schema import Config, Slurm
+
+
+def processes_per_node(slurm: Slurm) -> int:
+    """One per GPU unless something else is said; one on CPUs."""
+    return slurm.processes_per_node or slurm.gpus_per_node or 1
+
+
+def batch_script(config: Config, *, folder: Path, repository: Path, python: str, arguments: list[str]) -> str:
+    """The script; it ends in scripts/slurm/job.sh, which is the same for all runs.
+
+    `folder` is the run's, `arguments` are those of the training; all paths are the same on every node.
+    """
+    slurm = config.slurm
+    environment = {
+        "PYTHON": python,
+        "NO_SETUP": "1",
+        "NGPU": str(processes_per_node(slurm)),
+        "RUN_FOLDER": str(folder),
+        "CHECKPOINTS": str(folder / config.checkpoint.folder),
+        "CONTAINER": slurm.container,
+        "MAX_STARTS_WITHOUT_PROGRESS": str(slurm.max_starts_without_progress),
+        **{name: str(value) for name, value in slurm.environment.items()},
+    }
+    command = [str(repository / "scripts" / "slurm" / "job.sh"), *_preemption(config), *arguments]
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH {option}" for option in _sbatch_options(slurm, folder=folder)),
+        "",
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        *slurm.setup,
+        f"exec bash {shlex.join(command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _preemption(config: Config) -> Iterator[str]:
+    """What the trainer must know about the job; arguments that come later win."""
+    yield "--preemption.requeue=true"
+    if config.preemption.deadline_seconds is None:
+        yield f"--preemption.deadline_seconds={config.slurm.signal_seconds}"
+
+
+def _sbatch_options(slurm: Slurm, *, folder: Path) -> Iterator[str]:
+    yield f"--job-name={folder.name}"
+    yield f"--nodes={slurm.nodes}"
+    yield "--ntasks-per-node=1"
+    if slurm.gpus_per_node:
+        yield f"--gpus-per-node={slurm.gpus_per_node}"
+    yield f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive"
+    for name, value in (("time", slurm.time), ("partition", slurm.partition), ("account", slurm.account)):
+        if value:
+            yield f"--{name}={value}"
+    # To the processes of the run, not to the batch shell.
+    yield f"--signal=USR1@{slurm.signal_seconds}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--output={folder}/slurm/%j.log"
+    yield from slurm.sbatch_options
