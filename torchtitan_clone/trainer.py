@@ -25,6 +25,7 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
+from torchtitan_clone.fault_tolerance.outer import outer_state
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
 from torchtitan_clone.hub import EXPORT_FOLDER, InitialWeights, export_files
@@ -87,7 +88,7 @@ class Trainer:
         self._checkpoints = CheckpointManager(
             config.checkpoint,
             folder=run.shape.folder / config.checkpoint.folder,
-            state=lambda: training_state(self.parameters, self.optimizer),
+            state=self._state,
             documents={CONFIG_FILE: to_toml(config)},
             is_shared=config.fault_tolerance.enable,
         )
@@ -96,6 +97,7 @@ class Trainer:
         mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
         self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
+        self._outer = outer_state(config.fault_tolerance, parameters=self.parameters)
         self._checkpoints.load()
         if not self._progress.step and run.initial_weights is not None:
             self._load_initial(run.initial_weights)
@@ -105,10 +107,12 @@ class Trainer:
             config.fault_tolerance,
             device=device,
             step=self._progress.step,
+            parameters=self.parameters,
+            outer=self._outer,
             healing=self._healing,
             sum_over_ranks=sum_over_ranks,
             is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
-            stop=stop,
+            wants_to_stop=self._wants_to_stop,
             folder=run.shape.records,
         )
         self._failed_exports: list[int] = []
@@ -226,6 +230,7 @@ class Trainer:
                 if step < last_step and not stop and self._is_export_due(step):
                     self._export(step)
                     interval = _Interval()
+        self._replicas.close()
         self._save_last()
         if self._progress.step == last_step and self._is_export_due(last_step):
             self._export(last_step)
@@ -233,7 +238,6 @@ class Trainer:
         self._checkpoints.close()
         garbage.close()
         self._metrics.close()
-        self._replicas.close()
         self._say_how_it_ended()
         return self._progress.step == last_step or not self._agree_to_stop()
 
@@ -267,6 +271,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if committed:
             self._count_step(step, skipped=not healthy)
+            committed = replicas.complete()
         self._step_seconds = time.perf_counter() - start
         return StepResult(
             loss=loss,
@@ -287,10 +292,12 @@ class Trainer:
             data={},
         )
 
+    def _state(self) -> dict[str, Tensor]:
+        return training_state(self.parameters, self.optimizer) | self._outer
+
     def _healing(self) -> Healing:
         """What another replica group needs to go on where this one is."""
-        tensors = training_state(self.parameters, self.optimizer)
-        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in self._state().items()}
         return Healing(tensors=local, note=self._healing_note, take_over=self._take_over)
 
     def _healing_note(self) -> dict[str, Any]:

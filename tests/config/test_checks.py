@@ -89,6 +89,10 @@ OUT_OF_BOUNDS = {
     "fault_tolerance.group_size": -1,
     "fault_tolerance.min_replica_size": 0,
     "fault_tolerance.stall_factor": 0.5,
+    "fault_tolerance.sync_steps": 0,
+    "fault_tolerance.num_fragments": 0,
+    "fault_tolerance.fragment_sync_delay": -1,
+    "fault_tolerance.fragment_update_alpha": 1.5,
     "fault_tolerance.heartbeat_timeout_ms": 0,
     "fault_tolerance.join_timeout_ms": 0,
     "debug.seed": -1,
@@ -116,6 +120,7 @@ def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
 
 FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
+SEMI_SYNC = [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.semi_sync_method=diloco"]
 
 RULES = [
     ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; put the steps in rising order"),
@@ -162,9 +167,27 @@ RULES = [
         'fault_tolerance.process_group = "nccl": gradients are on cpu; set it to "gloo".',
     ),
     (
-        [f"{FT}.enable", f"{FT}.group_size=65", "--training.global_batch_size=64"],
+        [*SEMI_SYNC, f"{FT}.sync_steps=5", f"{FT}.num_fragments=2"],
         {},
-        "training.global_batch_size = 64: too few to divide among 65 replica groups; set it to at least 65.",
+        "fault_tolerance.sync_steps = 5: not a multiple of the 2 fragments, of which one is averaged at a time; set it "
+        "to 4 or 6.",
+    ),
+    (
+        [*SEMI_SYNC, f"{FT}.sync_steps=10", f"{FT}.num_fragments=2", f"{FT}.fragment_sync_delay=5"],
+        {},
+        "fault_tolerance.fragment_sync_delay = 5: must be less than the 5 steps between two averages.",
+    ),
+    (
+        [*SEMI_SYNC, f"{FT}.sync_steps=10", "--checkpoint.interval=25"],
+        {},
+        "checkpoint.interval = 25: not a multiple of the 10 steps between two averages, and only then do all groups "
+        "have one state; set it to 20 or 30.",
+    ),
+    (
+        [f"{FT}.enable", f"{FT}.group_size=3", "--training.global_batch_size=64"],
+        {},
+        "training.global_batch_size = 64: not a multiple of training.local_batch_size 8 x data-parallel degree 8 x "
+        "replica groups 3 = 192; set training.global_batch_size to 192.",
     ),
     (
         [f"{REPLICATE}=3"],

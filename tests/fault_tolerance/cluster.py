@@ -1,12 +1,14 @@
 """Replica groups in real processes on this machine, with a lighthouse; they are watched, revived, and looked into."""
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -34,10 +36,22 @@ def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, f
 
     def train_and_tell(self) -> None:
         train(self)
-        (folder / f"digest.{group}.{rank}").write_text(digest(self._healing().tensors))
+        tensors = self._healing().tensors
+        for kind in ("", "model/", "outer/global/"):
+            part = {name: tensor for name, tensor in tensors.items() if name.startswith(kind)}
+            (folder / f"digest.{kind.replace('/', '_')}.{group}.{rank}").write_text(digest(part))
 
     trainer.Trainer.train = train_and_tell
     exit_process(argv)
+
+
+def serve(least: int, port: int, pipe) -> None:
+    """A lighthouse in a process of its own."""
+    lighthouse = start_lighthouse(
+        FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=1000, min_replica_size=least), port=port
+    )
+    pipe.send(lighthouse.address())
+    threading.Event().wait()
 
 
 def digest(tensors: dict) -> str:
@@ -64,8 +78,9 @@ class Group:
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks."""
         for process in self.processes:
-            if process.exitcode is None:
-                os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it is gone, and its exit code is still on its way
+                if process.exitcode is None:
+                    os.kill(process.pid, number)
 
     def end(self) -> None:
         """As an agent does when one of its ranks has failed."""
@@ -75,12 +90,13 @@ class Group:
 
 
 class Cluster:
-    """Several replica groups that train one run in `folder`; one that dies is started again, without faults."""
+    """Several replica groups that train one run in `folder`; one that dies is started again."""
 
     def __init__(self, corpus: Path, folder: Path, *, groups: int, ranks: int = 1, revive_seconds=0.0, **changes):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.groups, self.ranks, self.revive_seconds = folder, groups, ranks, revive_seconds
         self.changes = {
+            "training__local_batch_size": 2,
             "fault_tolerance__enable": True,
             "fault_tolerance__group_size": groups,
             "fault_tolerance__process_group_timeout_ms": TIMEOUT_MS,
@@ -97,10 +113,19 @@ class Cluster:
     def start_lighthouse(self, *, port: int) -> None:
         """Starts it, again too."""
         least = self.changes.get("fault_tolerance__min_replica_size", 1)
-        self.lighthouse = start_lighthouse(
-            FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=1000, min_replica_size=least), port=port
-        )
-        self.address = self.lighthouse.address()
+        context = multiprocessing.get_context("forkserver")
+        mine, theirs = context.Pipe()
+        self.lighthouse = context.Process(target=serve, args=(least, port, theirs), daemon=True)
+        self.lighthouse.start()
+        theirs.close()
+        self.address = mine.recv()
+
+    def restart_lighthouse(self, *, seconds: float) -> None:
+        """Kills it, and starts another at the same address later."""
+        self.lighthouse.kill()
+        self.lighthouse.join()
+        time.sleep(seconds)
+        self.start_lighthouse(port=int(self.address.rpartition(":")[2]))
 
     def start(self, group: int, *, faults=()) -> None:
         """Starts one replica group."""
@@ -115,10 +140,20 @@ class Cluster:
         )
 
     def start_all(self, *, faults=()) -> "Cluster":
-        """Starts all replica groups."""
+        """Starts all replica groups, to be struck by faults, which are given in the order of their steps."""
+        self.faults = list(faults)
         for group in range(self.groups):
-            self.start(group, faults=faults)
+            self.start(group, faults=[fault for fault in faults if fault.place != "heal_target"])
         return self
+
+    def faults_left(self, group: int) -> list:
+        """Those that are still to come for a group that starts again; one of them may strike while it heals."""
+        reached = max(self.step_of(group) for group in range(self.groups))
+        later = [fault for fault in self.faults if fault.step > reached + 1 and fault.place != "heal_target"]
+        healing = [fault for fault in self.faults if fault.place == "heal_target" and fault.group == group]
+        for fault in healing[:1]:
+            self.faults.remove(fault)
+        return [*later, *healing[:1]]
 
     def watch_over(self, *, timeout: float = 120, until=None) -> "Cluster":
         """Revives what dies, until all groups have finished or `until()` holds."""
@@ -135,12 +170,13 @@ class Cluster:
                     del self.running[group]
                 elif any(code not in (None, 0) for code in codes):
                     started.end()
+                    assert 2 not in codes, self.log
                     self.deaths.append((time.time(), group, started.codes))
                     del self.running[group]
                     dead[group] = time.monotonic() + self.revive_seconds
             for group in [group for group, moment in dead.items() if time.monotonic() >= moment]:
                 del dead[group]
-                self.start(group)
+                self.start(group, faults=self.faults_left(group))
             time.sleep(0.01)
         return self
 
@@ -152,7 +188,7 @@ class Cluster:
     def close(self) -> None:
         """Ends what still runs."""
         self.kill(*self.running)
-        self.lighthouse.shutdown()
+        self.lighthouse.kill()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -192,18 +228,22 @@ class Cluster:
                 assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"groups differ: {row}"
         return found
 
-    @property
-    def digests(self) -> dict[int, set[str]]:
+    def digests(self, kind: str = "") -> dict[int, set[str]]:
         """Of parameters and optimizer state at the end, by rank; one each where all groups are the same."""
         found = defaultdict(set)
-        for file in self.folder.glob("digest.*"):
+        for file in self.folder.glob(f"digest.{kind.replace('/', '_')}.*.*"):
             found[int(file.suffix[1:])].add(file.read_text())
         return dict(found)
 
     def stalls(self, group: int) -> list[float]:
-        """The longest times from one step to the next, in excess of the median."""
-        times = [row["time"] for row in self.step_rows(group)]
-        gaps = [after - before for before, after in pairwise(times)]
+        """The longest times between two steps that a process of this group committed, in excess of the median."""
+        gaps, last = [], None
+        for line in self.records().get(f"replica-{group}/rows.rank0.jsonl", []):
+            if "started" in line:
+                last = None
+            elif line.get("committed"):
+                gaps += [] if last is None else [line["time"] - last]
+                last = line["time"]
         return sorted((gap - median(gaps) for gap in gaps), reverse=True)
 
     def records(self) -> dict[str, list[dict]]:

@@ -6,9 +6,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torchft import Manager, ProcessGroupGloo
-
-from torchtitan_clone.fault_tolerance.manager import FTManager
 
 GRADIENTS = 1000
 """Sums of more numbers than this are of gradients."""
@@ -31,15 +28,15 @@ class Fault:
 
 # Where a fault strikes: on entry to a method, or with "after" on its return; the count is of calls since the step came.
 PLACES = {
-    "between": (FTManager, "begin", "before", 1),
-    "quorum": (ProcessGroupGloo, "configure", "before", 1),
-    "forward": (FTManager, "sum", "after", 1),
-    "gradients": (FTManager, "sum_gradients", "before", 1),
-    "all_reduce": (Manager, "allreduce", "after", 1),
-    "heal_source": (ProcessGroupGloo, "send", "after", 6),
-    "heal_target": (ProcessGroupGloo, "recv", "after", 6),
-    "commit": (Manager, "should_commit", "before", 1),
-    "committed": (Manager, "should_commit", "after", 1),
+    "between": ("FTManager", "begin", "before", 1),
+    "quorum": ("ProcessGroupGloo", "configure", "before", 1),
+    "forward": ("FTManager", "sum", "after", 1),
+    "gradients": ("FTManager", "sum_gradients", "before", 1),
+    "all_reduce": ("Manager", "allreduce", "after", 1),
+    "heal_source": ("ProcessGroupGloo", "send", "after", 6),
+    "heal_target": ("ProcessGroupGloo", "recv", "after", 6),
+    "commit": ("Manager", "should_commit", "before", 1),
+    "committed": ("Manager", "should_commit", "after", 1),
 }
 
 
@@ -74,6 +71,8 @@ def install(faults: list[Fault], *, group: int, rank: int) -> None:
 
 def remember(manager: list) -> None:
     """Keeps the process's manager, which knows the step."""
+    from torchft import Manager
+
     build = Manager.__init__
 
     def __init__(self, *args, **kwargs):
@@ -85,13 +84,19 @@ def remember(manager: list) -> None:
 
 def watch(fault: Fault, manager: list) -> None:
     """Wraps the method at whose call the fault strikes."""
-    owner, name, when, count = PLACES[fault.place]
+    import torchft
+
+    from torchtitan_clone.fault_tolerance import manager as ours
+
+    kind, name, when, count = PLACES[fault.place]
+    owner = getattr(torchft, kind, None) or getattr(ours, kind)
     method = getattr(owner, name)
     calls = 0
 
     def wrapped(*args, **kwargs):
         nonlocal calls
-        is_due = bool(manager) and manager[0].current_step() + 1 >= fault.step and is_meant(fault, args)
+        reached = manager[0].current_step() + 1 if manager else 0
+        is_due = (reached >= fault.step or fault.place == "heal_target") and is_meant(fault, args)
         calls += is_due
         if is_due and calls == count and when == "before":
             strike(fault, args)

@@ -78,7 +78,8 @@ def _of_mesh(
     degrees = list(_degrees(config.parallelism, world_size))
     found: list[str] = []
     if not degrees:
-        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size))
+        groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
+        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
     return [
         *found,
         *pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings),
@@ -154,6 +155,10 @@ BOUNDS: dict[str, Bound] = {
     "fault_tolerance.group_size": _at_least(0),
     "fault_tolerance.min_replica_size": _at_least(1),
     "fault_tolerance.stall_factor": ("a number of at least 1", lambda value: 1 <= value < math.inf),
+    "fault_tolerance.sync_steps": _at_least(1),
+    "fault_tolerance.num_fragments": _at_least(1),
+    "fault_tolerance.fragment_sync_delay": _at_least(0),
+    "fault_tolerance.fragment_update_alpha": ("between 0 and 1", lambda value: 0 <= value <= 1),
     "fault_tolerance.heartbeat_timeout_ms": _at_least(1),
     "fault_tolerance.join_timeout_ms": _at_least(1),
     "debug.seed": _at_least(0),
@@ -246,8 +251,8 @@ def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
             )
 
 
-def _batch_size(training: Training, degrees: Degrees) -> Iterator[str]:
-    rows, local, ranks = training.global_batch_size, training.local_batch_size, degrees.data
+def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[str]:
+    rows, local, ranks = training.global_batch_size, training.local_batch_size, degrees.data * groups
     at_once = local * ranks
     if rows == -1 or rows % at_once == 0:
         return
@@ -256,7 +261,7 @@ def _batch_size(training: Training, degrees: Degrees) -> Iterator[str]:
         remedy += f", or training.local_batch_size to {_either(_nearest_divisors(rows // ranks, local))}"
     yield (
         f"training.global_batch_size = {rows}: not a multiple of training.local_batch_size {local} x data-parallel "
-        f"degree {ranks} = {at_once}; {remedy}."
+        f"degree {degrees.data}{f' x replica groups {groups}' if groups > 1 else ''} = {at_once}; {remedy}."
     )
 
 
@@ -346,12 +351,31 @@ def _fault_tolerance(config: Config, device_type: str) -> Iterator[str]:
     if options.process_group == "nccl" and (device_type != "cuda" or config.training.enable_cpu_offload):
         where = "kept in host memory" if device_type == "cuda" else f"on {device_type}"
         yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
-    rows = config.training.global_batch_size
-    if rows != -1 and rows < options.group_size:
+    if options.semi_sync_method is not None:
+        yield from _rounds(config)
+
+
+def _rounds(config: Config) -> Iterator[str]:
+    options = config.fault_tolerance
+    fragments = len(options.module_fqns_per_model_fragment) or options.num_fragments
+    round_steps, rest = divmod(options.sync_steps, fragments)
+    if rest or not round_steps:
         yield (
-            f"training.global_batch_size = {rows}: too few to divide among {options.group_size} replica groups; set it "
-            f"to at least {options.group_size}."
+            f"fault_tolerance.sync_steps = {options.sync_steps}: not a multiple of the {fragments} fragments, of which "
+            f"one is averaged at a time; set it to {_either(_nearest_multiples(fragments, options.sync_steps))}."
         )
+        return
+    if options.fragment_sync_delay >= round_steps:
+        yield (
+            f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: must be less than the {round_steps} "
+            "steps between two averages."
+        )
+    for key, value in (("training.steps", config.training.steps), ("checkpoint.interval", config.checkpoint.interval)):
+        if value % round_steps:
+            yield (
+                f"{key} = {value}: not a multiple of the {round_steps} steps between two averages, and only then do "
+                f"all groups have one state; set it to {_either(_nearest_multiples(round_steps, value))}."
+            )
 
 
 EXCLUDABLE = ("model", "optimizer", "rng", "data")

@@ -87,7 +87,6 @@ FOREIGN_KEYS: dict[str, ForeignKey] = {
     ),
     "comm.save_traces_*": ForeignKey("there is no flight recorder here", (ANY,)),
     "fault_tolerance.should_quantize": ForeignKey("nothing is quantized between replica groups", (False,)),
-    "fault_tolerance.*": ForeignKey("there is no semi-synchronous training yet", tunes="fault_tolerance.enable"),
     "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),
 }
 

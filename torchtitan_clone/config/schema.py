@@ -359,6 +359,18 @@ class FaultTolerance:
     """Fewest replica groups with which training goes on; with fewer it waits."""
     stall_factor: float = 10.0
     """A process that is in one step for so many median steps (and two timeouts) shows its stacks and ends itself."""
+    semi_sync_method: Literal["local_sgd", "diloco"] | None = None
+    """Groups train apart for rounds of steps and average their weights; unset: they sum gradients in every step."""
+    sync_steps: int = 5
+    """Steps from one average of a weight to the next."""
+    num_fragments: int = 1
+    """Fragments of the model, one of which is averaged after every sync_steps / num_fragments steps."""
+    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list[list[str]])
+    """Modules of every fragment, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
+    fragment_sync_delay: int = 0
+    """Steps for which the average may be on its way while training goes on."""
+    fragment_update_alpha: float = 0.0
+    """Share of a group's own weights that stays when the average arrives."""
     heartbeat_timeout_ms: int = 5000
     """For scripts/lighthouse.py: silence after which a replica group counts as dead; the others stand still as long."""
     join_timeout_ms: int = 60000

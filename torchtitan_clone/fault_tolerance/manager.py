@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.healing import PeerTransport
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
 
@@ -42,6 +41,8 @@ PROCESS_GROUPS: dict[str, Callable[..., Any]] = {
 class FTManager:
     """This process's side of its replica group's talk with the others; all ranks of the group call the same methods.
 
+    `step` is the last one done, `healing` what a group that is behind takes over, `is_over` says whether others have
+    finished the run, `sum_over_ranks` sums over the ranks of this group, `folder` is for its records.
     `part` of `parts` is what this group takes of the global batch, valid from `begin` to the next; `writes` holds in
     one of the groups, the one that saves.
     """
@@ -52,26 +53,27 @@ class FTManager:
         *,
         device: torch.device,
         step: int,
-        healing: Healing,
+        healing: Callable[[], Healing],
         sum_over_ranks: Callable[[list[float]], list[float]],
         is_over: Callable[[], bool],
-        stop: StopRequest,
+        wants_to_stop: Callable[[], bool],
         folder: Path,
+        rounds_of_steps: int = 1,
     ):
         self.part, self.parts, self.writes = 0, 0, True
         self._options = fault_tolerance
-        self._healing = healing
+        self._healing = healing()
         self._sum_over_ranks = sum_over_ranks
         self._is_over = is_over
-        self._stop = stop
+        self._wants_to_stop = wants_to_stop
         self._device = device if fault_tolerance.process_group == "nccl" else torch.device("cpu")
         self._timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
         self._watch = StallWatch(factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds())
         self._is_first_rank = dist.get_rank() == 0
         self._pg = PROCESS_GROUPS[fault_tolerance.process_group](timeout=self._timeout)
-        self._transport = PeerTransport(self._pg, tensors=healing.tensors, device=self._device)
+        self._transport = PeerTransport(self._pg, tensors=self._healing.tensors, device=self._device)
         self._manager = self._build_manager()
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
         self._note: dict[str, Any] = {}
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +83,15 @@ class FTManager:
 
     def _build_manager(self) -> torchft.Manager:
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what goes wrong is told here, in one line
-        host, port = self._open_store()
+        try:
+            return self._connected_manager(*self._open_store())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {os.environ['TORCHFT_LIGHTHOUSE']}; start "
+                f"scripts/lighthouse.py first ({error})"
+            ) from None
+
+    def _connected_manager(self, host: str, port: int) -> torchft.Manager:
         return torchft.Manager(
             pg=self._pg,
             load_state_dict=None,
@@ -132,7 +142,7 @@ class FTManager:
         while True:
             error = self._meet()
             over = error is not None and self._is_first_rank and self._is_over()
-            failed, stops, over = self._sum_over_ranks([error is not None, self._stop.reason is not None, over])
+            failed, stops, over = self._sum_over_ranks([error is not None, self._wants_to_stop(), over])
             if not failed:
                 break
             if stops or over:
@@ -190,15 +200,21 @@ class FTManager:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums the gradients over the groups, in place; this rank's part of them with the same part elsewhere."""
-        gradients = [_local(p.grad).detach() for p in parameters if p.grad is not None]
+        self._receive(self._send([local_part(p.grad).detach() for p in parameters if p.grad is not None]))
+
+    def _send(self, tensors: list[Tensor]) -> list[Any]:
         sent = []
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in bucket]).to(self._device)
             sent.append((bucket, flat, self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
+        return sent
+
+    def _receive(self, sent: list[Any]) -> None:
+        """Waits for the sums of what was sent, and puts them in its place."""
         for bucket, flat, work in sent:
             work.wait()
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            for tensor, total in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
 
     def record(self, rows: range) -> None:
         """Notes which rows of the global order this rank feeds to the attempt."""
@@ -208,8 +224,15 @@ class FTManager:
         """Whether the step counts: everywhere in this group all went well."""
         if not healthy:
             self._manager.report_error(FloatingPointError("loss or gradient is not finite"))
-        committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._watch.stop()
+        return self._vote()
+
+    def complete(self) -> bool:
+        """A step that was committed is not taken back."""
+        return True
+
+    def _vote(self) -> bool:
+        committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._write(committed=committed)
         if not committed and self._is_first_rank:
             error = self._manager.errored()
@@ -229,7 +252,8 @@ class FTManager:
         self._manager.shutdown(wait=False)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -10,14 +10,12 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor, device, nn
+from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,40 +54,26 @@ class Alone:
         """The step counts, even if it is skipped because it is not healthy."""
         return True
 
+    def complete(self) -> bool:
+        """Nothing is taken back."""
+        return True
+
     def close(self) -> None:
         """Nothing was opened."""
 
 
-def build_replicas(
-    fault_tolerance: FaultTolerance,
-    *,
-    device: device,
-    step: int,
-    healing: Callable[[], Healing],
-    sum_over_ranks: Callable[[list[float]], list[float]],
-    is_over: Callable[[], bool],
-    stop: StopRequest,
-    folder: Path,
-):
-    """What the trainer talks to. `step` is the last one done; `is_over` says whether others have finished the run.
-
-    `sum_over_ranks` sums over the ranks of this replica group; `folder` is where it may write its records.
-    """
+def build_replicas(fault_tolerance: FaultTolerance, **needs: Any) -> Any:
+    """What the trainer talks to: Alone, or an FTManager, which documents what it needs."""
     if not fault_tolerance.enable:
         return Alone()
     os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported, and tells every quorum without
     from torchtitan_clone.fault_tolerance.manager import FTManager
+    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncManager
 
-    return FTManager(
-        fault_tolerance,
-        device=device,
-        step=step,
-        healing=healing(),
-        sum_over_ranks=sum_over_ranks,
-        is_over=is_over,
-        stop=stop,
-        folder=folder,
-    )
+    if fault_tolerance.semi_sync_method is not None:
+        return SemiSyncManager(fault_tolerance, **needs)
+    del needs["parameters"], needs["outer"]
+    return FTManager(fault_tolerance, **needs)
 
 
 def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -> None:
