@@ -4,9 +4,10 @@
     python scripts/inject_faults.py --groups=3 --random=50 --seed=1 --gap=25
 
 A fault is KIND:PLACE:STEP:GROUP:RANK, for example kill:commit:20:1:0: the first time that rank 0 of group 1 is about to
-commit step 20 or a later one. Kinds: kill (SIGKILL), stop (SIGSTOP), hang (heartbeats go on), slow, nan (in a
-gradient), exception. Places: between, quorum, forward, gradients, all_reduce, heal_source, heal_target, commit,
+commit step 20 or a later one. Kinds: kill (SIGKILL), stop (SIGSTOP, 3 s), hang (heartbeats go on), slow (3 s), nan (in
+a gradient), exception. Places: between, quorum, forward, gradients, all_reduce, heal_source, heal_target, commit,
 committed. A group that dies is started again after --revive seconds. --random=N draws N kills, --gap steps apart.
+--lighthouse=STEP:SECONDS kills the lighthouse too, for that long.
 
 Printed: deaths, stalls of the surviving groups, and what is wrong at the end, which should be nothing: all groups must
 end with the same bits, and each row of the data must have been committed once. Exit code 1 if not.
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of each group")
     parser.add_argument("--faults", default="", help="KIND:PLACE:STEP:GROUP:RANK, separated by commas")
+    parser.add_argument("--lighthouse", default="", help="STEP:SECONDS")
     parser.add_argument("--random", type=int, default=0, help="draw so many kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gap", type=int, default=25, help="steps between two random kills")
@@ -60,7 +62,7 @@ def main(argv: list[str]) -> int:
             **changes,
         )
         with cluster:
-            return campaign(cluster, faults, steps=steps, timeout=options.timeout)
+            return campaign(cluster, faults, steps=steps, options=options)
 
 
 def parse(text: str) -> Fault:
@@ -85,11 +87,16 @@ def drawn(options: argparse.Namespace) -> list[Fault]:
     ]
 
 
-def campaign(cluster: Cluster, faults: list[Fault], *, steps: int, timeout: float) -> int:
+def campaign(cluster: Cluster, faults: list[Fault], *, steps: int, options: argparse.Namespace) -> int:
     """Trains through the faults; reports."""
     start = time.time()
     try:
-        cluster.start_all(faults=faults).watch_over(timeout=timeout)
+        cluster.start_all(faults=faults)
+        if options.lighthouse:
+            step, seconds = options.lighthouse.split(":")
+            cluster.watch_over(timeout=options.timeout, until=lambda: cluster.step_of(0) >= int(step))
+            cluster.restart_lighthouse(seconds=float(seconds))
+        cluster.watch_over(timeout=options.timeout)
     except AssertionError as error:
         print(error)
     for moment, group, codes in cluster.deaths:

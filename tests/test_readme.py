@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +40,20 @@ def shortened(command: str) -> str:
         return f"{command} {shlex.join(SMALL[1:] if '--training.steps' in command else SMALL)}"
     if "scripts/bench" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
+    if "bench_goodput.py" in command:
+        return f"{command} --seconds=4 --every=2 --revive=0"
     return command
 
 
-def execute(command: str, folder: Path):
+def environment_of(folder: Path) -> dict[str, str]:
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return environment
+
+
+def execute(command: str, folder: Path):
+    environment = environment_of(folder)
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -62,6 +70,32 @@ def test_commands_of_the_readme(command, workplace):
     assert done.returncode == 0, done.stdout + done.stderr
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         assert "training is complete" in done.stdout
+
+
+def test_replica_groups_as_the_readme_starts_them(workplace):
+    """The server in one terminal, two replica groups in two others."""
+    (block,) = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    serve, *groups = [line.replace("29510", port) for line in block.splitlines()]
+    common = {"cwd": workplace, "env": environment_of(workplace), "text": True}
+    lighthouse = subprocess.Popen(["bash", "-c", f"exec {serve}"], stdout=subprocess.PIPE, **common)
+    try:
+        assert lighthouse.stdout is not None
+        assert "TORCHFT_LIGHTHOUSE=http://" in lighthouse.stdout.readline()
+        started = [
+            subprocess.Popen(
+                ["bash", "-c", shortened(group)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **common
+            )
+            for group in groups
+        ]
+        for process in started:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+            assert "training is complete" in output
+            assert "2 replica groups, this one is" in output
+    finally:
+        lighthouse.kill()
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda file: file.name)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 
@@ -22,8 +23,8 @@ class Fault:
     step: int
     group: int = 0
     rank: int = 0
-    seconds: float = 0.5
-    """How long "slow" takes."""
+    seconds: float = 3.0
+    """How long "stop" and "slow" take."""
 
 
 # Where a fault strikes: on entry to a method, or with "after" on its return; the count is of calls since the step came.
@@ -46,6 +47,7 @@ def strike(fault: Fault, arguments: tuple) -> None:
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "hang":
         while True:
