@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fault_tolerance.cluster import HEARTBEAT_MS, Cluster, committed_once
+from tests.fault_tolerance.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
 from tests.fault_tolerance.faults import PLACES, Fault
 from tests.runs import make_corpus
 
@@ -112,7 +112,10 @@ def campaign(cluster: Cluster, faults: list[Fault], *, steps: int, options: argp
         wrong.append(f"{len(cluster.deaths)} deaths for {struck} deadly faults: a survivor died")
     longest = sorted((stall for group in range(cluster.groups) for stall in cluster.stalls(group)), reverse=True)
     print(f"{steps} steps in {time.time() - start:.0f} s, {len(cluster.deaths)} deaths, {heals} heals")
-    print(f"longest stalls (s): {', '.join(f'{stall:.2f}' for stall in longest[:8])}; heartbeat {HEARTBEAT_MS} ms")
+    for count in sorted({deaths for _, deaths in longest[:40]}):
+        shown = [f"{stall:.2f}" for stall, deaths in longest[:40] if deaths == count][:8]
+        print(f"longest stalls of survivors, in s, with {count} deaths in them: {', '.join(shown)}")
+    print(f"heartbeat {HEARTBEAT_MS} ms, timeout {TIMEOUT_MS} ms")
     print("\n".join(wrong) or "nothing is wrong")
     if wrong:
         print(cluster.log)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_clone.checkpoint.commit import NOTHING_DONE, Progress
 from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
-from torchtitan_clone.config import to_toml
+from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.outer import outer_state
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
@@ -113,6 +113,7 @@ class Trainer:
             sum_over_ranks=sum_over_ranks,
             is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
             wants_to_stop=self._wants_to_stop,
+            identity=identity_of(config),
             folder=run.shape.records,
         )
         self._failed_exports: list[int] = []
@@ -618,6 +619,12 @@ def move_state(old: dict[str, Tensor], *, parts: list[Any], device: torch.device
     for part in parts:
         part.init_buffers(device)
     return optimizer_state
+
+
+def identity_of(config: Config) -> str:
+    """What replica groups that train together must have alike, as text; where the data lie may differ."""
+    training = replace(config.training, dataset_path=None)
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))
 
 
 def write_config(shape: Shape) -> None:

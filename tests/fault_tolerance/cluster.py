@@ -127,9 +127,9 @@ class Cluster:
         time.sleep(seconds)
         self.start_lighthouse(port=int(self.address.rpartition(":")[2]))
 
-    def start(self, group: int, *, faults=()) -> None:
+    def start(self, group: int, *, faults=(), **changes) -> None:
         """Starts one replica group."""
-        argv = options(self.corpus, self.folder, **self.changes, fault_tolerance__replica_id=group)
+        argv = options(self.corpus, self.folder, **{**self.changes, **changes}, fault_tolerance__replica_id=group)
         self.running[group] = Group(
             argv,
             group=group,
@@ -235,16 +235,22 @@ class Cluster:
             found[int(file.suffix[1:])].add(file.read_text())
         return dict(found)
 
-    def stalls(self, group: int) -> list[float]:
-        """The longest times between two steps that a process of this group committed, in excess of the median."""
+    def stalls(self, group: int) -> list[tuple[float, int]]:
+        """The longest times between two steps that a process of this group committed, in excess of the median.
+
+        Each with the number of deaths in that time.
+        """
         gaps, last = [], None
         for line in self.records().get(f"replica-{group}/rows.rank0.jsonl", []):
             if "started" in line:
                 last = None
             elif line.get("committed"):
-                gaps += [] if last is None else [line["time"] - last]
+                gaps += [] if last is None else [(last, line["time"])]
                 last = line["time"]
-        return sorted((gap - median(gaps) for gap in gaps), reverse=True)
+        usual = median(end - start for start, end in gaps)
+        deaths = [moment for moment, _, _ in self.deaths]
+        found = [(end - start - usual, sum(start < moment < end for moment in deaths)) for start, end in gaps]
+        return sorted(found, reverse=True)
 
     def records(self) -> dict[str, list[dict]]:
         """What the ranks noted about rows and commits, by file, in order."""

@@ -49,7 +49,7 @@ def test_two_groups_go_on_when_one_is_killed_and_it_returns(corpus, tmp_path, ex
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither is a majority" in cluster.log_of(0)
-        assert cluster.stalls(0)[0] < HEARTBEAT_MS / 1000 + 2
+        assert cluster.stalls(0)[0][0] < HEARTBEAT_MS / 1000 + 2
 
 
 def test_kills_everywhere_lose_no_row_and_no_survivor(corpus, tmp_path, expected):
@@ -107,8 +107,22 @@ def test_a_group_too_few_waits_and_a_lighthouse_may_be_away(corpus, tmp_path, ex
         faults = [Fault(kind="kill", place="commit", step=15, group=1)]
         cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 25)
         assert "waiting for replica groups" in cluster.log_of(0)
-        assert cluster.stalls(0)[0] > 2
+        assert cluster.stalls(0)[0][0] > 2
         cluster.restart_lighthouse(seconds=2)
         cluster.watch_over()
         check(cluster, expected)
         assert died(cluster) == [1]
+
+
+def test_a_group_with_other_options_is_sent_away(corpus, tmp_path, expected):
+    with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
+        cluster.start(0)
+        cluster.watch_over(until=lambda: cluster.step_of(0) > 5)
+        cluster.start(1, optimizer__lr=1e-4)
+        stranger = cluster.running.pop(1)
+        cluster.watch_over()
+        stranger.processes[0].join(30)
+        assert stranger.codes == [2]
+        assert "error: replica groups were started with different options" in cluster.log_of(1)
+        assert cluster.finished == {0: [0]}
+        assert cluster.step_of(0) == STEPS

@@ -16,6 +16,12 @@ from torch import Tensor
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.process_group import ProcessGroup
 
+from torchtitan_clone.config import ConfigError
+
+
+class UnlikeGroupsError(ConfigError):
+    """Replica groups do not train the same model in the same way."""
+
 
 class PeerTransport(CheckpointTransport[Any]):
     """Sends and receives {"torchft": ..., "user": {KEY: note}} as JSON, and the tensors beside it.
@@ -58,7 +64,9 @@ class PeerTransport(CheckpointTransport[Any]):
         (length,) = receive(torch.zeros(1, dtype=torch.int64)).tolist()
         header = json.loads(bytes(receive(torch.empty(length, dtype=torch.uint8)).tolist()))
         if header["kind"] != self._kind:
-            raise RuntimeError("another replica group has another model, optimizer or number of ranks")
+            raise UnlikeGroupsError(
+                "another replica group has another model, optimizer or number of ranks, and cannot heal this one"
+            )
         if header["step"] != step:
             raise RuntimeError(f"a replica group sent step {header['step']}, not {step}")
         self.received = [receive(tensor) for tensor in self._tensors.values()]

@@ -5,6 +5,7 @@ divided among those that are there; who is behind is healed first. From then on 
 the groups after backward; if that fails anywhere in a group, none of its ranks commits.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.healing import PeerTransport
+from torchtitan_clone.fault_tolerance.healing import PeerTransport, UnlikeGroupsError
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
 
@@ -42,7 +43,8 @@ class FTManager:
     """This process's side of its replica group's talk with the others; all ranks of the group call the same methods.
 
     `step` is the last one done, `healing` what a group that is behind takes over, `is_over` says whether others have
-    finished the run, `sum_over_ranks` sums over the ranks of this group, `folder` is for its records.
+    finished the run, `sum_over_ranks` sums over the ranks of this group, `identity` is what must be alike in all of
+    them, `folder` is for this one's records.
     `part` of `parts` is what this group takes of the global batch, valid from `begin` to the next; `writes` holds in
     one of the groups, the one that saves.
     """
@@ -57,6 +59,7 @@ class FTManager:
         sum_over_ranks: Callable[[list[float]], list[float]],
         is_over: Callable[[], bool],
         wants_to_stop: Callable[[], bool],
+        identity: str,
         folder: Path,
         rounds_of_steps: int = 1,
     ):
@@ -75,6 +78,8 @@ class FTManager:
         self._manager = self._build_manager()
         self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
         self._note: dict[str, Any] = {}
+        self._identity = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
+        self._quorum_of_identity = -1
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
         self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
@@ -163,15 +168,31 @@ class FTManager:
         except (TimeoutError, RuntimeError) as error:
             self._manager._quorum_future = None  # it would raise once more
             return error
-        if error := self._manager.errored():
-            return error.original_exception
+        if (error := self._error()) is not None:
+            if isinstance(error, UnlikeGroupsError):
+                raise error
+            return error
         if self._manager.num_participants() < self._options.min_replica_size:
             time.sleep(0.2)
             return RuntimeError(
                 f"{self._manager.num_participants()} are there, fault_tolerance.min_replica_size = "
                 f"{self._options.min_replica_size}; the lighthouse was started with a smaller minimum"
             )
-        return None
+        return self._compare()
+
+    def _compare(self) -> Exception | None:
+        """Whether all groups are alike, once for each set of them; raises it where this one has just come."""
+        if self._manager._quorum_id == self._quorum_of_identity:
+            return None
+        is_new = self._quorum_of_identity == -1
+        (total,) = self._sum([self._identity])
+        if self._error() is not None or total == self._identity * self._manager.num_participants():
+            self._quorum_of_identity = self._manager._quorum_id
+            return self._error()
+        unlike = UnlikeGroupsError("replica groups were started with different options of model, training or optimizer")
+        if is_new:
+            raise unlike
+        return unlike
 
     def _leave(self, error: Exception | None) -> None:
         """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
@@ -194,6 +215,9 @@ class FTManager:
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums each number over the groups; where that fails the values themselves, and the step will not commit."""
+        return self._sum(values)
+
+    def _sum(self, values: list[float]) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         self._manager.allreduce(total, reduce_op=dist.ReduceOp.SUM).wait()
         return values if self._manager.errored() else total.tolist()
@@ -231,14 +255,17 @@ class FTManager:
         """A step that was committed is not taken back."""
         return True
 
+    def _error(self) -> Exception | None:
+        error = self._manager.errored()
+        return error and error.original_exception
+
     def _vote(self) -> bool:
+        if (error := self._error()) is not None:
+            self._pg.abort()  # groups that still wait for this one in a collective notice at once
         committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._write(committed=committed)
         if not committed and self._is_first_rank:
-            error = self._manager.errored()
-            logger.warning(
-                "the step is repeated: %s", str(error.original_exception if error else "a rank failed")[:200]
-            )
+            logger.warning("the step is repeated: %s", str(error or "a rank failed")[:200])
         return committed
 
     def _write(self, **values: Any) -> None:
