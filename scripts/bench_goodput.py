@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of each round")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
     parser.add_argument("--revive", type=float, default=5.0, help="seconds until what died is started again")
-    parser.add_argument("--interval", type=int, default=100, help="steps between two checkpoints")
+    parser.add_argument("--interval", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     choices = parser.parse_args(argv)

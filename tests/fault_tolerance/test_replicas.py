@@ -45,7 +45,6 @@ def test_two_groups_go_on_when_one_is_killed_and_it_returns(corpus, tmp_path, ex
     with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
-        assert sorted(cluster.losses) == list(range(1, STEPS + 1))
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither is a majority" in cluster.log_of(0)
