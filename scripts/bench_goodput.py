@@ -100,7 +100,7 @@ def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outc
             deaths=len(cluster.deaths),
             steps=last - first,
             repeated=0,
-            step_seconds=median(gaps),
+            step_seconds=median(gaps or [0.0]),
         )
 
 
@@ -113,7 +113,7 @@ def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Ou
     first, schedule, deaths, highest, repeated = max(losses(folder)), Schedule(options), 0, 0, 0
     while not schedule.is_over:
         if schedule.victim() is not None:
-            highest = max(losses(folder))
+            highest = max(losses(folder), default=0)
             run.signal(signal.SIGKILL)
             run.join()
             deaths += 1
@@ -127,9 +127,9 @@ def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Ou
     return Outcome(
         seconds=options.seconds,
         deaths=deaths,
-        steps=max(losses(folder)) - first,
+        steps=max(losses(folder), default=0) - first,
         repeated=repeated,
-        step_seconds=median(gaps_of(found)),
+        step_seconds=median(gaps_of(found) or [0.0]),
     )
 
 
