@@ -14,46 +14,55 @@ from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.fault_tolerance.preemption import StopRequest
-from torchtitan_clone.models import find_model
+from torchtitan_clone.models import MODELS
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.trainer import Trainer
 
+SPEC = MODELS["llama3"]
 SPLITS = {
     "one": (1, {}),
     "fsdp": (2, {}),
     "tensor": (2, {"parallelism__tensor_parallel_degree": 2}),
     "pipeline": (2, {"parallelism__pipeline_parallel_degree": 2}),
+    "fsdp and tensor": (4, {"parallelism__tensor_parallel_degree": 2}),
 }
+to_name, from_name = SPEC.hugging_face.to_name, SPEC.hugging_face.from_name
 SCALING = "{factor = 8.0, original_max_seq_len = 32}"
 
 
-def export(corpus, folder, split, **changes):
-    """Trains two steps and exports; the folder of the export."""
-    world_size, parallelism = SPLITS[split]
-    changes = {"training__steps": 2, "checkpoint__last_save_in_hf": True, **parallelism, **changes}
-    code, output = train(options(corpus, folder, **changes), world_size=world_size, log_folder=folder)
-    assert code == 0, output
-    return folder / "run" / "hf" / "step-2"
-
-
-def initial_parameters(argv):
-    """What a run starts with: its parameters, whole, as far as this rank has them."""
+def parameters_of_run(argv, trains):
+    """A run's parameters, whole, as far as this rank has them: after its last step, or before its first."""
     config, launch = load_config(argv), Launch.from_environment()
     device = pick_device(launch)
     shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     run = preflight.prepare(shape, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
         trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        if trains:
+            trainer.train()
         found = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
-        return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        return {to_name(name): t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+
+
+def run_split(corpus, folder, split, *, trains, **changes):
+    """What parameters_of_run gives, from all ranks."""
+    world_size, parallelism = SPLITS[split]
+    argv = options(corpus, folder, **parallelism, **changes)
+    answers = run_ranks(parameters_of_run, world_size, argv, trains)
+    return {name: tensor for answer in answers for name, tensor in answer.items()}
+
+
+def export(corpus, folder, split, **changes):
+    """Trains two steps and exports; the folder of the export, and the weights that were trained."""
+    changes = {"training__steps": 2, "checkpoint__last_save_in_hf": True, **changes}
+    trained = run_split(corpus, folder, split, trains=True, **changes)
+    return folder / "run" / "hf" / "step-2", trained
 
 
 def imported(corpus, folder, split, path, **changes):
-    """What a run that starts from the folder of weights starts with, from all of its ranks."""
-    world_size, parallelism = SPLITS[split]
-    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": path, **parallelism, **changes}
-    answers = run_ranks(initial_parameters, world_size, options(corpus, folder, **changes))
-    return {name: tensor for answer in answers for name, tensor in answer.items()}
+    """What a run that starts from the folder of weights starts with."""
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": path, **changes}
+    return run_split(corpus, folder, split, trains=False, **changes)
 
 
 def weights_in(folder):
@@ -66,10 +75,8 @@ def assert_equal(found, expected):
 
 
 def our_logits(argv, state, tokens):
-    model = load_config(argv).model
-    spec = find_model(model)
-    ours = spec.build(spec.resolve_args(model))
-    ours.load_state_dict({spec.hugging_face.from_name(name): value for name, value in state.items()}, strict=False)
+    ours = SPEC.build(SPEC.resolve_args(load_config(argv).model))
+    ours.load_state_dict({from_name(name): value for name, value in state.items()}, strict=False)
     with torch.no_grad():
         return ours(tokens, positions_BT=torch.arange(tokens.shape[1]).expand_as(tokens))
 
@@ -81,11 +88,14 @@ def our_logits(argv, state, tokens):
         ("fsdp", {"model__args__rope_scaling": SCALING, "model__args__hidden_dim": 100}),
         ("tensor", {}),
         ("pipeline", {}),
+        # Rows of blocks that neither axis divides.
+        ("fsdp and tensor", {"model__args__hidden_dim": 101}),
     ],
 )
 def test_an_export_is_the_run_in_transformers(corpus, tmp_path, split, changes):
-    folder = export(corpus, tmp_path, split, **changes)
+    folder, trained = export(corpus, tmp_path, split, **changes)
     state = weights_in(folder)
+    assert_equal(state, trained)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     in_memory = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text()))).eval()
     missing, unexpected = in_memory.load_state_dict(state, strict=False)
@@ -106,13 +116,9 @@ def test_an_export_is_the_run_in_transformers(corpus, tmp_path, split, changes):
 
 
 def test_an_export_starts_runs_of_every_split(corpus, tmp_path):
-    """One rank's export is that of every split, bit for bit, and what is read back is what was written."""
-    folder = export(corpus, tmp_path / "fsdp", "fsdp")
-    expected = weights_in(folder)
-    to_name = find_model(load_config([]).model).hugging_face.to_name
+    folder, trained = export(corpus, tmp_path / "fsdp", "fsdp")
     for split in ("one", "fsdp", "tensor", "pipeline"):
-        found = imported(corpus, tmp_path / "again", split, folder)
-        assert_equal({to_name(name): tensor for name, tensor in found.items()}, expected)
+        assert_equal(imported(corpus, tmp_path / "again", split, folder), trained)
 
 
 def test_a_foreign_llama_is_what_the_run_starts_with(corpus, tmp_path):
@@ -133,9 +139,7 @@ def test_a_foreign_llama_is_what_the_run_starts_with(corpus, tmp_path):
         "tied_embeddings": True, "norm_eps": 1e-6, "max_seq_len": 512,
     }  # fmt: skip
     changes = {f"model__args__{key}": value for key, value in args.items()}
-    found = imported(corpus, tmp_path, "tensor", tmp_path / "llama", **changes)
-    spec = find_model(load_config([]).model)
-    state = {spec.hugging_face.to_name(name): tensor for name, tensor in found.items()}
+    state = imported(corpus, tmp_path, "tensor", tmp_path / "llama", **changes)
     assert_equal(state, dict(theirs.named_parameters()))
     tokens = torch.randint(0, 2100, (2, 60), generator=torch.Generator().manual_seed(0))
     rebuilt = LlamaForCausalLM(config).eval()
@@ -158,8 +162,11 @@ def test_exports_follow_their_own_schedule_and_type(corpus, tmp_path):
 
 
 def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):
-    folder = export(corpus, tmp_path / "first", "one", training__steps=20, checkpoint__hf_export_interval=2)
-    folder = folder.parent / "step-20"
+    code, output = train(
+        options(corpus, tmp_path / "first", training__steps=20, checkpoint__last_save_in_hf=True), log_folder=tmp_path
+    )
+    assert code == 0, output
+    folder = tmp_path / "first" / "run" / "hf" / "step-20"
     changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder, "optimizer__lr": 1e-9}
     argv = options(corpus, tmp_path / "second", **changes, training__steps=2)
     code, output = train(argv, log_folder=tmp_path)
@@ -226,4 +233,4 @@ def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
 @pytest.fixture(scope="module")
 def exported(corpus, tmp_path_factory):
     """An export of one rank."""
-    return export(corpus, tmp_path_factory.mktemp("exported"), "one")
+    return export(corpus, tmp_path_factory.mktemp("exported"), "one")[0]
