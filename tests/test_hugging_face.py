@@ -1,6 +1,8 @@
 """Runs that start from and end in the format of the Hugging Face hub, against transformers."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torchtitan_clone.models import MODELS
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.trainer import Trainer
 
+ROOT = Path(__file__).parent.parent
 SPEC = MODELS["llama3"]
 SPLITS = {
     "one": (1, {}),
@@ -228,6 +231,39 @@ def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
     code, output = train(argv, log_folder=tmp_path)
     assert code == 0, output
     assert "model.args.rope_theta is 1000000.0, but config.json asks for 500000.0" in output
+
+
+def script(name, *arguments):
+    """Runs a script in this process, with its command line; its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [name, *map(str, arguments)])
+        return runpy.run_path(str(ROOT / "scripts" / name))["main"]()
+
+
+def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, capsys):
+    changes = {"model__args__tied_embeddings": True, "checkpoint__export_dtype": "bfloat16"}
+    folder, _ = export(corpus, tmp_path, "fsdp", **changes)
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "converted", "--export_dtype=bfloat16") == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "converted").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "converted" / name).read_bytes() == (folder / name).read_bytes(), name
+    with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
+    assert "another digest" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_path, exported, capsys):
+    assert script("convert_from_hf.py", exported, tmp_path / "seed") == 0
+    common = {"job__config_file": tmp_path / "seed" / "model.toml", "checkpoint__initial_load_path": tmp_path / "seed"}
+    found = run_split(corpus, tmp_path, "tensor", trains=False, **common)
+    assert_equal(found, weights_in(exported))
+    code = script("convert_from_hf.py", tmp_path / "nowhere", tmp_path / "other")
+    assert (code, "no such folder" in capsys.readouterr().err) == (2, True)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ tensor, reading that of nothing but the tensors that are filled.
 """
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.gather import Gather
 from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_entries, write_tensor_file
+from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.shards import local_part
 
@@ -149,15 +150,8 @@ def commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files:
     if absent := [name for name in layout if not (partial / name).is_file()]:
         raise OSError(f"{partial} lacks {', '.join(absent)}, which other nodes wrote: the folder must be shared by all")
     for name, content in {**files, **_index(layout)}.items():
-        with (partial / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    _sync_folder(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
-    _sync_folder(folder.parent)
+        write_file(partial / name, [content])
+    commit(partial, folder)
 
 
 def _index(layout: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
@@ -168,14 +162,6 @@ def _index(layout: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
     weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     return {INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def disk_error(action: Callable[[], object]) -> str | None:

@@ -18,11 +18,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torchtitan_clone.checkpoint.tensor_file import NAMES
+from torchtitan_clone.checkpoint.tensor_file import NAMES, entry_for, file_header
 
 INDEX_FILE = "index.json"
-
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +79,20 @@ def plan_save(state: dict[str, Tensor]) -> Plan:
     return mine[0]
 
 
+def plan_alone(state: dict[str, Tensor]) -> Plan:
+    """The same for a process without others; only names, types and shapes count, so that tensors may lie on meta."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(state, is_coordinator=True)
+    layout = build_layout(planner.create_global_plan([planner.create_local_plan()])[0][0], rank=0)
+    return Plan(layout=layout, index=_index([layout]), total_bytes=layout.bytes)
+
+
 def build_layout(plan: SavePlan, *, rank: int) -> Layout:
     """Places the parts one behind the other, wide types first, so that each is aligned without gaps between them."""
     items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
     assert len({item.index.fqn for item in items}) == len(items), "a rank has one part of a tensor"
     sizes = [prod(_chunk(item).sizes) * _dtype(item).itemsize for item in items]
-    header = _header(items, sizes)
+    header = _header(items)
     placements, begin = [], len(header)
     for item, size in zip(items, sizes, strict=True):
         placements.append(Placement(item=item, begin=begin, end=begin + size))
@@ -94,21 +100,11 @@ def build_layout(plan: SavePlan, *, rank: int) -> Layout:
     return Layout(file=f"rank-{rank}.safetensors", header=header, placements=placements)
 
 
-def _header(items: Sequence[WriteItem], sizes: Sequence[int]) -> bytes:
+def _header(items: Sequence[WriteItem]) -> bytes:
     """safetensors' header; where each part lies in its tensor is noted as torch's reader expects it."""
     offsets = {item.index.fqn: {"saved_offsets": list(_chunk(item).offsets)} for item in items}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
-    begin = 0
-    for item, size in zip(items, sizes, strict=True):
-        entries[item.index.fqn] = {
-            "dtype": NAMES[_dtype(item)],
-            "shape": list(_chunk(item).sizes),
-            "data_offsets": [begin, begin + size],
-        }
-        begin += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    entries = [entry_for(item.index.fqn, dtype=_dtype(item), shape=_chunk(item).sizes) for item in items]
+    return file_header(entries, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def _index(layouts: Sequence[Layout]) -> str:

@@ -45,9 +45,14 @@ class CheckpointReader(StorageReader):
     def __init__(self, folder: Path):
         self._folder = folder
         self._parts: dict[MetadataIndex, tuple[str, int, torch.dtype, list[int]]] = {}
+        self._known: Metadata | None = None
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """The index, in torch's words."""
+        self._known = self._known or self._read_index()
+        return self._known
+
+    def _read_index(self) -> Metadata:
         tensors = read_index(self._folder)
         try:
             return Metadata({name: self._metadata(name, entry) for name, entry in tensors.items()})
@@ -124,14 +129,18 @@ def read_index(folder: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def load_tensors(folder: Path, state: dict[str, Tensor]) -> None:
-    """Fills the tensors of `state`, all of which the checkpoint must have; DamagedError where it cannot be read."""
+def load_tensors(folder: Path, state: dict[str, Tensor], *, reader: CheckpointReader | None = None) -> None:
+    """Fills the tensors of `state`, all of which the checkpoint must have; DamagedError where it cannot be read.
+
+    A reader that is given again need not read the index again.
+    """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
             # That there is no process group is no news.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=CheckpointReader(folder), planner=planner, no_dist=not dist.is_initialized())
+            reader = reader or CheckpointReader(folder)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:

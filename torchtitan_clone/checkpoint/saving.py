@@ -135,12 +135,20 @@ class Save:
         return error
 
     def _commit(self, files: dict[str, FileRecord]) -> None:
-        progress = json.dumps(asdict(self._progress), indent=1)
-        for name, text in {**self._documents, INDEX_FILE: self._plan.index, PROGRESS_FILE: progress}.items():
-            files[name] = write_file(self._partial / name, [text.encode()])
-        write_manifest(self._partial, step=self._progress.step, files=files)
-        commit(self._partial, step_folder(self._folder, self._progress.step))
+        documents = {**self._documents, INDEX_FILE: self._plan.index}
+        final = step_folder(self._folder, self._progress.step)
+        seal(self._partial, final, files=files, documents=documents, progress=self._progress)
         purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
+
+
+def seal(
+    partial: Path, final: Path, *, files: dict[str, FileRecord], documents: Mapping[str, str], progress: Progress
+) -> None:
+    """Adds to the files of tensors all the others, the manifest last, and commits."""
+    for name, text in {**documents, PROGRESS_FILE: json.dumps(asdict(progress), indent=1)}.items():
+        files[name] = write_file(partial / name, [text.encode()])
+    write_manifest(partial, step=progress.step, files=files)
+    commit(partial, final)
 
 
 def warn_of_failure(step: int, error: str) -> None:

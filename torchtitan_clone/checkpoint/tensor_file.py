@@ -70,7 +70,7 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
     """
     checksums: dict[str, int] = {}
     with path.open("xb") as file:
-        file.write(_header(entries))
+        file.write(file_header(entries, metadata={}))
         for entry, tensor in zip(entries, tensors, strict=True):
             assert (entry.torch_dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), (entry, tensor)
             content = bytes_of(tensor).numpy().data
@@ -121,9 +121,9 @@ def read_entries(path: Path) -> list[Entry]:
         return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:
     """Length, and JSON filled up with spaces, so that the values start at a multiple of 8."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for entry in entries:
         start, end = end, end + entry.num_bytes

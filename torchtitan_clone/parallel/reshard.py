@@ -1,69 +1,18 @@
 """Tensors moved from one mesh to another in memory, without a disk between.
 
-A *part* is the box that a rank holds of a tensor. Ranks tell one another which parts they have and which they want.
-Then, tensor by tensor, each cuts out of its part what the others want, and one all-to-all brings it there.
+Ranks tell one another which parts they have and which they want. Then, tensor by tensor, each cuts out of its part what
+the others want, and one all-to-all brings it there.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.shards import local_part
-
-Box = list[tuple[int, int]]
-"""First and last (exclusive) index in each dimension of the whole tensor."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What one rank holds of a tensor. Equal parts hold equal numbers."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    whole: torch.Size
-    dtype: torch.dtype
-    device_type: str
-
-    def overlap(self, other: "Part") -> Box | None:
-        """What both hold."""
-        ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
-        box = [(max(a, b), min(a + a_size, b + b_size)) for a, a_size, b, b_size in ends]
-        return box if all(first < last for first, last in box) else None
-
-    def window(self, box: Box) -> tuple[slice, ...]:
-        """Where the box lies in this part."""
-        return tuple(slice(a - start, b - start) for (a, b), start in zip(box, self.offset, strict=True))
-
-
-Parts = Mapping[str, Mapping[int, Part]]
-"""The parts of every rank, by the tensor's name."""
-
-
-def parts_of_all_ranks(tensors: Mapping[str, Tensor]) -> Parts:
-    """Who has which part of what; a collective."""
-    mine = {}
-    for name, tensor in tensors.items():
-        local, offset = local_part(tensor)
-        mine[name] = Part(
-            offset=offset,
-            size=tuple(local.shape),
-            whole=tensor.shape,
-            dtype=tensor.dtype,
-            device_type=local.device.type,
-        )
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    found: dict[str, dict[int, Part]] = {}
-    for rank, parts in enumerate(everyones):
-        for name, part in parts.items():
-            found.setdefault(name, {})[rank] = part
-    return found
+from torchtitan_clone.shards import Box, Part, Parts, local_part, parts_of_all_ranks
 
 
 def move(

@@ -1,0 +1,81 @@
+"""Make a checkpoint that a run can start from, of a folder in the format of the Hugging Face hub.
+
+    python scripts/convert_from_hf.py my_llama my_seed
+
+    CONFIG_FILE=my_seed/model.toml ./run_train.sh --checkpoint.initial_load_path=my_seed
+
+my_seed/model.toml has the [model] table that the weights ask for; a file of your own can name it in job.extends. It
+needs the memory of one tensor. A run can also read the folder itself, see checkpoint.initial_load_in_hf.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from torchtitan_clone.checkpoint.alone import write_weights_checkpoint
+from torchtitan_clone.checkpoint.hf import open_weight_folder
+from torchtitan_clone.config import Config, ConfigError, to_toml
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.schema import Model
+from torchtitan_clone.data.tokenizer import TOKENIZER_FILE
+from torchtitan_clone.hub import open_initial_weights
+from torchtitan_clone.models import find_model
+
+
+def convert(source: Path, folder: Path, *, model: Model, dtype: torch.dtype) -> Model:
+    """Writes folder/step-0; returns the model with the arguments of the folder's config.json."""
+    spec = find_model(model)
+    wanted = spec.hugging_face.from_config(open_weight_folder(source).config)
+    model = replace(
+        model,
+        args={name: value for name, value in wanted.items() if value is not None},
+        hf_assets_path=str(source) if (source / TOKENIZER_FILE).is_file() else None,
+    )
+    args = spec.resolve_args(model)
+    if problems := args.violations():
+        raise ConfigError(problems)
+    with torch.device("meta"):
+        parameters = {name: p.detach().to(dtype) for name, p in spec.build(args).named_parameters()}
+    weights = open_initial_weights(source, spec=spec, model_args=args, parameters=parameters)
+
+    def read(name: str) -> torch.Tensor:
+        whole = torch.empty_like(parameters[name], device="cpu")
+        weights.fill({name: whole})
+        return whole
+
+    config = Config(model=model)
+    documents = {"config.toml": to_toml(config)}
+    write_weights_checkpoint(folder / "step-0", meta=parameters, read=read, documents=documents)
+    return model
+
+
+def model_table(model: Model) -> str:
+    """The [model] table of a TOML file."""
+    values = {key: value for key, value in vars(model).items() if value is not None}
+    return "\n".join(["[model]", *(f"{key} = {toml_like(value)}" for key, value in values.items())]) + "\n"
+
+
+def main() -> int:
+    """Parse, convert, say how to go on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="folder with .safetensors files and config.json")
+    parser.add_argument("folder", type=Path, help="folder to write step-0 and model.toml into")
+    parser.add_argument("--model", default="llama3", help="as model.name")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as training.dtype")
+    options = parser.parse_args()
+    try:
+        model = Model(name=options.model, flavor="debugmodel")
+        model = convert(options.source, options.folder, model=model, dtype=getattr(torch, options.dtype))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    (options.folder / "model.toml").write_text(model_table(model))
+    print(f"wrote {options.folder / 'step-0'} and {options.folder / 'model.toml'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

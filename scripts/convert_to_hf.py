@@ -1,0 +1,77 @@
+"""Make a folder in the format of the Hugging Face hub from a checkpoint, without a GPU and without other processes.
+
+    python scripts/convert_to_hf.py outputs/my_run/checkpoint/step-1000 my_model
+    python scripts/convert_to_hf.py outputs/my_run/checkpoint/step-1000 my_model --export_dtype=bfloat16
+
+The folder is what checkpoint.last_save_in_hf writes at the end of a run: weights, config.json, generation_config.json
+and the tokenizer. It needs the memory of one tensor, and appears complete or not at all.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from torchtitan_clone.checkpoint.alone import Weights
+from torchtitan_clone.checkpoint.gather import exported_dtype
+from torchtitan_clone.checkpoint.hf import write_weights
+from torchtitan_clone.checkpoint.tensor_file import entry_for
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.hub import export_files
+from torchtitan_clone.models import find_model
+
+
+def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
+    """Reads the checkpoint's own config.toml for the model; ConfigError where something does not fit."""
+    weights = Weights(checkpoint)
+    model = load_config([f"--job.config_file={checkpoint / 'config.toml'}"]).model
+    if hf_assets_path is not None:
+        model = replace(model, hf_assets_path=hf_assets_path)
+    spec = find_model(model)
+    args = spec.resolve_args(model)
+    with torch.device("meta"):
+        parameters = dict(spec.build(args).named_parameters())
+    found, to_name = weights.meta(), spec.hugging_face.to_name
+    if absent := [name for name in parameters if name not in found]:
+        raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
+    ours = {to_name(name): name for name in parameters}
+    write_weights(
+        folder,
+        entries=[
+            entry_for(name, dtype=exported_dtype(found[our].dtype, wanted=dtype), shape=found[our].shape)
+            for name, our in ours.items()
+        ],
+        read=lambda entry: weights.read(ours[entry.name]).to(entry.torch_dtype),
+        files=export_files(
+            spec=spec,
+            model_args=args,
+            model=model,
+            tokenizer=build_tokenizer(model.hf_assets_path),
+            dtype=dtype,
+        ),
+    )
+
+
+def main() -> int:
+    """Parse, convert, say where it is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a step-N folder")
+    parser.add_argument("folder", type=Path, help="folder to write; replaced where it exists")
+    parser.add_argument("--export_dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--hf_assets_path", help="the tokenizer's folder, where it is not where the run found it")
+    options = parser.parse_args()
+    try:
+        dtype = getattr(torch, options.export_dtype)
+        convert(options.checkpoint, options.folder, dtype=dtype, hf_assets_path=options.hf_assets_path)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
