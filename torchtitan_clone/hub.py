@@ -48,15 +48,6 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
     return Path(path)
 
 
-def refuse_hub_folder(path: str | None) -> None:
-    """ConfigError where what should be a checkpoint is weights in the format of the hub."""
-    if path is not None and (Path(path) / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"checkpoint.initial_load_path = {toml_like(path)}: the folder holds weights in the Hugging Face format; "
-            "set checkpoint.initial_load_in_hf to true"
-        )
-
-
 def open_initial_weights(
     path: Path, *, spec: ModelSpec, model_args: Any, parameters: Mapping[str, Tensor]
 ) -> InitialWeights:

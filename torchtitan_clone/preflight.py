@@ -43,7 +43,7 @@ from torchtitan_clone.data import (
     open_dataset,
 )
 from torchtitan_clone.fault_tolerance.replicas import check_replicas
-from torchtitan_clone.hub import InitialWeights, initial_weights_path, open_initial_weights, refuse_hub_folder
+from torchtitan_clone.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
@@ -332,7 +332,6 @@ def _initial_weights(shape: Shape) -> InitialWeights | None:
     """The weights that a new run starts with instead of fresh ones."""
     checkpoint = shape.config.checkpoint
     if not checkpoint.initial_load_in_hf:
-        refuse_hub_folder(checkpoint.initial_load_path)
         initial_folder(checkpoint)  # it is opened when all ranks are there
         return None
     path = initial_weights_path(checkpoint, shape.config.model)
