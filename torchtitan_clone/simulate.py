@@ -22,6 +22,7 @@ from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.preflight import Shape
+from torchtitan_clone.shards import local_part
 from torchtitan_clone.trainer import build_step, parallelized_part
 
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def describe_layouts(shape: Shape) -> str:
     alike: dict[str, dict[str, str]] = {}
     with _pretended_ranks(shape) as mesh:
         for name, weight in named_parameters(_parts(shape, mesh)).items():
-            example = f"{[*weight.shape]} -> {[*weight.to_local().shape]}"
+            example = f"{[*weight.shape]} -> {[*local_part(weight)[0].shape]}"
             alike.setdefault(_split(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
     lines = []
     for split, names in alike.items():
