@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,9 +59,9 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
 
 def dump_collectives() -> bytes:
     """The last collectives of this process, as the flight recorder has them: JSON."""
-    from torch._C._distributed_c10d import _dump_fr_trace_json
+    from torch._C import _distributed_c10d
 
-    return _dump_fr_trace_json()
+    return cast("Any", _distributed_c10d)._dump_fr_trace_json()
 
 
 def set_timeout(seconds: int) -> None:

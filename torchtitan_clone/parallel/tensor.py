@@ -32,9 +32,10 @@ def overlap_with_collectives(mesh: DeviceMesh) -> None:
 
     Source: PyTorch's async tensor parallelism, torch.distributed._symmetric_memory.
     """
+    from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    torch._inductor.config._micro_pipeline_tp = True
+    config._micro_pipeline_tp = True
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
