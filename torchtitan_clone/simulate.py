@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_clone.config import Config
 from torchtitan_clone.loss import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
@@ -32,10 +33,21 @@ def simulate(shape: Shape) -> str:
     """Memory of every pipeline rank and the collectives of rank 0 in one step, as text."""
     # Compiled or not, a step communicates the same; tracing needs the operators one by one.
     eager = replace(shape.config, compile=replace(shape.config.compile, enable=False))
-    shape = replace(shape, config=eager)
+    rows = _rows_of_a_pass(eager, stages=len(shape.stages.ranks))
+    shape = replace(shape, config=replace(eager, training=replace(eager.training, local_batch_size=rows)))
     with _pretended_ranks(shape) as mesh:
         trace = _trace(shape, mesh)
-    return f"{_memory_table(shape)}\n\ncollectives of rank 0 in one forward and backward\n{trace.table()}\n"
+    return (
+        f"{_memory_table(shape)}\n\ncollectives of rank 0 in one forward and backward of {rows} rows\n{trace.table()}\n"
+    )
+
+
+def _rows_of_a_pass(config: Config, *, stages: int) -> int:
+    """As the run has them; of a long pipeline's pass two micro-batches a stage, as the rest repeats these."""
+    rows, parallelism = config.training.local_batch_size, config.parallelism
+    if parallelism.pipeline_parallel_degree == 1 or parallelism.pipeline_parallel_schedule_csv:
+        return rows
+    return min(rows, 2 * stages * parallelism.pipeline_parallel_microbatch_size)
 
 
 def describe_layouts(shape: Shape) -> str:
