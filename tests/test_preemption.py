@@ -139,7 +139,7 @@ def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_ste
     run = Ranks(longer, world_size=world_size, log_folder=tmp_path / "second")
     while "rows" not in run.output:  # the line about the run, after which the process group starts
         time.sleep(0.001)
-    run.signal(signal.SIGUSR1, ranks=[world_size - 1])
+    run.signal(signal.SIGUSR1)
     code, output = run.wait()
     assert code == 75
     assert "before the first step" in output or "step 11 is saved" in output

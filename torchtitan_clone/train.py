@@ -52,7 +52,7 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     """torch is imported only now, so that a wrong option is reported at once."""
     with stop.ending_at_once():
         from torchtitan_clone import preflight
-        from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+        from torchtitan_clone.parallel.runtime import Launch, meet, pick_device, process_group
         from torchtitan_clone.trainer import Trainer, TrainingError
 
         launch = Launch.from_environment()
@@ -74,6 +74,8 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     for line in (config.job.description, shape.overview):
         if line:
             logger.info("%s", line)
+    if not meet(config.comm, launch=launch, is_stop_wanted=lambda: stop.reason is not None):
+        raise StopBeforeTraining(stop.reason or "a signal to another rank")
     with process_group(config.comm, launch=launch, device=device):
         try:
             complete = Trainer(run, launch=launch, device=device, stop=stop).train()

@@ -1,7 +1,8 @@
 """The process group, the device and the settings of torch that hold for the whole process."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,26 @@ def pick_device(launch: Launch) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", launch.local_rank)
+
+
+def meet(comm: Comm, *, launch: Launch, is_stop_wanted: Callable[[], bool]) -> bool:
+    """Waits until all ranks are here; False on all of them where one was asked to stop before that.
+
+    torch's own wait, which follows, hears no signal: a rank that is in it would be left there by one that is not.
+    """
+    if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
+        return True
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.add("torchtitan_clone/present", 1)
+    deadline = time.monotonic() + comm.init_timeout_seconds
+    while time.monotonic() < deadline:
+        are_all_here = store.add("torchtitan_clone/present", 0) == launch.world_size
+        if are_all_here or is_stop_wanted():
+            # The first to have an opinion decides for all.
+            opinion = "start" if are_all_here else "stop"
+            return store.compare_set("torchtitan_clone/verdict", "", opinion) == b"start"
+        time.sleep(0.02)
+    return True
 
 
 @contextmanager
