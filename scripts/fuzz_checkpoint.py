@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
@@ -146,14 +146,14 @@ def rank_main(environment: dict[str, Any], answer: Any, work: Callable[..., None
         os._exit(0)
 
 
-def make_state(step: int) -> dict[str, torch.Tensor]:
+def make_state(step: int) -> dict[str, DTensor]:
     """Tensors that are the step, everywhere."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.full((ROWS, COLUMNS), float(step))
     return {f"model/{i}": distribute_tensor(full, mesh, [Shard(0)]) for i in range(TENSORS)}
 
 
-def manager_of(folder: Path, mode: str, state: dict[str, torch.Tensor]) -> CheckpointManager:
+def manager_of(folder: Path, mode: str, state: dict[str, Any]) -> CheckpointManager:
     """A manager that keeps two steps."""
     options = Checkpoint(async_mode=mode, keep_latest_k=2, writer_timeout_seconds=0.3)  # pyright: ignore
     return CheckpointManager(options, folder=folder / "checkpoint", state=lambda: state, documents={})

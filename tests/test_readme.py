@@ -43,6 +43,10 @@ def shortened(command: str) -> str:
         return f"{command.replace(' &', f' {small} &')} {small}"
     if "bench_goodput.py" in command:
         return f"{command} --seconds=4 --every=2 --revive=0"
+    if "bench_checkpoint.py" in command:
+        return f"{command} --gib=0.01 --saves=1"
+    if "fuzz_checkpoint.py" in command:
+        return command.replace("--count=120", "--count=1")
     if "scripts/bench" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command

@@ -457,6 +457,7 @@ class Trainer:
                     "checkpoint saved",
                     seconds=save.seconds,
                     blocked_seconds=save.blocked_seconds,
+                    staging_seconds=save.staging_seconds,
                     bytes=save.bytes,
                 )
                 self._metrics.ledger.book("saving", save.blocked_seconds)

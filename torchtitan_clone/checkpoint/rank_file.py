@@ -64,6 +64,11 @@ class RankFile:
         assert self._arena is not None
         self._arena.stage(state)
 
+    def wait_for_copies(self) -> None:
+        """Until no copy is under way any more."""
+        if self._arena is not None:
+            self._arena.wait()
+
     def hold_current_stream(self) -> None:
         """On CUDA, what the training asks for from now on waits for the copies."""
         if self._arena is not None:
@@ -73,7 +78,6 @@ class RankFile:
         """Writes what was staged, or else the state. OSError for what the disk had to say."""
         if self._arena is None:
             return write_file(path, self._pieces(state))
-        self._arena.wait()
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
         return write_file(path, pieces_of(self._arena.view))

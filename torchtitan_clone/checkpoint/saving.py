@@ -29,12 +29,14 @@ _PATIENCE = 3
 class SaveReport:
     """One attempt to save: `error` says why it failed, None means committed.
 
-    `seconds` run from the beginning to the commit; the training waited for `blocked_seconds` of them.
+    `seconds` run from the beginning to the commit; the training waited for `blocked_seconds` of them. The copy was
+    taken in `staging_seconds`, 0 where the state itself is written.
     """
 
     step: int
     seconds: float
     blocked_seconds: float
+    staging_seconds: float
     bytes: int
     error: str | None
 
@@ -60,7 +62,7 @@ class Save:
         self._documents = documents
         self._options = checkpoint
         self._start = time.perf_counter()
-        self._seconds = 0.0
+        self._seconds = self._staging_seconds = 0.0
         self._error: str | None = None
         self._parts = Parts(save_id)
         self.file = file
@@ -80,6 +82,7 @@ class Save:
             step=self._progress.step,
             seconds=self._seconds,
             blocked_seconds=self.blocked_seconds,
+            staging_seconds=self._staging_seconds,
             bytes=self._plan.total_bytes,
             error=self._error,
         )
@@ -113,8 +116,11 @@ class Save:
     def _write(self, state: dict[str, Tensor]) -> Part:
         try:
             if self.file.is_staged:
+                start = time.perf_counter()
                 self.file.stage(state)
                 self.staged.set()
+                self.file.wait_for_copies()
+                self._staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
             record = self.file.write(self._partial / self.file.name, state=state)
         except Exception as error:  # noqa: BLE001, whatever it was, rank 0 must be told
