@@ -88,8 +88,11 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
 
     def run(changes: dict, *, ranks: int) -> list[dict]:
         argv = [f"--{key}={value}" for key, value in (common | changes).items()]
-        # One rank takes turns with nobody: two such runs at once.
-        started = [start_ranks(measure_steps, ranks, argv, arguments.steps, env=ENVIRONMENT) for _ in range(3 - ranks)]
+        # One rank takes turns with nobody: two such runs at once, each in its folder.
+        started = [
+            start_ranks(measure_steps, ranks, [*argv, f"--job.run_name={run}"], arguments.steps, env=ENVIRONMENT)
+            for run in range(3 - ranks)
+        ]
         return [answer for some in started for answer in collect(some, timeout=400)]
 
     links = collect(start_ranks(measure_links, 2, env=ENVIRONMENT))[0]
@@ -114,7 +117,6 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
 def _options(folder: Path, steps: int) -> dict:
     return {
         "job.dump_folder": folder,
-        "job.run_name": "bench",
         "training.dataset_path": make_corpus(folder / "data" / "corpus"),
         "data.cache_folder": folder / "cache",
         "training.seq_len": 512,
