@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from tests.data.corpora import jsonl, texts, write
 from tests.harness import run_ranks
 from tests.runs import losses, options, rows, train
 from torchtitan_clone import preflight
@@ -185,6 +186,26 @@ def test_a_run_resumes_on_both_sides_of_each_point(corpus, tmp_path):
     output = run("parts", training__steps=9, training__freeze_schedule=[])
     assert "start from zero" in output
     assert len(losses(tmp_path / "parts")) == 9
+
+
+def test_streams_go_on_over_a_new_mesh(tmp_path):
+    """From a pipeline, where one rank reads all streams, to two data ranks that read half of them each."""
+    pytest.importorskip("datasets")
+    write(tmp_path, {f"org/name/{n}.jsonl": jsonl(texts(100, seed=n)) for n in range(2)})
+
+    def run(name, world_size, first=None, **changes):
+        argv = frozen_options(tmp_path / "none", tmp_path / name, first, **changes)
+        streamed = [word for word in argv if "dataset_path" not in word]
+        streamed.append(f"--training.dataset={tmp_path / 'org/name'}")
+        offline = {"HF_HUB_OFFLINE": "1"}
+        code, output = train(streamed, world_size=world_size, log_folder=tmp_path, env=offline)
+        assert code == 0, output
+        return losses(tmp_path / name)
+
+    alone = run("alone", 1, training__local_batch_size=8)
+    moved = run("moved", 2, ALONE, **PIPELINE)
+    assert len(moved) == STEPS
+    assert moved == pytest.approx(alone, rel=1e-5)
 
 
 def collectives(corpus, folder, world_size, **changes):

@@ -62,9 +62,8 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
     """The default process group: gloo for CPU tensors, NCCL for CUDA tensors; one process needs no torchrun."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Read when the first group is made; the flight recorder remembers the last collectives.
+    # Read when the first group is made: how many collectives the flight recorder remembers.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-    os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", str(comm.trace_buf_size))
     options = {
         "backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         "timeout": timedelta(seconds=comm.init_timeout_seconds),
