@@ -34,6 +34,8 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
     tied = is_tied(model)
     if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
+        # The gradient of a lookup does not take the table.
+        cast("FSDPModule", model.tok_embeddings).set_unshard_in_backward(False)
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **options)
     # Backward starts with the output, so that freeing it after forward would only gather it twice.
