@@ -5,14 +5,16 @@
 
 Every mode is a process of its own that trains a stack of matrices with AdamW, saves, and trains on while the save is in
 flight. `blocked` is what the loop waits for a save, `of dcp.save` its share of what torch's save blocks; `staging` is
-the copy of the state, beside one memcpy of as many bytes; `rate` is compared with a plain write and fsync of the same
-bytes to the same disk; `slower` is how much longer steps last while a save is in flight; `memory` what the process
-and its writer hold more than before the first save. Medians over the saves but the first, which is shown apart.
+the copy of the state, beside one memcpy of as many bytes; the rate is compared with a plain write and fsync of the
+same bytes to the same disk just before; `slower` is how much longer steps last while a save is in flight; `memory` what
+the process and its writer hold more than before the first save. Medians over the saves but the first, which is shown
+apart. Files are deleted after each save, so that all modes write to the same blocks of the disk.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,8 +43,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = {mode: in_own_process(mode, options, folder) for mode in (TORCH_SAVE, TORCH_ASYNC, *OURS)}
-        write = seconds_of_plain_write(Path(folder) / "plain", size=rows[TORCH_SAVE]["bytes"])
-    print_table(rows, write_seconds=write)
+    print_table(rows)
 
 
 def in_own_process(mode: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         loop = Loop(gib=options.gib, rows=options.rows, device=device)
         usual = statistics.median(loop.step() for _ in range(4))
         before, memcpy = memory_gib(os.getpid()), seconds_of_memcpy(loop.bytes)
+        plain_write = seconds_of_plain_write(options.folder, size=loop.bytes)
         save = saver(options.mode, loop, options.folder)
         saves, slow = [], []
         for number in range(options.saves):
@@ -74,6 +76,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             while not over():
                 slow.append(loop.step())
             saves.append(figures())
+            shutil.rmtree(options.folder)  # else the next save would have to get new blocks of the disk
         after = memory_gib(os.getpid()) + sum(memory_gib(pid) for pid in children(os.getpid()))
         later = saves[1:] or saves
         return {
@@ -81,6 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "first_blocked": saves[0]["blocked"],
             **{key: statistics.median(each[key] for each in later) for key in later[0]},
             "memcpy": memcpy,
+            "plain_write": plain_write,
             "step": usual,
             "slower": statistics.median(slow) / usual - 1 if slow else 0.0,
             "memory_gib": after - before,
@@ -181,18 +185,23 @@ def seconds_of_memcpy(size: int) -> float:
     return statistics.median(seconds_of(lambda: np.copyto(target, source)) for _ in range(3))
 
 
-def seconds_of_plain_write(path: Path, *, size: int) -> float:
-    """Of so many bytes from memory, one after the other, and forced to disk."""
+def seconds_of_plain_write(folder: Path, *, size: int) -> float:
+    """Of so many bytes from memory, one after the other, and forced to disk; the second time, on known blocks."""
     piece = os.urandom(1 << 24)
+    path = folder.with_name("plain")
 
     def write() -> None:
+        path.unlink(missing_ok=True)
         with path.open("wb") as file:
             for _ in range(size // len(piece)):
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
 
-    return seconds_of(write)
+    write()
+    seconds = seconds_of(write)
+    path.unlink()
+    return seconds
 
 
 def seconds_of(action: Callable[[], object]) -> float:
@@ -203,9 +212,9 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def memory_gib(pid: int) -> float:
-    """What a process holds in memory; pages that it shares count in full."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    """What a process holds in memory, with its part of what it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
 
 
 def children(pid: int) -> list[int]:
@@ -218,11 +227,11 @@ def children(pid: int) -> list[int]:
     ]
 
 
-def print_table(rows: dict[str, dict[str, Any]], *, write_seconds: float) -> None:
+def print_table(rows: dict[str, dict[str, Any]]) -> None:
     """A line a mode."""
     size = rows[TORCH_SAVE]["bytes"]
-    step = statistics.median(row["step"] for row in rows.values())
-    print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write_seconds:.2f} s\n")
+    step, write = (statistics.median(row[key] for row in rows.values()) for key in ("step", "plain_write"))
+    print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"
         f"{'staging s':>11}{'memcpy s':>10}{'slower':>8}{'memory GiB':>11}"
@@ -231,7 +240,7 @@ def print_table(rows: dict[str, dict[str, Any]], *, write_seconds: float) -> Non
         share = row["blocked"] / rows[TORCH_SAVE]["blocked"]
         print(
             f"{mode:<22}{row['blocked']:>10.4f}{row['first_blocked']:>8.3f}{share:>12.1%}{row['total']:>9.2f}"
-            f"{size / row['total'] / 1e6:>7.0f}{write_seconds / row['total']:>9.0%}{row['staging']:>11.3f}"
+            f"{size / row['total'] / 1e6:>7.0f}{row['plain_write'] / row['total']:>9.0%}{row['staging']:>11.3f}"
             f"{row['memcpy']:>10.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
         )
 

@@ -6,8 +6,9 @@ A run of 1 to 3 ranks saves step after step, in one of the three modes, while it
 changes it; all values of a step say which one it is. After a random time a rank, a writer, a writer by a stop signal,
 or everything is killed, and then the rest. Afterwards a run of another number of ranks goes on from the folder:
 - it finds a step, unless none was reported as committed;
-- all values on all ranks are those of that step;
-- it is no older than the last step that was reported as committed.
+- all values on all ranks are those of one save, whose number stands in progress.json;
+- that is no older than the last save that was reported as committed.
+In some runs every save is one of step 1, and replaces the one before.
 The same seed gives the same choices, not the same moments. The exit code is 1 where anything was lost.
 """
 
@@ -57,6 +58,7 @@ def main() -> int:
             "ranks": random_choice.randint(1, 3),
             "later_ranks": random_choice.randint(1, 3),
             "seconds": random_choice.uniform(0.0, 0.4),
+            "again": random_choice.random() < 0.3,
         }
         with tempfile.TemporaryDirectory(prefix="fuzz_checkpoint_") as folder:
             reported, found, error = run_case(case, Path(folder))
@@ -72,8 +74,8 @@ def main() -> int:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> tuple[int, int | None, str | None]:
-    """One run and its successor: the last step reported, the step found, and what is wrong with it."""
-    processes, _ = start(case["ranks"], save_until_killed, folder, case["mode"])
+    """One run and its successor: the last save reported, the one found, and what is wrong with it."""
+    processes, _ = start(case["ranks"], save_until_killed, folder, case["mode"], case["again"])
     wait_for(lambda: (folder / "reported").exists() or not any(p.is_alive() for p in processes))
     time.sleep(case["seconds"])
     kill(case, processes, folder)
@@ -83,11 +85,11 @@ def run_case(case: dict[str, Any], folder: Path) -> tuple[int, int | None, str |
         found = [answer.recv() if answer.poll(60) else "no answer" for answer in answers]
     except EOFError:
         return reported, None, "a later rank failed"
-    steps = {step for step in found if isinstance(step, int)}
-    if len(steps) != 1 or len(set(map(str, found))) != 1:
+    numbers = {number for number in found if isinstance(number, int)}
+    if len(numbers) != 1 or len(set(map(str, found))) != 1:
         return reported, None, f"values of {found}"
-    (step,) = steps
-    return reported, step, f"step {step} is older than what was reported" if step < reported else None
+    (number,) = numbers
+    return reported, number, f"save {number} is older than what was reported" if number < reported else None
 
 
 def kill(case: dict[str, Any], processes: list[Any], folder: Path) -> None:
@@ -159,28 +161,29 @@ def manager_of(folder: Path, mode: str, state: dict[str, Any]) -> CheckpointMana
     return CheckpointManager(options, folder=folder / "checkpoint", state=lambda: state, documents={})
 
 
-def save_until_killed(_answer: Any, folder: Path, mode: str) -> None:
-    """A rank that trains and saves."""
+def save_until_killed(_answer: Any, folder: Path, mode: str, again: bool) -> None:
+    """A rank that trains and saves; with `again` the same step, and each save waits for the one before."""
     state, rank = make_state(0), dist.get_rank()
     manager = manager_of(folder, mode, state)
     manager.prepare()
     if rank == 0:
         (folder / "reported").touch()
-    for step in range(1, 1_000_000):
+    for number in range(1, 1_000_000):
         manager.wait_for_staging()
         for tensor in state.values():
-            tensor.to_local().fill_(step)
+            tensor.to_local().fill_(number)
         if manager.writer_pid:
             (folder / f"writer-{rank}").write_text(str(manager.writer_pid))
-        manager.save(Progress(step=step, tokens_seen=0, skipped_steps=0, data={}))
+        progress = Progress(step=1 if again else number, tokens_seen=number, skipped_steps=0, data={})
+        manager.save(progress, wait=again)
         for report in manager.reports():
             if report.error is None:
                 with (folder / "reported").open("a") as file:
-                    file.write(f"{report.step}\n")
+                    file.write(f"{number if again else report.step}\n")
 
 
 def load_newest(answer: Any, folder: Path, mode: str) -> None:
-    """A rank that goes on: it tells the step that its values are of, or what is wrong with them."""
+    """A rank that goes on: it tells the save that its values are of, or what is wrong with them."""
     state = make_state(-1)
     manager = manager_of(folder, mode, state)
     try:
@@ -191,11 +194,11 @@ def load_newest(answer: Any, folder: Path, mode: str) -> None:
         return
     values = {value for tensor in state.values() for value in tensor.to_local().unique().tolist()}
     bad = list((folder / "checkpoint").glob("*.bad-*"))
-    expected = {-1.0} if progress is None else {float(progress.step)}
+    expected = {-1.0} if progress is None else {float(progress.tokens_seen)}
     if bad or not values <= expected:
         answer.send(f"{bad or sorted(values)} instead of {expected}")
     else:
-        answer.send(0 if progress is None else progress.step)
+        answer.send(0 if progress is None else progress.tokens_seen)
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

@@ -21,7 +21,7 @@ def test_a_run_that_is_to_be_requeued_says_so_until_it_is_complete(corpus, tmp_p
         return options(corpus, tmp_path / name, training__steps=40, preemption__requeue=True)
 
     assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
-    for number, after in ((signal.SIGUSR1, 5), (signal.SIGUSR2, 20)):
+    for number, after in ((signal.SIGUSR1, 3), (signal.SIGUSR2, 11), (signal.SIGINT, 19), (signal.SIGTERM, 27)):
         stopped = Ranks(run("stopped"), world_size=2, log_folder=tmp_path)
         wait_for_step(tmp_path / "stopped", after)
         stopped.signal(number, ranks=[1])

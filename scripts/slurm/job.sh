@@ -53,6 +53,7 @@ fi
 export MASTER_ADDR
 STARTS="$RUN_FOLDER/slurm/$SLURM_JOB_ID.starts"
 newest_step >>"$STARTS"
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || set -- "$@" "--fault_tolerance.replica_id=$SLURM_ARRAY_TASK_ID"
 say "start $(wc -l <"$STARTS") after step $(tail -n 1 "$STARTS") on $SLURM_JOB_NODELIST," \
     "rendezvous at $MASTER_ADDR:$MASTER_PORT"
 

@@ -42,6 +42,11 @@ def main(argv: list[str]) -> int:
 def checked_folder(config: Config) -> Path:
     """The run's folder, if the run can start on so many ranks; ConfigError where it cannot."""
     slurm = config.slurm
+    if config.fault_tolerance.enable and not {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE"):
+        raise ConfigError(
+            "fault_tolerance.enable: $TORCHFT_LIGHTHOUSE is not set, at which the replica groups meet; start "
+            "scripts/lighthouse.py where all nodes reach it, and set the variable to the address that it prints"
+        )
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
     shape = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
     return shape.folder.resolve()

@@ -46,10 +46,11 @@ def test_killed_at_any_point_it_goes_on_to_the_last_bit(corpus, tmp_path, mode):
 
     common = {"world_size": 2, "log_folder": tmp_path}
     assert train(run("whole", checkpoint__enable=False), **common)[0] == 0
-    killed = Ranks(run("killed"), **common)
-    wait_for_step(tmp_path / "killed", 14)
-    killed.signal(signal.SIGKILL)
-    killed.join()
+    for step in (4, 14, 25):
+        killed = Ranks(run("killed"), **common)
+        wait_for_step(tmp_path / "killed", step)
+        killed.signal(signal.SIGKILL)
+        killed.join()
     code, output = train(run("killed"), **common)
     assert code == 0, output
     assert "resumed after step" in output

@@ -131,6 +131,8 @@ FREEZE = "--training.freeze_schedule"
 SEMI_SYNC = [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.semi_sync_method=diloco"]
 
 RULES = [
+    (["--job.dump_folder=s3://bucket/runs"], {}, 'job.dump_folder = "s3://bucket/runs": object stores are not'),
+    (["--checkpoint.folder=gs://bucket"], {}, 'checkpoint.folder = "gs://bucket": object stores are not supported'),
     ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; put the steps in rising order"),
     ([f"{FREEZE}=[{{step = 5, layers = 1}}, {{step = 5, layers = 2}}]"], {}, "step 5: must be above 5"),
     ([f"{FREEZE}=[{{step = 5, layers = 2}}, {{step = 9, layers = 2}}]"], {}, "layers = 2 must be above 2 and below"),

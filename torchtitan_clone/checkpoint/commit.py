@@ -157,6 +157,7 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
         algorithm = content["algorithm"]
         intact = algorithm not in DIGESTS or whole["digest"] == _digest_of_text(_canonical(content), algorithm)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
+        files[PROGRESS_FILE]  # every checkpoint has one
         manifest = Manifest(step=content["step"], algorithm=algorithm, files=files)
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST_FILE} is missing") from None
@@ -167,7 +168,7 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
     if not intact:
         raise DamagedError(f"{MANIFEST_FILE} has another digest than it says")
     if algorithm not in DIGESTS:
-        raise ConfigError(f"{folder} was written with {algorithm} digests; pip install {algorithm.split('_')[0]}")
+        raise ConfigError(f"{folder} was written with {algorithm} digests: pip install xxhash")
     if step is not None and manifest.step != step:
         raise DamagedError(f"{MANIFEST_FILE} is that of step {manifest.step}")
     return manifest
@@ -183,8 +184,8 @@ def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
             raise DamagedError(f"{name} is missing") from None
         if size != record.bytes:
             raise DamagedError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
-    if PROGRESS_FILE in manifest.files:
-        check_digest(folder, PROGRESS_FILE, manifest=manifest)
+    check_digest(folder, PROGRESS_FILE, manifest=manifest)
+    read_progress(folder)
     return manifest
 
 

@@ -80,7 +80,7 @@ class RankFile:
             return write_file(path, self._pieces(state))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
-        return write_file(path, pieces_of(self._arena.view))
+        return write_file(path, pieces_of(self._arena.view), direct=True)
 
     def close(self) -> None:
         """Ends the writer process and frees the memory."""

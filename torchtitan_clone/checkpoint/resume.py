@@ -31,12 +31,14 @@ from torchtitan_clone.checkpoint.commit import (
 from torchtitan_clone.checkpoint.loading import load_tensors, matching
 from torchtitan_clone.checkpoint.rng import PREFIX as RNG
 from torchtitan_clone.checkpoint.rng import set_rng_state
+from torchtitan_clone.checkpoint.tensor_file import open_tensors
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 
 logger = logging.getLogger("torchtitan_clone")
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,10 @@ def damage_of(folder: Path, *, step: int | None, digests: bool) -> str | None:
     try:
         manifest = check_sizes(folder, step=step)
         for name in files_of_rank(manifest, rank=rank, world_size=world_size):
-            if digests or not name.endswith(".safetensors"):
+            if digests or not name.endswith(TENSORS):
                 check_digest(folder, name, manifest=manifest)
+            if name.endswith(TENSORS):
+                _check_header(folder, name)
     except DamagedError as error:
         damage = str(error)
     verdicts: list[Any] = [damage]
@@ -117,6 +121,17 @@ def damage_of(folder: Path, *, step: int | None, digests: bool) -> str | None:
         verdicts = [None] * world_size
         dist.all_gather_object(verdicts, damage)
     return next((text for text in verdicts if text is not None), None)
+
+
+def _check_header(folder: Path, name: str) -> None:
+    """DamagedError where a file of tensors does not begin as one, whatever the manifest says."""
+    from safetensors import SafetensorError
+
+    try:
+        with open_tensors(folder / name):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise DamagedError(f"{name} is no file of tensors: {error}") from None
 
 
 def _agreed_steps(folder: Path, *, load_step: int, is_shared: bool) -> tuple[list[int], bool]:

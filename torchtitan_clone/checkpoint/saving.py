@@ -135,7 +135,7 @@ class Save:
             if error is None:
                 self._commit({name: record for part in parts for name, record in part.files.items()})
                 return None
-        except OSError as failure:
+        except Exception as failure:  # noqa: BLE001, whatever it was, the other ranks must be told
             error = _text(failure)
         shutil.rmtree(self._partial, ignore_errors=True)
         return error
@@ -144,7 +144,10 @@ class Save:
         documents = {**self._documents, INDEX_FILE: self._plan.index}
         final = step_folder(self._folder, self._progress.step)
         seal(self._partial, final, files=files, documents=documents, progress=self._progress)
-        purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
+        try:
+            purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
+        except OSError as error:
+            logger.warning("old checkpoints cannot be deleted: %s", _text(error))
 
 
 def seal(

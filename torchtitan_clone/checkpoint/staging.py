@@ -1,9 +1,10 @@
 """The shared memory into which a rank's part of the state is copied, in the shape of the file that it will become."""
 
+import errno
 import logging
 import mmap
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torchtitan_clone.checkpoint.layout import Layout
 logger = logging.getLogger("torchtitan_clone")
 
 _PAGE = mmap.PAGESIZE
+_MADV_POPULATE_WRITE = 23
 _PORTABLE = 1
 """Pinned for every CUDA context."""
 
@@ -31,11 +33,10 @@ class Arena:
         # Unlike a file in /dev/shm it has no name to be left behind by a kill, and no limit of a container's mount.
         self.descriptor = os.memfd_create("torchtitan_clone_checkpoint")
         try:
-            os.posix_fallocate(self.descriptor, 0, layout.bytes)
+            self._map = _reserve(self.descriptor, size=layout.bytes)
         except OSError:
             os.close(self.descriptor)
             raise
-        self._map = mmap.mmap(self.descriptor, layout.bytes)
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._copied: Any = None
@@ -94,3 +95,18 @@ class Arena:
         """Until the copies are done."""
         if self._copied is not None:
             self._copied.synchronize()
+
+
+def _reserve(descriptor: int, *, size: int) -> mmap.mmap:
+    """All pages of so much shared memory; huge ones, where the kernel has them, are copied to in half the time."""
+    os.ftruncate(descriptor, size)
+    memory = mmap.mmap(descriptor, size)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # Linux before 5.14
+            raise
+        os.posix_fallocate(descriptor, 0, size)
+    return memory

@@ -32,7 +32,7 @@ class WriterProcess:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Starts it, unless it runs; OSError where there can be no process."""
+        """Starts it, unless it runs; it dies with the thread that calls this. OSError where there can be no process."""
         if self.pid is None:
             self._process = subprocess.Popen(
                 # -P: the folder of the script must not hide modules of the standard library.

@@ -6,17 +6,22 @@ The process is handed shared memory as an open file and copies it into files. It
     a line of its stdin    {"path": FILE, "bytes": N}: write the first N bytes of the shared memory to FILE
     lines of its stdout    empty ones while it gets on; then {"bytes": N, "digest": HEX} or {"error": WHY}
 
-It ends when its parent has: at the latest a second later, or after the piece it is writing.
+It dies with the thread that started it, also where it is stopped or waits for the disk.
 """
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import hashlib
 import json
+import mmap
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +37,11 @@ if xxhash is not None:
 DIGEST = list(DIGESTS)[-1]
 
 PIECE = 1 << 24
+BLOCK = 1 << 12
+"""What a disk reads and writes at once divides this."""
 SYNC_EVERY = 1 << 30
 """Bytes after which what was written is forced to disk, so that the last forcing is never a long one."""
+_PR_SET_PDEATHSIG = 1
 FAREWELL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What a terminal or a cluster sends to all processes of a run: the trainer answers it, and needs its writer for it."""
 
@@ -46,28 +54,51 @@ class FileRecord:
     digest: str
 
 
-def write_file(path: Path, pieces: Iterable[Any], *, alive: Callable[[], None] = lambda: None) -> FileRecord:
+def write_file(
+    path: Path, pieces: Iterable[Any], *, direct: bool = False, alive: Callable[[], object] = lambda: None
+) -> FileRecord:
     """Writes bytes-like pieces to a new file and forces it to disk; `alive` is called after each. OSError names it.
 
-    The digest is that of what was to be written, not of what can be read back.
+    The digest is that of what was to be written, not of what can be read back. With `direct` the disk fetches pieces
+    that begin at a page of memory itself, where it can: that takes a tenth of the CPU time, and no memory.
     """
     digest, size, unsynced = DIGESTS[DIGEST](), 0, 0
     try:
-        with path.open("wb") as file:
+        with path.open("wb", buffering=0) as file:
+            if direct:
+                _set_direct(file, True)
             for piece in pieces:
-                file.write(piece)
+                _write(file, memoryview(piece))
                 digest.update(piece)
                 size, unsynced = size + len(piece), unsynced + len(piece)
                 if unsynced >= SYNC_EVERY:
-                    file.flush()
                     os.fdatasync(file.fileno())
                     unsynced = 0
                 alive()
-            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     return FileRecord(bytes=size, digest=digest.hexdigest())
+
+
+def _write(file: FileIO, piece: memoryview) -> None:
+    """All of it; what cannot be written directly, as the last bytes of a file, goes through the page cache."""
+    while piece:
+        blocks = len(piece) - len(piece) % BLOCK
+        try:
+            piece = piece[file.write(piece[: blocks or len(piece)]) :]
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _set_direct(file, False):
+                raise
+
+
+def _set_direct(file: FileIO, wanted: bool) -> bool:
+    """Whether that changed something; a file system that cannot write directly stays as it is."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(file, fcntl.F_SETFL, changed)
+    return changed != flags
 
 
 def digest_of_file(path: Path, *, name: str) -> str:
@@ -85,41 +116,26 @@ def pieces_of(view: memoryview) -> Iterator[memoryview]:
     return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
 
 
-def _pieces_of_memory(descriptor: int, size: int) -> Iterator[memoryview]:
-    """Read piece by piece: mapping the memory once more would cost a page fault for every page."""
-    buffer = memoryview(bytearray(PIECE))
-    for start in range(0, size, PIECE):
-        piece = buffer[: min(PIECE, size - start)]
-        os.preadv(descriptor, [piece], start)
-        yield piece
-
-
-def _requests(parent: int) -> Iterator[dict[str, Any]]:
-    """What is asked for, until the parent is gone. Its pipe alone would not tell: a fork of it may hold the end too."""
-    poll = select.poll()
-    poll.register(sys.stdin, select.POLLIN)
-    while os.getppid() == parent:
-        if poll.poll(1000):
-            line = sys.stdin.readline()
-            if not line:
-                return
-            yield json.loads(line)
+def _die_with(parent: int) -> None:
+    """Tells the kernel to kill this process when its parent ends: a closed pipe says so only to who reads it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def main(descriptor: int, *, parent: int) -> None:
-    """Serves requests. Progress and answers go out line by line; without the parent the process ends at once."""
+    """Serves requests. Progress and answers go out line by line."""
     for number in FAREWELL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-    def alive() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-        os.write(1, b"\n")
-
-    for request in _requests(parent):
+    _die_with(parent)
+    # All pages at once: each would be a page fault in the first save.
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags, prot=mmap.PROT_READ))
+    for line in sys.stdin:
+        request = json.loads(line)
+        path, pieces = Path(request["path"]), pieces_of(memory[: request["bytes"]])
         try:
-            record = write_file(Path(request["path"]), _pieces_of_memory(descriptor, request["bytes"]), alive=alive)
-            answer = asdict(record)
+            answer = asdict(write_file(path, pieces, direct=True, alive=lambda: os.write(1, b"\n")))
         except OSError as error:
             answer = {"error": error.strerror or str(error), "number": error.errno}
         os.write(1, json.dumps(answer).encode() + b"\n")

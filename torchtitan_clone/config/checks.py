@@ -54,6 +54,7 @@ def violations(
         *_validation(config.validation, config.data.held_out_fraction),
         *_fault_tolerance(config, device_type),
         *_excluded(config.checkpoint),
+        *_folders(config),
         *_async_tensor(config, device_type),
     ]
     if out_of_bounds:  # the other rules compute with these values
@@ -396,6 +397,15 @@ def _excluded(checkpoint: Checkpoint) -> Iterator[str]:
                 f'checkpoint.exclude_from_loading = ["{name}"]: a checkpoint has no such part; known: '
                 f"{', '.join(EXCLUDABLE)}, and names below the first two such as model/output.weight."
             )
+
+
+def _folders(config: Config) -> Iterator[str]:
+    """A URL would become a folder of that name below the current one."""
+    job, checkpoint = config.job, config.checkpoint
+    options = {"job.dump_folder": job.dump_folder, "checkpoint.folder": checkpoint.folder}
+    for name, value in (options | {"checkpoint.initial_load_path": checkpoint.initial_load_path or ""}).items():
+        if "://" in value:
+            yield f'{name} = "{value}": object stores are not supported; set it to a folder, for example a mounted one.'
 
 
 def _nearest_divisors(number: int, target: int) -> list[int]:

@@ -31,7 +31,7 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
     command = [str(repository / "scripts" / "slurm" / "job.sh"), *_preemption(config), *arguments]
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {option}" for option in _sbatch_options(slurm, folder=folder)),
+        *(f"#SBATCH {option}" for option in _sbatch_options(config, folder=folder)),
         "",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
         *slurm.setup,
@@ -47,8 +47,11 @@ def _preemption(config: Config) -> Iterator[str]:
         yield f"--preemption.deadline_seconds={config.slurm.signal_seconds}"
 
 
-def _sbatch_options(slurm: Slurm, *, folder: Path) -> Iterator[str]:
+def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
+    slurm = config.slurm
     yield f"--job-name={folder.name}"
+    if config.fault_tolerance.enable:  # a job for each replica group
+        yield f"--array=0-{config.fault_tolerance.group_size - 1}"
     yield f"--nodes={slurm.nodes}"
     yield "--ntasks-per-node=1"
     if slurm.gpus_per_node:
