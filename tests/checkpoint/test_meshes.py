@@ -18,8 +18,8 @@ TENSOR, PIPELINE = {"parallelism__tensor_parallel_degree": 2}, {"parallelism__pi
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
 # One run that moves on after every step; each mesh has neighbours that split along other dimensions.
 MESHES = (
-    (1, {}), (3, {}), (2, TENSOR), (2, PIPELINE), (4, TENSOR | PIPELINE), (2, {}), (4, REPLICAS), (4, TENSOR),
-    (2, {"parallelism__context_parallel_degree": 2}), (4, {}), (4, PIPELINE), (2, REPLICAS), (1, {}),
+    (3, {}), (2, TENSOR), (2, PIPELINE), (1, {}), (4, TENSOR | PIPELINE), (2, {}), (4, REPLICAS),
+    (2, {"parallelism__context_parallel_degree": 2}), (4, {}), (2, REPLICAS),
 )  # fmt: skip
 
 

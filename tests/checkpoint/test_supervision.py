@@ -203,7 +203,7 @@ def save_while_the_disk_fills(folder, mode):
         for step in (1, 2, 3):
             manager.wait_for_staging()
             if step == 2 and mode == "disabled":  # room for the tensors, but not for what comes with them
-                filler.write_bytes(bytes(shutil.disk_usage(folder).free - 167_936))
+                filler.write_bytes(bytes(shutil.disk_usage(folder).free - 172_032))
             manager.save(progress_at(step))
             if step == 2 and mode != "disabled":
                 filler.write_bytes(bytes(shutil.disk_usage(folder).free - 8_192))
@@ -266,6 +266,7 @@ def save_overlapping(folder, options):
             manager.wait_for_staging()
             set_step(state, step=step)
             manager.save(progress_at(step))
+            time.sleep(0.005)
         manager.save(progress_at(39), wait=True)
         manager.close()
         return "\n".join(lines)
@@ -276,7 +277,8 @@ def test_saves_that_overlap_hold_the_values_of_their_own_step(tmp_path, mode):
     log = run_ranks(save_overlapping, 2, tmp_path, {"async_mode": mode, "keep_latest_k": 0})[0]
     steps = committed_steps(tmp_path)
     assert steps[-1] == 39
-    assert log.count("could not be saved: the save before it is still in flight") == 39 - len(steps)
+    left_out = log.count("could not be saved: the save before it is still in flight")
+    assert left_out in (39 - len(steps), 40 - len(steps))  # the last one may have been left out first
     sources = [tmp_path / "one" / str(step) for step in steps]
     for step, source in zip(steps, sources, strict=True):
         source.mkdir(parents=True)
