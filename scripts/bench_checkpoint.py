@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with process_group(Comm(), launch=launch, device=device):
         loop = Loop(gib=options.gib, rows=options.rows, device=device)
         usual = statistics.median(loop.step() for _ in range(4))
-        before, memcpy = memory_gib(os.getpid()), seconds_of_memcpy(loop.bytes)
+        before, memcpy = memory_gib(os.getpid()), seconds_of_memcpy(loop.bytes, device=device)
         plain_write = seconds_of_plain_write(options.folder, size=loop.bytes)
         save = saver(options.mode, loop, options.folder)
         saves, slow = [], []
@@ -102,6 +102,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.inputs = torch.randn(rows, width, device=device)
         self.before_update: Callable[[], None] = lambda: None
+        self.synchronize = torch.cuda.synchronize
         self.step()
         self.bytes = sum(tensor.nbytes for tensor in self.state().values())
 
@@ -120,6 +121,8 @@ class Loop:
         self.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.inputs.is_cuda:
+            self.synchronize()
         return time.perf_counter() - start
 
 
@@ -177,12 +180,21 @@ def saver_of_ours(
     return save
 
 
-def seconds_of_memcpy(size: int) -> float:
-    """Of so many bytes, to memory that is there already; the median of three."""
+def seconds_of_memcpy(size: int, *, device: Any) -> float:
+    """Of so many bytes from the device, to memory that is there already, pinned for CUDA; the median of three."""
     import numpy as np
+    import torch
 
-    source, target = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
-    return statistics.median(seconds_of(lambda: np.copyto(target, source)) for _ in range(3))
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros(size, dtype=torch.uint8, pin_memory=source.is_cuda)
+
+    def copy() -> None:
+        if source.is_cuda:
+            target.copy_(source)
+        else:  # on one thread, as the copy of the state is taken
+            np.copyto(target.numpy(), source.numpy())
+
+    return statistics.median(seconds_of(copy) for _ in range(3))
 
 
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one call: the GPU tests, and the trainer against the plain loop, eager and compiled.
+# All that needs a GPU, in one call: the GPU tests, the trainer against the plain loop, eager and compiled, and what a
+# checkpoint costs; with two GPUs also what each axis of the mesh costs.
 # Prints a short table last; the figures also go to the folder in the first argument (default: outputs/gpu_suite).
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
@@ -14,9 +15,15 @@ MODEL=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --m
     >"$FOLDER/eager.txt" 2>"$FOLDER/eager.err"
 "$PYTHON" scripts/bench.py --rounds 3 --steps 15 --dtype bfloat16 --compile --json "$FOLDER/compiled.json" -- \
     "${MODEL[@]}" >"$FOLDER/compiled.txt" 2>"$FOLDER/compiled.err"
+"$PYTHON" scripts/bench_checkpoint.py --rows=4096 >"$FOLDER/checkpoint.txt" 2>"$FOLDER/checkpoint.err"
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
+    "$PYTHON" scripts/bench_parallel.py -- "${MODEL[@]}" --training.local_batch_size=2 \
+        >"$FOLDER/parallel.txt" 2>"$FOLDER/parallel.err"
+fi
 echo "=== $(date -u +%F) $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"
 tail -n 1 "$FOLDER/tests.log"
-for name in eager compiled; do
+for name in eager compiled checkpoint parallel; do
+    [ -f "$FOLDER/$name.txt" ] || continue
     echo "--- $name"
     cat "$FOLDER/$name.txt"
     tail -n 3 "$FOLDER/$name.err"
