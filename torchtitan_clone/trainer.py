@@ -112,6 +112,20 @@ class Trainer:
         self._set_timeout(config.comm.init_timeout_seconds)
         self._skipped_in_a_row = 0
         self._step_seconds = self._save_seconds = 0.0
+        self._failed_exports: list[int] = []
+        if launch.rank == 0:
+            write_config(run.shape)
+        self._metrics = self._build_metrics(launch)
+        self._profiler = build_profiler(
+            config.profiling,
+            folder=run.shape.records,
+            rank=launch.rank,
+            device_type=device.type,
+            resume_step=self._progress.step,
+        )
+        if config.fault_tolerance.enable:
+            self._warm_up()
+        # Last: from now on the others count on this group's heart.
         self._replicas = build_replicas(
             config.fault_tolerance,
             device=device,
@@ -124,17 +138,6 @@ class Trainer:
             wants_to_stop=self._wants_to_stop,
             identity=identity_of(config),
             folder=run.shape.records,
-        )
-        self._failed_exports: list[int] = []
-        if launch.rank == 0:
-            write_config(run.shape)
-        self._metrics = self._build_metrics(launch)
-        self._profiler = build_profiler(
-            config.profiling,
-            folder=run.shape.records,
-            rank=launch.rank,
-            device_type=device.type,
-            resume_step=self._progress.step,
         )
 
     def _find_progress(self) -> Progress:
@@ -202,18 +205,19 @@ class Trainer:
         """
         if self._agree_to_stop():
             raise StopBeforeTraining(self._stop_reason)
-        self._metrics.ledger.book("start_up", self._stop.age_seconds)
+        goes_on = self._begin_step(first=True)
         garbage = GarbageCollector(self._config.training.gc_freq)
         last_step = 0 if self._config.checkpoint.create_seed_checkpoint else self._config.training.steps
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
-            while self._progress.step < last_step and not stop and self._begin_step():
+            while self._progress.step < last_step and not stop and (self._begin_step() if attempts else goes_on):
                 if is_new := self._enter_phase_of(self._progress.step + 1):
                     interval = _Interval()
-                clock = self._build_clock(self._progress.step + 1)
+                step = self._progress.step + 1
+                clock = self._build_clock(step)
                 try:
                     with self._maybe_trace(attempts == 1), clock or nullcontext():
-                        result = self.train_step(self._progress.step + 1)
+                        result = self.train_step(step)
                 except StepGivenUp:
                     self._replicas.commit(healthy=False)
                     break
@@ -226,9 +230,8 @@ class Trainer:
                 if clock is not None:
                     self._report_stragglers(clock, data_seconds=result.data_seconds)
                 if not result.committed:
-                    self._metrics.ledger.throw_away(steps=1, seconds=self._step_seconds)
+                    self._forget_steps(step - self._progress.step)
                     continue
-                step = self._progress.step
                 if attempts == 1 or step == last_step or step % self._config.metrics.log_freq == 0 or stop:
                     self._log(result, interval)
                     interval = _Interval()
@@ -248,6 +251,7 @@ class Trainer:
                     self._export(step)
                     interval = _Interval()
         self._replicas.close()
+        self._metrics.forget(after_step=self._progress.step)
         self._save_last()
         if self._progress.step == last_step and self._is_export_due(last_step):
             self._export(last_step)
@@ -260,13 +264,32 @@ class Trainer:
         self._say_how_it_ended()
         return self._progress.step == last_step or not self._agree_to_stop()
 
-    def _begin_step(self) -> bool:
+    def _warm_up(self) -> None:
+        """One pass of which nothing comes: other replica groups do not wait until this one has compiled its model."""
+        options = self._config.fault_tolerance
+        batch = self._loader.take(part=options.replica_id, parts=options.group_size)
+        first = next(iter(batch.microbatches(self._shape.config.training.local_batch_size)))
+        self._forward_backward([first.to(self._device)], num_targets=1)
+        self.optimizer.zero_grad()
+
+    def _begin_step(self, *, first: bool = False) -> bool:
         """Meets the other replica groups; False where there is nothing to go on for."""
         self._watch.moved(timeout_seconds=self._timeout_seconds)
         start, self._healed = time.perf_counter(), False
         goes_on = self._replicas.begin()
-        self._metrics.ledger.book("healing" if self._healed else "waiting", time.perf_counter() - start)
+        seconds, metrics, step = time.perf_counter() - start, self._metrics, self._progress.step
+        if first:  # only now it is known where the run goes on
+            metrics.start(after_step=step, lost=self._replicas.lost_steps())
+            metrics.ledger.book("start_up", self._stop.age_seconds - seconds)
+        elif self._healed:
+            metrics.forget(after_step=step, lost=self._replicas.lost_steps())
+        metrics.ledger.book("healing" if self._healed else "waiting", seconds)
         return goes_on
+
+    def _forget_steps(self, count: int) -> None:
+        """The last steps, one or a round of them, do not count."""
+        self._metrics.ledger.throw_away(steps=count, seconds=count * self._step_seconds)
+        self._metrics.forget(after_step=self._progress.step)
 
     def train_step(self, step: int) -> StepResult:
         """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
@@ -542,7 +565,6 @@ class Trainer:
             self._config.metrics,
             folder=self._shape.records,
             rank=launch.rank,
-            resume_step=self._progress.step,
             total_steps=self._config.training.steps,
             tokens_per_step=self._shape.tokens_per_step,
             flops_per_token=self._shape.flops_per_token,

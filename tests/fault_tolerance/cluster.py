@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,20 @@ HEARTBEAT_MS = 700
 TIMEOUT_MS = 1500
 
 
-def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, folder: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A gap between two steps that one process committed; times as time.time()."""
+
+    seconds: float
+    """In excess of the median gap."""
+    deaths: int
+    """Of other groups, in that time."""
+    group: int
+    start: float
+    end: float
+
+
+def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, folder: Path, pace: float) -> None:
     """What one rank of a replica group does; it ends as in production, without a way back to the harness."""
     from tests.fault_tolerance import faults as injection
     from torchtitan_clone import trainer
@@ -32,7 +46,11 @@ def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, f
     os.dup2(log, 1)
     os.dup2(log, 2)
     injection.install(faults, group=group, rank=rank)
-    train = trainer.Trainer.train
+    train, train_step = trainer.Trainer.train, trainer.Trainer.train_step
+
+    def paced_step(self, step: int):
+        time.sleep(pace)
+        return train_step(self, step)
 
     def train_and_tell(self) -> None:
         train(self)
@@ -41,7 +59,7 @@ def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, f
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(kind)}
             (folder / f"digest.{kind.replace('/', '_')}.{group}.{rank}").write_text(digest(part))
 
-    trainer.Trainer.train = train_and_tell
+    trainer.Trainer.train, trainer.Trainer.train_step = train_and_tell, paced_step
     exit_process(argv)
 
 
@@ -65,9 +83,9 @@ def digest(tensors: dict) -> str:
 class Group:
     """One start of one replica group."""
 
-    def __init__(self, argv: list[str], *, group: int, ranks: int, faults: list, folder: Path, env: dict):
+    def __init__(self, argv: list[str], *, group: int, ranks: int, faults: list, folder: Path, pace: float, env: dict):
         self.logs = [folder / f"group{group}.rank{rank}.log" for rank in range(ranks)]
-        started = start_ranks(rank_of_group, ranks, argv, self.logs, faults, group, folder, env=env)
+        started = start_ranks(rank_of_group, ranks, argv, self.logs, faults, group, folder, pace, env=env)
         self.processes = [process for process, _ in started]
 
     @property
@@ -90,11 +108,27 @@ class Group:
 
 
 class Cluster:
-    """Several replica groups that train one run in `folder`; one that dies is started again."""
+    """Several replica groups that train one run in `folder`; one that dies is started again.
 
-    def __init__(self, corpus: Path, folder: Path, *, groups: int, ranks: int = 1, revive_seconds=0.0, **changes):
+    `pace` is how long a step sleeps, so that it takes about as long on any machine; `least` is the lighthouse's own
+    minimum, where it is not that of the groups.
+    """
+
+    def __init__(
+        self,
+        corpus: Path,
+        folder: Path,
+        *,
+        groups: int,
+        ranks: int = 1,
+        revive_seconds: float = 0.0,
+        pace: float = 0.0,
+        least: int | None = None,
+        **changes,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.groups, self.ranks, self.revive_seconds = folder, groups, ranks, revive_seconds
+        self.pace, self.least = pace, least or changes.get("fault_tolerance__min_replica_size", 1)
         self.changes = {
             "training__local_batch_size": 2,
             "fault_tolerance__enable": True,
@@ -104,18 +138,19 @@ class Cluster:
             **changes,
         }
         self.corpus = corpus
+        self.env: dict[str, str] = {}
         self.faults: list = []
         self.deaths: list[tuple[float, int, list]] = []
+        self.starts: list[tuple[float, int]] = []
         self.running: dict[int, Group] = {}
         self.finished: dict[int, list] = {}
         self.start_lighthouse(port=0)
 
     def start_lighthouse(self, *, port: int) -> None:
         """Starts it, again too."""
-        least = self.changes.get("fault_tolerance__min_replica_size", 1)
         context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
-        self.lighthouse = context.Process(target=serve, args=(least, port, theirs), daemon=True)
+        self.lighthouse = context.Process(target=serve, args=(self.least, port, theirs), daemon=True)
         self.lighthouse.start()
         theirs.close()
         self.address = mine.recv()
@@ -130,30 +165,32 @@ class Cluster:
     def start(self, group: int, *, faults=(), **changes) -> None:
         """Starts one replica group."""
         argv = options(self.corpus, self.folder, **{**self.changes, **changes}, fault_tolerance__replica_id=group)
+        self.starts.append((time.time(), group))
         self.running[group] = Group(
             argv,
             group=group,
             ranks=self.ranks,
             faults=list(faults),
             folder=self.folder,
-            env={"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error"},
+            pace=self.pace,
+            env={"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **self.env},
         )
 
     def start_all(self, *, faults=()) -> "Cluster":
         """Starts all replica groups, to be struck by faults, which are given in the order of their steps."""
         self.faults = list(faults)
         for group in range(self.groups):
-            self.start(group, faults=[fault for fault in faults if fault.place != "heal_target"])
+            self.start(group, faults=[fault for fault in faults if not fault.returning])
         return self
 
     def faults_left(self, group: int) -> list:
-        """Those that are still to come for a group that starts again; one of them may strike while it heals."""
+        """Those that are still to come for a group that starts again; one of them may be meant for its return."""
         reached = max(self.step_of(group) for group in range(self.groups))
-        later = [fault for fault in self.faults if fault.step > reached + 1 and fault.place != "heal_target"]
-        healing = [fault for fault in self.faults if fault.place == "heal_target" and fault.group == group]
-        for fault in healing[:1]:
+        later = [fault for fault in self.faults if fault.step > reached + 1 and not fault.returning]
+        returning = [fault for fault in self.faults if fault.returning and fault.group == group]
+        for fault in returning[:1]:
             self.faults.remove(fault)
-        return [*later, *healing[:1]]
+        return [*later, *returning[:1]]
 
     def watch_over(self, *, timeout: float = 120, until=None) -> "Cluster":
         """Revives what dies, until all groups have finished or `until()` holds."""
@@ -235,11 +272,12 @@ class Cluster:
             found[int(file.suffix[1:])].add(file.read_text())
         return dict(found)
 
-    def stalls(self, group: int) -> list[tuple[float, int]]:
-        """The longest times between two steps that a process of this group committed, in excess of the median.
+    def stalls(self, *groups: int) -> list[Stall]:
+        """The longest times between two steps that a process of these groups committed; of all groups, if none."""
+        found = [stall for group in groups or range(self.groups) for stall in self._stalls(group)]
+        return sorted(found, key=lambda stall: stall.seconds, reverse=True)
 
-        Each with the number of deaths in that time.
-        """
+    def _stalls(self, group: int) -> list[Stall]:
         gaps, last = [], None
         for line in self.records().get(f"replica-{group}/rows.rank0.jsonl", []):
             if "started" in line:
@@ -247,10 +285,50 @@ class Cluster:
             elif line.get("committed"):
                 gaps += [] if last is None else [(last, line["time"])]
                 last = line["time"]
-        usual = median(end - start for start, end in gaps)
-        deaths = [moment for moment, _, _ in self.deaths]
-        found = [(end - start - usual, sum(start < moment < end for moment in deaths)) for start, end in gaps]
-        return sorted(found, reverse=True)
+        usual = median([end - start for start, end in gaps] or [0.0])
+        deaths = [moment for moment, dead, _ in self.deaths if dead != group]
+        return [
+            Stall(
+                seconds=end - start - usual,
+                deaths=sum(start < moment < end for moment in deaths),
+                group=group,
+                start=start,
+                end=end,
+            )
+            for start, end in gaps
+        ]
+
+    def timeline(self, stall: Stall) -> list[str]:
+        """What happened in it: what the group itself noted, and when other groups died, started and were ready."""
+        events = [(moment, f"group {group} is found dead") for moment, group, _ in self.deaths]
+        events += [(moment, f"group {group} is started") for moment, group in self.starts]
+        for name, lines in self.records().items():
+            own = name == f"replica-{stall.group}/rows.rank0.jsonl"
+            for line in lines:
+                if own or "started" in line:
+                    what = {key: value for key, value in line.items() if key not in ("time", "rows")}
+                    events.append((line["time"], f"{name.partition('/')[0]}: {what}"))
+        inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
+        return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]
+
+    def wrong_rows(self) -> list[str]:
+        """What is wrong with the groups' metrics.jsonl: each has the steps it committed that count, once, in order.
+
+        What a group commits just before it dies it may not have logged any more.
+        """
+        wrong, records = [], self.records()
+        counted = {step: attempt for step, (_, attempt) in counted_attempts(records).items()}
+        for group in range(self.groups):
+            logged = [row["step"] for row in self.step_rows(group)]
+            own = {
+                line["step"]
+                for line in records.get(f"replica-{group}/rows.rank0.jsonl", [])
+                if line.get("committed") and counted[line["step"]] == (line["step"], line["quorum"])
+            }
+            deaths = sum(dead == group for _, dead, _ in self.deaths)
+            if logged != sorted(set(logged)) or set(logged) - own or len(own - set(logged)) > deaths:
+                wrong.append(f"metrics of group {group}: {logged}, but committed were {sorted(own)}")
+        return wrong
 
     def records(self) -> dict[str, list[dict]]:
         """What the ranks noted about rows and commits, by file, in order."""
@@ -261,29 +339,36 @@ class Cluster:
         }
 
 
-def committed_once(records: dict[str, list[dict]], *, steps: int, rows: int) -> list[str]:
-    """What is wrong with the rows that were committed; nothing, if each was, once.
+def counted_attempts(records: dict[str, list[dict]]) -> dict[int, tuple[float, tuple[int, int]]]:
+    """By step, when the attempt that counts was committed, and which it is (its step and its quorum).
 
-    The attempt at a step that counts is the last one committed: an earlier one is lost with the groups that committed
-    it, or nobody would have tried again.
+    It is the last one: an earlier one is lost with the groups that committed it, or nobody would have tried again.
     """
+    counted: dict[int, tuple[float, tuple[int, int]]] = {}
+    for lines in records.values():
+        for line in lines:
+            if line.get("committed"):
+                attempt = (line["time"], (line["step"], line["quorum"]))
+                counted[line["step"]] = max(attempt, counted.get(line["step"], attempt))
+    return counted
+
+
+def committed_once(records: dict[str, list[dict]], *, steps: int, rows: int) -> list[str]:
+    """What is wrong with the rows that were committed; nothing, if each was, once."""
     wrong = []
     fed: dict[tuple, set] = defaultdict(set)
-    counted: dict[int, tuple] = {}
+    counted = counted_attempts(records)
     for name, lines in records.items():
         last = 0
         for line in lines:
-            attempt = (line["step"], line["quorum"])
             if "started" in line:
                 last = 0
             elif "rows" in line:
-                fed[attempt].add(tuple(line["rows"]))
-            elif line["committed"]:
+                fed[line["step"], line["quorum"]].add(tuple(line["rows"]))
+            elif line.get("committed"):
                 if line["step"] <= last:
                     wrong.append(f"{name}: step {line['step']} is committed after step {last}")
                 last = line["step"]
-                if line["time"] > counted.get(line["step"], (0,))[0]:
-                    counted[line["step"]] = (line["time"], attempt)
     for step in range(1, steps + 1):
         if step not in counted:
             wrong.append(f"step {step} was not committed")

@@ -25,12 +25,15 @@ class Fault:
     rank: int = 0
     seconds: float = 3.0
     """How long "stop" and "slow" take."""
+    returning: bool = False
+    """Meant for the group when it has died and comes back, whatever the step."""
 
 
 # Where a fault strikes: on entry to a method, or with "after" on its return; the count is of calls since the step came.
 PLACES = {
     "between": ("FTManager", "begin", "before", 1),
-    "quorum": ("ProcessGroupGloo", "configure", "before", 1),
+    "quorum": ("Manager", "_async_quorum", "after", 1),
+    "configure": ("ProcessGroupGloo", "configure", "before", 1),
     "forward": ("FTManager", "sum", "after", 1),
     "gradients": ("FTManager", "sum_gradients", "before", 1),
     "all_reduce": ("Manager", "allreduce", "after", 1),
@@ -98,7 +101,7 @@ def watch(fault: Fault, manager: list) -> None:
     def wrapped(*args, **kwargs):
         nonlocal calls
         reached = manager[0].current_step() + 1 if manager else 0
-        is_due = (reached >= fault.step or fault.place == "heal_target") and is_meant(fault, args)
+        is_due = (reached >= fault.step or fault.returning) and is_meant(fault, args)
         calls += is_due
         if is_due and calls == count and when == "before":
             strike(fault, args)

@@ -1,15 +1,21 @@
 """Replica groups in real processes: they train what one run trains, and go on when one of them dies."""
 
 import signal
+import socket
+import sys
 
 import pytest
 
 from tests.fault_tolerance.cluster import HEARTBEAT_MS, Cluster, committed_once
 from tests.fault_tolerance.faults import Fault
 from tests.runs import losses, options, train
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.replicas import check_replicas
 
 ROWS = 12
 STEPS = 60
+LONGEST_STALL = HEARTBEAT_MS / 1000 + 2
 SMALL = {
     "training__global_batch_size": ROWS,
     "training__local_batch_size": 2,
@@ -31,6 +37,7 @@ def check(cluster, expected, *, steps=STEPS) -> None:
     assert set(cluster.finished) == set(range(cluster.groups)), cluster.log
     assert {rank: len(found) for rank, found in cluster.digests().items()} == dict.fromkeys(range(cluster.ranks), 1)
     assert committed_once(cluster.records(), steps=steps, rows=ROWS) == []
+    assert cluster.wrong_rows() == []
     for step, loss in cluster.losses.items():
         assert loss == pytest.approx(expected[step], rel=1e-3), f"step {step}"
 
@@ -40,28 +47,36 @@ def died(cluster) -> list[int]:
     return [group for _, group, _ in cluster.deaths]
 
 
-def test_two_groups_go_on_when_one_is_killed_and_it_returns(corpus, tmp_path, expected):
-    faults = [Fault(kind="kill", place="between", step=15, group=1)]
-    with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
+def test_two_groups_go_on_when_one_is_killed_or_hangs_and_it_returns(corpus, tmp_path, expected):
+    faults = [
+        Fault(kind="kill", place="between", step=15, group=1),
+        Fault(kind="hang", place="forward", step=40, group=1),
+    ]
+    changes = {**SMALL, "fault_tolerance__stall_factor": 3, "fault_tolerance__process_group_timeout_ms": 1000}
+    with Cluster(corpus, tmp_path, groups=2, **changes) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
-        assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
+        assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL]), (1, [1])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither is a majority" in cluster.log_of(0)
-        assert cluster.stalls(0)[0][0] < HEARTBEAT_MS / 1000 + 2
+        hung, killed = sorted(cluster.stalls(0)[:2], key=lambda stall: stall.start, reverse=True)
+        assert killed.seconds < LONGEST_STALL, cluster.timeline(killed)
+        assert hung.seconds < LONGEST_STALL + 3 * 1.0, cluster.timeline(hung)  # until the watchdog has ended it
 
 
 def test_kills_everywhere_lose_no_row_and_no_survivor(corpus, tmp_path, expected):
     faults = [
         Fault(kind="kill", place="all_reduce", step=8, group=1, rank=1),
-        Fault(kind="kill", place="heal_target", step=8, group=1, rank=0),
+        Fault(kind="kill", place="heal_target", step=8, group=1, rank=0, returning=True),
         Fault(kind="kill", place="committed", step=24, group=0, rank=0),
         Fault(kind="kill", place="heal_source", step=25, group=1, rank=1),
+        Fault(kind="exception", place="forward", step=48, group=2, rank=1),
     ]
     with Cluster(corpus, tmp_path, groups=3, ranks=2, **SMALL) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
         assert died(cluster)[:3] == [1, 1, 0]
+        assert cluster.deaths[-1][1:] == (2, [-signal.SIGKILL, 1])  # the launcher ends the rank that has not raised
         assert len(cluster.deaths) == cluster.log.count("fault: ")
 
 
@@ -76,7 +91,9 @@ def test_what_does_not_kill_is_repeated_or_ended(corpus, tmp_path, expected):
     with Cluster(corpus, tmp_path, groups=3, **changes) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
-        assert died(cluster) == [0, 2]
+        assert [(group, codes) for _, group, codes in cluster.deaths] == [(0, [1]), (2, [1])]
+        for stall in cluster.stalls(1)[:2]:
+            assert stall.seconds < LONGEST_STALL, cluster.timeline(stall)
         for group in range(3):
             assert "step 10: loss" in cluster.log_of(group)
         assert "the step is repeated: loss or gradient is not finite" in cluster.log
@@ -100,28 +117,59 @@ def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus
         assert "is complete: step 60" in cluster.log_of(1)
 
 
-def test_a_group_too_few_waits_and_a_lighthouse_may_be_away(corpus, tmp_path, expected):
+def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corpus, tmp_path, expected):
+    """It comes back with a minimum of its own: then it is the group that sees that they are too few."""
     changes = {**SMALL, "fault_tolerance__min_replica_size": 2}
+    faults = [
+        Fault(kind="kill", place="commit", step=15, group=1),
+        Fault(kind="kill", place="between", step=40, group=1),
+    ]
     with Cluster(corpus, tmp_path, groups=2, revive_seconds=2.5, **changes) as cluster:
-        faults = [Fault(kind="kill", place="commit", step=15, group=1)]
         cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 25)
         assert "waiting for replica groups" in cluster.log_of(0)
-        assert cluster.stalls(0)[0][0] > 2
-        cluster.restart_lighthouse(seconds=2)
+        assert cluster.stalls(0)[0].seconds > 2
+        cluster.least = 1
+        cluster.restart_lighthouse(seconds=5)
         cluster.watch_over()
         check(cluster, expected)
-        assert died(cluster) == [1]
+        assert died(cluster) == [1, 1]
+        assert "1 are there, fault_tolerance.min_replica_size = 2; the lighthouse was started with a" in cluster.log
+        attempts = [line for line in cluster.records()["replica-0/rows.rank0.jsonl"] if "rows" in line]
+        assert len(attempts) <= STEPS + 4  # nothing is fed while it is alone
 
 
 def test_a_group_with_other_options_is_sent_away(corpus, tmp_path, expected):
     with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
         cluster.start(0)
         cluster.watch_over(until=lambda: cluster.step_of(0) > 5)
+        cluster.env["TORCHFT_TIMEOUT_SEC"] = "5"
         cluster.start(1, optimizer__lr=1e-4)
         stranger = cluster.running.pop(1)
         cluster.watch_over()
         stranger.processes[0].join(30)
         assert stranger.codes == [2]
         assert "error: replica groups were started with different options" in cluster.log_of(1)
+        assert "$TORCHFT_TIMEOUT_SEC = 5 outranks fault_tolerance.process_group_timeout_ms" in cluster.log_of(1)
         assert cluster.finished == {0: [0]}
         assert cluster.step_of(0) == STEPS
+
+
+def test_what_a_machine_lacks_is_told_before_anything_starts(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise OSError("no such family")
+
+    enabled = FaultTolerance(enable=True, group_size=2)
+    check_replicas(enabled, lighthouse="http://here:1")
+    check_replicas(FaultTolerance(), lighthouse=None)
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(ConfigError) as error:
+        check_replicas(enabled, lighthouse=None)
+    for said in (
+        'pip install "torchtitan_clone[ft]"',
+        "$TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py",
+        "nowhere.invalid does not resolve; add it to /etc/hosts",
+        "torchft's servers listen on IPv6",
+    ):
+        assert said in str(error.value)

@@ -23,9 +23,10 @@ ROW_KEYS = {
 }
 
 
-def writer(folder: Path, *, metrics: Metrics | None = None, rank: int = 0, **changes: object) -> MetricsWriter:
+def writer(
+    folder: Path, *, metrics: Metrics | None = None, rank: int = 0, resume_step: int = 0, lost=(), **changes: object
+) -> MetricsWriter:
     options = {
-        "resume_step": 0,
         "total_steps": 100,
         "tokens_per_step": 1000,
         "flops_per_token": 3e9,
@@ -33,7 +34,9 @@ def writer(folder: Path, *, metrics: Metrics | None = None, rank: int = 0, **cha
         "run_config": {"training": {"steps": 100}},
         "started": time.time(),
     }
-    return build_metrics(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
+    built = build_metrics(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
+    built.start(after_step=resume_step, lost=lost)
+    return built
 
 
 def record(step: int, **changes: float) -> StepRecord:
@@ -123,6 +126,19 @@ def test_resume_continues_the_rows(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 11))
 
 
+def test_steps_that_others_trained_again_and_rounds_taken_back_are_dropped(tmp_path):
+    log_steps(tmp_path, range(1, 9))
+    metrics = writer(tmp_path, resume_step=20, lost={7, 8})
+    for step in (21, 22, 23):
+        metrics.log(record(step))
+    metrics.forget(after_step=21)
+    metrics.forget(after_step=21)
+    metrics.log(record(22, loss=1.0))
+    metrics.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6, 21, 22]
+    assert rows(tmp_path)[-1]["loss"] == 1.0
+
+
 def test_resume_drops_the_torn_line_of_a_killed_process(tmp_path):
     program = f"""
 import os, sys, time
@@ -185,8 +201,8 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import build_metrics
-build_metrics(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, resume_step=0, total_steps=1,
-              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0)
+build_metrics(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
+              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0).start(after_step=0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -31,6 +31,8 @@ logger = logging.getLogger("torchtitan_clone")
 
 BUCKET_BYTES = 32 << 20
 """Gradients are summed in pieces of about this size."""
+LAST_BYTES = 1 << 20
+"""Of the records, some thousand steps, which are looked at when this group goes on where others are."""
 OUTRANKING = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 """Environment variables that torchft prefers to what it is told."""
 PROCESS_GROUPS: dict[str, Callable[..., Any]] = {
@@ -82,6 +84,7 @@ class FTManager:
         self._quorum_of_identity = -1
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
         self._write(started=step)
         self._warn_of_traps()
@@ -160,6 +163,19 @@ class FTManager:
         self._watch.start()
         return True
 
+    def lost_steps(self) -> set[int]:
+        """Steps that this group committed, and others again without it; as far as the ends of the records tell."""
+        own: dict[int, int] = {}
+        newest: dict[int, tuple[float, int]] = {}
+        for file in self._folder.parent.glob("replica-*/rows.rank0.jsonl"):
+            for row in _last_rows(file):
+                if row.get("committed"):
+                    step, attempt = row["step"], (row["time"], row["quorum"])
+                    newest[step] = max(attempt, newest.get(step, attempt))
+                    if file.parent == self._folder:
+                        own[step] = row["quorum"]
+        return {step for step, quorum in own.items() if newest[step][1] != quorum}
+
     def _meet(self) -> Exception | None:
         """One quorum, with healing; what went wrong."""
         self._note = self._healing.note()
@@ -196,6 +212,7 @@ class FTManager:
 
     def _leave(self, error: Exception | None) -> None:
         """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
+        self._write(left=str(error or "another rank failed")[:200])
         self._manager.report_error(error or RuntimeError("another rank of this replica group failed"))
         self._pg.abort()
         self._manager.should_commit(timeout=2 * self._timeout)
@@ -263,7 +280,7 @@ class FTManager:
         if (error := self._error()) is not None:
             self._pg.abort()  # groups that still wait for this one in a collective notice at once
         committed = self._manager.should_commit(timeout=3 * self._timeout)
-        self._write(committed=committed)
+        self._write(committed=committed, **({} if error is None else {"error": str(error)[:200]}))
         if not committed and self._is_first_rank:
             logger.warning("the step is repeated: %s", str(error or "a rank failed")[:200])
         return committed
@@ -282,6 +299,19 @@ class FTManager:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _last_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The last ones of a file of JSON lines, without those that are torn."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - LAST_BYTES))
+        for line in stream.read().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -40,6 +40,10 @@ class Alone:
         """There is nobody to wait for."""
         return True
 
+    def lost_steps(self) -> set[int]:
+        """Nobody trains a step again behind this group's back."""
+        return set()
+
     def sum(self, values: list[float]) -> list[float]:
         """The sums over one group are its own values."""
         return values
@@ -97,6 +101,13 @@ def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -
         problems.append(
             f"fault_tolerance.enable: other replica groups find this machine by its name, and {socket.gethostname()} "
             "does not resolve; add it to /etc/hosts or to the name server"
+        )
+    try:
+        socket.create_server(("::", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        problems.append(
+            f"fault_tolerance.enable: torchft's servers listen on IPv6, which this machine does not have ({error}); "
+            "enable it in the kernel, an address is not needed"
         )
     if problems:
         raise ConfigError(problems)

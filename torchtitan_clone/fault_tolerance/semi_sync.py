@@ -54,6 +54,11 @@ class SemiSyncManager(FTManager):
         self._start_note = self._healing.note()
         return True
 
+    def lost_steps(self) -> set[int]:
+        """Those of the rounds that were lost."""
+        rounds = super().lost_steps()
+        return {step for number in rounds for step in range((number - 1) * self._round + 1, number * self._round + 1)}
+
     def sum(self, values: list[float]) -> list[float]:
         """A step is this group's own."""
         return values

@@ -60,15 +60,18 @@ class Ledger:
         )
 
 
-def resumed_ledger(file: Path, *, resume_step: int, started: float) -> Ledger:
-    """The ledger of a process that goes on after resume_step; `file` is metrics.jsonl as the last process left it."""
+def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -> Ledger:
+    """The ledger of a process that goes on after resume_step; `file` is metrics.jsonl as the last process left it.
+
+    `lost` more of its steps were trained again by others.
+    """
     written, last = _newest_rows(file)
     if not written:
         return Ledger(started=started)
     sums = {name.removesuffix("_seconds"): value for name, value in written.items() if name != "goodput_percent"}
     sums = {name: sums[name] for name in ("progress", *KINDS, "starts", "steps_thrown_away")}
     since = last["time"] - written["time"]
-    steps_since, steps_lost = last["step"] - written["step"], last["step"] - resume_step
+    steps_since, steps_lost = last["step"] - written["step"], max(0, last["step"] - resume_step) + lost
     if steps_lost > steps_since:  # a save was lost too: with it steps that the ledger has as progress
         earlier = min(1.0, (steps_lost - steps_since) / max(1, written["step"]))
         seconds_lost = since + earlier * sums["progress"]

@@ -1,7 +1,7 @@
 """What a run measures, step by step: a line on the console, a row of metrics.jsonl, TensorBoard, Weights & Biases.
 
-A row is a flat dict with the key `step`; rates and sums are over all ranks. Only rank 0 shows and writes. After a
-resume at step k the rows after k are dropped, so that the record of the run stays one curve.
+A row is a flat dict with the key `step`; rates and sums are over all ranks. Only rank 0 shows and writes. Where the run
+goes on after step k the rows after k are dropped, so that its record stays one curve.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +51,10 @@ class StepRecord:
 class Sink(Protocol):
     """A place that takes rows."""
 
+    def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        """Drop the rows of later steps, and of those that were lost; called before the first row."""
+        ...
+
     def write(self, row: Row) -> None:
         """Take one row."""
         ...
@@ -68,21 +72,42 @@ class MetricsWriter:
         sinks: list[Sink],
         *,
         active: bool,
+        file: Path,
+        started: float,
         total_steps: int,
-        resume_step: int,
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
-        ledger: Ledger,
     ) -> None:
         self.sinks = sinks
-        self.ledger = ledger
+        self.ledger = Ledger(started=started)
         self.active = active
+        self._file, self._started = file, started
+        self._newest_step = 0
         self.total_steps = total_steps
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self.bar = _ProgressBar(total_steps, done=resume_step) if active and sys.stdout.isatty() else None
+        self.bar: _ProgressBar | None = None
+
+    def start(self, *, after_step: int, lost: Collection[int] = ()) -> None:
+        """The run goes on after this step, and without those of its own that others have trained again; once."""
+        if not self.active:
+            return
+        self.ledger = resumed_ledger(self._file, resume_step=after_step, lost=len(lost), started=self._started)
+        self._forget(after_step, lost)
+        if sys.stdout.isatty():
+            self.bar = _ProgressBar(self.total_steps, done=after_step)
+
+    def forget(self, *, after_step: int, lost: Collection[int] = ()) -> None:
+        """Drop what was written of later steps, and of those that were lost; cheap where there is nothing."""
+        if self.active and (lost or self._newest_step > after_step):
+            self._forget(after_step, lost)
+
+    def _forget(self, after_step: int, lost: Collection[int]) -> None:
+        self._newest_step = after_step
+        for sink in self.sinks:
+            sink.forget(after_step=after_step, lost=lost)
 
     def log(self, record: StepRecord) -> None:
         """Show and write a training step."""
@@ -130,6 +155,7 @@ class MetricsWriter:
 
     def _write(self, row: Row) -> None:
         row = {key: _finite(value) for key, value in row.items()} | {"time": time.time()}
+        self._newest_step = max(self._newest_step, row["step"])
         for sink in self.sinks:
             _unless_disk_fails(sink.write, row)
 
@@ -139,7 +165,6 @@ def build_metrics(
     *,
     folder: Path,
     rank: int,
-    resume_step: int,
     total_steps: int,
     tokens_per_step: int,
     flops_per_token: float,
@@ -147,47 +172,51 @@ def build_metrics(
     run_config: dict[str, Any],
     started: float,
 ) -> MetricsWriter:
-    """The writer of a run that starts, or goes on, after resume_step, in the run's `folder`.
+    """The writer of a run in its `folder`; `start` it before the first row.
 
     flops_per_token and tokens_per_step are those of the whole model and the global batch; peak_flops is of all devices
     together, None where it is unknown, and then no MFU is shown. run_config goes to Weights & Biases. `started` is when
     this process began, in seconds since the epoch.
     """
-    # Before the sinks drop rows.
-    ledger = resumed_ledger(folder / "metrics.jsonl", resume_step=resume_step, started=started)
+    file = folder / "metrics.jsonl"
     return MetricsWriter(
-        _build_sinks(metrics, folder=folder, resume_step=resume_step, run_config=run_config) if rank == 0 else [],
+        _build_sinks(metrics, file=file, run_config=run_config) if rank == 0 else [],
         active=rank == 0,
+        file=file,
+        started=started,
         total_steps=total_steps,
-        resume_step=resume_step,
         tokens_per_step=tokens_per_step,
         flops_per_token=flops_per_token,
         peak_flops=peak_flops,
-        ledger=ledger,
     )
 
 
-def _build_sinks(metrics: Metrics, *, folder: Path, resume_step: int, run_config: dict[str, Any]) -> list[Sink]:
+def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, Any]) -> list[Sink]:
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             'metrics.enable_wandb: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
             "or set it to false"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [_JsonLines(folder / "metrics.jsonl", resume_step=resume_step)]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = [_JsonLines(file)]
     if metrics.enable_tensorboard:
-        sinks.append(_TensorBoard(folder / metrics.save_tb_folder, resume_step=resume_step))
+        sinks.append(_TensorBoard(file.parent / metrics.save_tb_folder))
     if metrics.enable_wandb:
-        sinks.append(_WeightsAndBiases(folder, run_config=run_config))
+        sinks.append(_WeightsAndBiases(file.parent, run_config=run_config))
     return sinks
 
 
 class _JsonLines:
     """One JSON object per line, written through to the operating system at once."""
 
-    def __init__(self, file: Path, *, resume_step: int) -> None:
-        _drop_rows(file, after_step=resume_step)
+    def __init__(self, file: Path) -> None:
+        self.file = file
         self.stream = file.open("a", encoding="utf-8")
+
+    def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        self.stream.close()
+        _drop_rows(self.file, after_step=after_step, lost=lost)
+        self.stream = self.file.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         self.stream.write(json.dumps(row, allow_nan=False) + "\n")
@@ -198,11 +227,18 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """Event files; tensorboard is imported at the first row (0.15 s), behind the first step."""
+    """Event files; tensorboard is imported at the first row (0.15 s), behind the first step.
 
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
-        self.folder, self.resume_step = folder, resume_step
+    Of rows written earlier it can drop those of the last steps only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.resume_step = folder, 0
         self.writer: Any = None
+
+    def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        self.close()
+        self.writer, self.resume_step = None, after_step
 
     def write(self, row: Row) -> None:
         if self.writer is None:
@@ -271,15 +307,14 @@ def _unless_disk_fails(write: Callable[..., None], *row: Row) -> None:
         logger.warning("metrics cannot be written: %s", error)
 
 
-def _drop_rows(file: Path, *, after_step: int) -> None:
-    """Drop the rows after a step, and the torn line of a killed process; the file is replaced in one go."""
-    if not file.exists():
-        return
+def _drop_rows(file: Path, *, after_step: int, lost: Collection[int]) -> None:
+    """Drop rows, and the torn line of a killed process; the file is replaced in one go."""
     lines = file.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= after_step]
+    kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
     if len(kept) == len(lines):
         return
-    logger.info("%s: dropped %s rows after step %s", file, f"{len(lines) - len(kept):,}", f"{after_step:,}")
+    count = len(lines) - len(kept)
+    logger.info("%s: dropped %s rows of steps that are trained again", file, f"{count:,}")
     replacement = file.with_suffix(".jsonl.new")
     with replacement.open("wb") as stream:
         stream.writelines(kept)
