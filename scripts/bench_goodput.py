@@ -5,8 +5,10 @@
 Three processes train, and on a schedule drawn from --seed one of them gets SIGKILL and is started again --revive
 seconds later. In the first round they are three replica groups; in the second one run of three ranks, which dies as a
 whole and goes on from its newest checkpoint (saved every --interval steps). Printed for each: steps done, steps trained
-twice, and the share of the time that the steps would have taken undisturbed (goodput). Starting up is faster here than
-anywhere: processes come from a server that has torch loaded already.
+twice, the share of the time that the steps would have taken undisturbed (goodput), and what the survivors of the kills
+made of theirs: the time of every process from its first step to its last is productive but for what a step takes longer
+than usual, where that is more than twice as long. Of a run that dies as a whole nobody trains on. Starting up is faster
+here than anywhere: processes come from a server that has torch loaded already.
 """
 
 import argparse
@@ -48,6 +50,8 @@ class Outcome:
     repeated: int
     step_seconds: float
     """Median."""
+    survivors: float | None
+    """Share of their time in which the groups that lived trained; None: none did."""
 
     @property
     def goodput(self) -> float:
@@ -93,15 +97,22 @@ def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outc
         cluster.watch_over(until=strike, timeout=2 * options.seconds)
         done = [line for lines in cluster.records().values() for line in lines if line.get("committed")]
         last = max(line["step"] for line in done)
-        commits = [line["time"] for line in done if line["step"] > first]
-        gaps = [gap for gap in gaps_of(sorted(commits)) if gap > 0.005]  # the groups commit at nearly the same time
+        begin = min(line["time"] for line in done if line["step"] > first)
+        gaps = [end - start for group in range(MEMBERS) for start, end in cluster.gaps(group) if end > begin]
         return Outcome(
             seconds=options.seconds,
             deaths=len(cluster.deaths),
             steps=last - first,
             repeated=0,
-            step_seconds=median(gaps or [0.0]),
+            step_seconds=median(gaps),
+            survivors=productive_share(gaps),
         )
+
+
+def productive_share(gaps: list[float]) -> float:
+    """Of the time between steps, without what some of them took longer than is usual."""
+    usual = median(gaps)
+    return sum(gap if gap < 2 * usual else usual for gap in gaps) / sum(gaps)
 
 
 def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Outcome:
@@ -130,6 +141,7 @@ def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Ou
         steps=max(losses(folder), default=0) - first,
         repeated=repeated,
         step_seconds=median(gaps_of(found) or [0.0]),
+        survivors=None,
     )
 
 
@@ -162,7 +174,7 @@ def main(argv: list[str]) -> int:
     logging.disable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     found = {}
-    print(f"{'':18}{'steps':>7}{'repeated':>10}{'deaths':>8}{'step (s)':>10}{'goodput':>9}")
+    print(f"{'':18}{'steps':>7}{'repeated':>10}{'deaths':>8}{'step (s)':>10}{'goodput':>9}{'survivors':>11}")
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder) / "data" / "corpus")
         for name, train in (("replica groups", with_groups), ("restarts", with_restarts)):
@@ -170,7 +182,7 @@ def main(argv: list[str]) -> int:
             found[name] = {**vars(result), "goodput": result.goodput}
             print(
                 f"{name:18}{result.steps:7}{result.repeated:10}{result.deaths:8}{result.step_seconds:10.3f}"
-                f"{result.goodput:9.1%}",
+                f"{result.goodput:9.1%}{'none' if result.survivors is None else f'{result.survivors:.1%}':>11}",
                 flush=True,
             )
     print(f"a kill every {choices.every:g} s, start again after {choices.revive:g} s, heartbeat {HEARTBEAT_MS} ms")

@@ -5,12 +5,12 @@
     python scripts/inject_faults.py --grid
 
 A fault is KIND:PLACE:STEP:GROUP:RANK, for example kill:commit:20:1:0: the first time that rank 0 of group 1 is about to
-commit step 20 or a later one. Kinds: kill (SIGKILL), stop (SIGSTOP, 3 s), hang (heartbeats go on), slow (3 s), nan (in
-a gradient), exception. Places: between (two steps), quorum (its answer is there), configure (the process group of a new
-quorum connects), forward, gradients, all_reduce, heal_source, heal_target, commit, committed. A sixth part, such as
-kill:configure:20:1:0:back, strikes the group when it has died and comes back. A group that dies is started again after
---revive seconds. --random=N draws N kills, --gap steps apart. --lighthouse=STEP:SECONDS kills the lighthouse too, for
-that long.
+commit step 20 or a later one. Kinds: kill (SIGKILL), late (SIGKILL after half a second), stop (SIGSTOP, 3 s), hang
+(heartbeats go on), slow (3 s), nan (in a gradient), exception. Places: between (two steps), quorum (its answer is
+there), configure (the process group of a new quorum connects), forward, gradients, all_reduce, heal_source,
+heal_target, commit, committed. A sixth part, such as kill:configure:20:1:0:back, strikes the group when it has died and
+comes back. A group that dies is started again after --revive seconds. --random=N draws N kills, --gap steps apart.
+--lighthouse=STEP:SECONDS kills the lighthouse too, for that long.
 
 Printed: deaths, stalls of the surviving groups, and what is wrong at the end, which should be nothing: all groups must
 end with the same bits, and each row of the data must have been committed once. Exit code 1 if not.
@@ -197,7 +197,7 @@ def trained(cluster: Cluster, faults: list[Fault], *, steps: int, options: argpa
         cluster.watch_over(timeout=options.timeout)
     except AssertionError as error:
         wrong = [str(error)]
-    struck = sum(cluster.log.count(f"fault: Fault(kind='{kind}'") for kind in ("kill", "hang", "exception"))
+    struck = sum(cluster.log.count(f"fault: Fault(kind='{kind}'") for kind in ("kill", "late", "hang", "exception"))
     wrong += committed_once(cluster.records(), steps=steps, rows=ROWS) + cluster.wrong_rows()
     wrong += [f"rank {rank}: groups ended differently" for rank, found in cluster.digests().items() if len(found) > 1]
     wrong += [f"group {group} did not finish" for group in range(cluster.groups) if group not in cluster.finished]

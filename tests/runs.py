@@ -21,7 +21,7 @@ def make_corpus(folder: Path, *, files: int = 30) -> Path:
 
 
 def options(corpus: Path, folder: Path, **changes) -> list[str]:
-    """Command line of a run that takes milliseconds a step; `changes` are option names with __ for the dot."""
+    """Command line of a run that takes milliseconds a step; `changes` are option names with __ for the dot, or None."""
     values = {
         "job.dump_folder": folder,
         "job.run_name": "run",
@@ -39,7 +39,8 @@ def options(corpus: Path, folder: Path, **changes) -> list[str]:
         **{f"model.args.{key}": value for key, value in MODEL.items()},
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+    given = {key: value for key, value in values.items() if value is not None}
+    return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()]
 
 
 class Ranks:

@@ -41,6 +41,10 @@ def shortened(command: str) -> str:
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
         return f"{command.replace(' &', f' {small} &')} {small}"
+    if "inject_faults.py --grid" in command:
+        return f"{command} --groups=2 --ranks=1 --places=commit"
+    if "inject_faults.py --random" in command:
+        return command.replace("--random=60", "--random=1")
     if "bench_goodput.py" in command:
         return f"{command} --seconds=4 --every=2 --revive=0"
     if "bench_checkpoint.py" in command:

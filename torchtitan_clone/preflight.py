@@ -39,7 +39,6 @@ from torchtitan_clone.data import (
     build_loader,
     build_tokenizer,
     describe_source,
-    hub_id,
     open_dataset,
 )
 from torchtitan_clone.fault_tolerance.replicas import check_replicas
@@ -280,11 +279,6 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
         _check_folder_is_ours(shape)
         if config.checkpoint.create_seed_checkpoint:
             raise ConfigError(f"checkpoint.create_seed_checkpoint = true: {checkpoints} has checkpoints already")
-    if config.fault_tolerance.enable and hub_id(config.training):
-        raise ConfigError(
-            "fault_tolerance.enable = true: streamed data cannot be divided among replica groups that come and go; "
-            "download it and set training.dataset_path"
-        )
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=shape.tokenizer)
     progress = expected_progress(config.checkpoint, folder=checkpoints) or NOTHING_DONE
     first = shape.at_step(progress.step + 1)

@@ -348,7 +348,13 @@ class Trainer:
     def _healing(self) -> Healing:
         """What another replica group needs to go on where this one is."""
         local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in self._state().items()}
-        return Healing(tensors=local, note=self._healing_note, take_over=self._take_over)
+        return Healing(
+            tensors=local,
+            note=self._healing_note,
+            take_over=self._take_over,
+            positions=lambda: self._loader.notes,
+            take_positions=self._loader.take_notes,
+        )
 
     def _healing_note(self) -> dict[str, Any]:
         # The tensors may be overwritten from now on.

@@ -277,14 +277,19 @@ class Cluster:
         found = [stall for group in groups or range(self.groups) for stall in self._stalls(group)]
         return sorted(found, key=lambda stall: stall.seconds, reverse=True)
 
-    def _stalls(self, group: int) -> list[Stall]:
-        gaps, last = [], None
+    def gaps(self, group: int) -> list[tuple[float, float]]:
+        """From one step that a process of this group committed to its next; a process that dies leaves none open."""
+        found, last = [], None
         for line in self.records().get(f"replica-{group}/rows.rank0.jsonl", []):
             if "started" in line:
                 last = None
             elif line.get("committed"):
-                gaps += [] if last is None else [(last, line["time"])]
+                found += [] if last is None else [(last, line["time"])]
                 last = line["time"]
+        return found
+
+    def _stalls(self, group: int) -> list[Stall]:
+        gaps = self.gaps(group)
         usual = median([end - start for start, end in gaps] or [0.0])
         deaths = [moment for moment, dead, _ in self.deaths if dead != group]
         return [

@@ -17,7 +17,7 @@ class Fault:
     """What happens to one rank of one replica group in the first attempt at one step."""
 
     kind: str
-    """kill, stop, hang, slow, nan or exception."""
+    """kill, late (kill after half a second), stop, hang, slow, nan or exception."""
     place: str
     """Key of PLACES."""
     step: int
@@ -47,7 +47,8 @@ PLACES = {
 def strike(fault: Fault, arguments: tuple) -> None:
     """Lets it happen."""
     print(f"fault: {fault}", flush=True)
-    if fault.kind == "kill":
+    if fault.kind in ("kill", "late"):
+        time.sleep(0.5 * (fault.kind == "late"))
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
         subprocess.Popen(["sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])

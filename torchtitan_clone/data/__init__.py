@@ -13,7 +13,7 @@ loader.
 
 from torchtitan_clone.data.loader import Dataset, Loader, ValidationLoader, build_loader, open_dataset
 from torchtitan_clone.data.packing import IGNORE_INDEX, Batch
-from torchtitan_clone.data.sources import DATASETS, describe_source, hub_id
+from torchtitan_clone.data.sources import DATASETS, describe_source
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
@@ -27,6 +27,5 @@ __all__ = [
     "build_loader",
     "build_tokenizer",
     "describe_source",
-    "hub_id",
     "open_dataset",
 ]

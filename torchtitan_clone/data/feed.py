@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 Note = Any
-"""How far a feed is after some rows; plain data."""
+"""How far a feed is after some rows; plain data, which JSON can hold. None where that follows from their number."""
 
 
 @dataclass(frozen=True, kw_only=True)

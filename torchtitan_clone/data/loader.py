@@ -167,6 +167,7 @@ class Loader:
     def take(self, *, part: int = 0, parts: int = 1) -> Batch:
         """The rank's rows of the next global batch, which is divided into `parts` parts; the same until `advance`."""
         if self._division != {"part": part, "parts": parts}:
+            assert not self._notes, "where all parts of the batch are must be known: call state_dict before"
             self._division = {"part": part, "parts": parts}
             self._restart(samples=self._samples, position=self._position)
         if self._batch is None:
@@ -178,6 +179,15 @@ class Loader:
         """The samples of the batch that was taken."""
         first = self._samples + self._share.rows.start
         return range(first, first + self._share.counted)
+
+    @property
+    def notes(self) -> list[Note]:
+        """How far this rank's rows of the batch that was taken reach into hub data; nothing for other data."""
+        return self._notes_of_batch
+
+    def take_notes(self, notes: list[Note]) -> None:
+        """After `advance`: these are the notes of this rank in all parts into which the batch was divided."""
+        self._notes = notes
 
     def advance(self) -> None:
         """Be done with the batch that was taken."""
@@ -200,6 +210,7 @@ class Loader:
         if self._notes:
             notes_of_ranks = self._all_gather_object(self._notes)
             self._position = merged_position(note for notes in notes_of_ranks for note in notes)
+            self._notes = []
         return {"samples": self._samples, **self._order, **self._position}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:

@@ -199,10 +199,10 @@ class _StreamFeed(Feed):
                 bookmarks.append(bookmark)
                 self._distribute(texts, bookmark=bookmark, streams=streams)
             tokens = np.stack([stream.take_row(seq_len) for stream in streams.values()])
-            cursors = {row: stream.cursor for row, stream in streams.items()}
-            while len(bookmarks) > 1 and bookmarks[1][:2] <= min(cursors.values())[:2]:
+            cursors = [stream.cursor for stream in streams.values()]
+            while len(bookmarks) > 1 and bookmarks[1][:2] <= min(cursors)[:2]:
                 bookmarks.popleft()
-            yield tokens, (cursors, bookmarks[0])
+            yield tokens, (list(zip(rows, cursors, strict=True)), bookmarks[0])
 
     def _chunks(self) -> Iterator[tuple[Bookmark, list[str | None]]]:
         bookmark = self._bookmark
@@ -226,9 +226,9 @@ def merged_position(notes: Iterable[Note]) -> dict[str, Any]:
     cursors: dict[int, Cursor] = {}
     bookmarks: list[Bookmark] = []
     for cursors_of_some, bookmark in notes:
-        cursors |= cursors_of_some
+        cursors |= dict(cursors_of_some)
         bookmarks.append(bookmark)
-    first = min(bookmarks, key=lambda bookmark: bookmark[:2])
+    first = min(bookmarks, key=lambda bookmark: tuple(bookmark[:2]))
     return {"cursors": [list(cursors[row]) for row in sorted(cursors)], "bookmark": list(first)}
 
 

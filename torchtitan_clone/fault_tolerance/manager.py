@@ -80,9 +80,10 @@ class FTManager:
         self._manager = self._build_manager()
         self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
         self._note: dict[str, Any] = {}
+        self._received: dict[str, Any] | None = None
         self._identity = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
         self._quorum_of_identity = -1
-        self._manager.register_state_dict_fn(PeerTransport.KEY, self._take_over, lambda: self._note)
+        self._manager.register_state_dict_fn(PeerTransport.KEY, self._receive_note, lambda: self._note)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._records = (folder / f"rows.rank{dist.get_rank()}.jsonl").open("a", buffering=1)
@@ -146,7 +147,7 @@ class FTManager:
 
         That is: a request to stop while too few groups were there, or the others have finished the run.
         """
-        told = None
+        told, step = None, self._manager.current_step()
         while True:
             error = self._meet()
             over = error is not None and self._is_first_rank and self._is_over()
@@ -158,7 +159,9 @@ class FTManager:
             if error is not None and str(error) != told:
                 told = str(error)
                 logger.warning("waiting for replica groups: %s", told.splitlines()[0])
+            self._stay_at(step)
             self._leave(error)
+        self._take_over()
         self._count()
         self._watch.start()
         return True
@@ -217,9 +220,21 @@ class FTManager:
         self._pg.abort()
         self._manager.should_commit(timeout=2 * self._timeout)
 
-    def _take_over(self, note: dict[str, Any]) -> None:
+    def _receive_note(self, note: dict[str, Any]) -> None:
+        """Not used yet: another rank of this group may have received nothing, and they must not differ."""
+        self._received = note
+
+    def _stay_at(self, step: int) -> None:
+        """Some rank of this group was not healed, or could not meet the others: as if none had been."""
+        self._received = None
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    def _take_over(self) -> None:
+        if self._received is None:
+            return
         self._transport.apply()
-        self._healing.take_over(note)
+        self._healing.take_over(self._received)
+        self._received = None
         if self._is_first_rank:
             logger.info("healed from another replica group: step %d", self._manager.current_step())
 
@@ -265,12 +280,29 @@ class FTManager:
         """Whether the step counts: everywhere in this group all went well."""
         if not healthy:
             self._manager.report_error(FloatingPointError("loss or gradient is not finite"))
+        self._positions = self._gather(self._healing.positions())
         self._watch.stop()
         return self._vote()
 
     def complete(self) -> bool:
         """A step that was committed is not taken back."""
+        self._healing.take_positions(self._positions)
         return True
+
+    def _gather(self, found: list[Any]) -> list[Any]:
+        """What all groups have found; this one's own where that fails, and then the step will not commit."""
+        if not found or self.parts == 1:
+            return found
+        text = bytearray(json.dumps(found).encode())
+        lengths = [int(length) for length in self._sum([len(text) * (part == self.part) for part in range(self.parts)])]
+        table = torch.zeros(self.parts, max(lengths), dtype=torch.uint8)
+        table[self.part, : len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        table = table.to(self._device)
+        self._manager.allreduce(table, reduce_op=dist.ReduceOp.SUM).wait()
+        if self._error() is not None:
+            return found
+        texts = [bytes(row[:length]) for row, length in zip(table.tolist(), lengths, strict=True)]
+        return [one for text in texts for one in json.loads(text)]
 
     def _error(self) -> Exception | None:
         error = self._manager.errored()

@@ -81,10 +81,12 @@ class SemiSyncManager(FTManager):
         if self._steps_in_round < self._round:
             return True
         self._receive(self._sent)
+        positions = self._gather(self._healing.positions())
         self._steps_in_round = 0
         if not self._vote():
             self._go_back()
             return False
+        self._healing.take_positions(positions)
         for name, moved in zip(names, self._moved, strict=True):
             self._step(name, moved / self.parts)
         return True

@@ -273,6 +273,9 @@ class _WeightsAndBiases:
         )
         self.run.define_metric("*", step_metric="step")
 
+    def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        """What is sent is sent."""
+
     def write(self, row: Row) -> None:
         self.run.log(_numbers(row) | {"step": row["step"]})
 

@@ -1,0 +1,78 @@
+"""Replica groups on streamed data: each stream goes on where it was, whoever reads it."""
+
+import pytest
+
+from tests.data.corpora import jsonl, texts, write
+from tests.fault_tolerance.cluster import Cluster, committed_once
+from tests.fault_tolerance.faults import Fault
+from tests.runs import losses, options, train
+from torchtitan_clone.checkpoint.commit import expected_progress
+from torchtitan_clone.config.schema import Checkpoint
+
+pytest.importorskip("datasets")
+
+ROWS, STEPS, ROUND = 12, 60, 5
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory):
+    """Options of a run that streams three files, more than once."""
+    rows = texts(300)
+    files = {f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)}
+    return {
+        "training__dataset": write(tmp_path_factory.mktemp("hub"), files) / "org" / "name",
+        "training__dataset_path": None,
+        "training__global_batch_size": ROWS,
+        "training__local_batch_size": 2,
+        "training__steps": STEPS,
+        "checkpoint__interval": 20,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory, changes):
+    """Where one uninterrupted run has been."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(options(corpus, folder, **changes), log_folder=folder)[0] == 0
+    return folder
+
+
+def cursors(folder):
+    """Of all streams at the end."""
+    progress = expected_progress(Checkpoint(), folder=folder / "run" / "checkpoint")
+    assert progress is not None
+    assert progress.step == STEPS
+    return progress.data["cursors"]
+
+
+def test_streams_go_on_where_they_were_whoever_dies(corpus, tmp_path, changes, alone):
+    faults = [
+        Fault(kind="kill", place="all_reduce", step=8, group=1),
+        Fault(kind="nan", place="gradients", step=10, group=0),
+        Fault(kind="kill", place="committed", step=40, group=0),
+    ]
+    with Cluster(corpus, tmp_path, groups=2, **changes) as cluster:
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 24)
+        cluster.kill(0, 1)
+        cluster.faults = faults[2:]
+        cluster.start_all(faults=faults[2:]).watch_over()
+        assert "resumed after step 20" in cluster.log
+        assert [group for _, group, _ in cluster.deaths] == [1, 0]
+        assert cluster.log.count("healed from another replica group") >= 2
+        assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
+        assert committed_once(cluster.records(), steps=STEPS, rows=ROWS) == []
+        expected = losses(alone)
+        assert len(cluster.losses) == STEPS
+        for step, loss in cluster.losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-3), f"step {step}"
+        assert cursors(tmp_path) == cursors(alone)
+
+
+def test_streams_go_on_where_they_were_after_a_round_is_taken_back(corpus, tmp_path, changes, alone):
+    apart = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
+    with Cluster(corpus, tmp_path, groups=2, **changes, **apart) as cluster:
+        cluster.start_all(faults=[Fault(kind="kill", place="commit", step=3, group=1)]).watch_over()
+        assert [group for _, group, _ in cluster.deaths] == [1]
+        assert committed_once(cluster.records(), steps=STEPS // ROUND, rows=ROWS * ROUND) == []
+        assert {rank: len(found) for rank, found in cluster.digests("model/").items()} == {0: 1}
+        assert cursors(tmp_path) == cursors(alone)
