@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.checkpoint.commit import NOTHING_DONE, Progress
 from torchtitan_clone.checkpoint.hf import export_weights
@@ -27,7 +26,7 @@ from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.health import HangWatch, describe_stragglers, step_parts
-from torchtitan_clone.fault_tolerance.outer import outer_state
+from torchtitan_clone.fault_tolerance.outer import local_part, outer_state, settle_outer
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
 from torchtitan_clone.hub import EXPORT_FOLDER, InitialWeights, export_files
@@ -104,6 +103,7 @@ class Trainer:
         self._checkpoints.load()
         if not self._progress.step and run.initial_weights is not None:
             self._load_initial(run.initial_weights)
+        settle_outer(self._outer, parameters=self.parameters)
         self._watch = HangWatch(
             folder=run.shape.records / config.comm.save_traces_folder,
             rank=launch.rank,
@@ -347,7 +347,7 @@ class Trainer:
 
     def _healing(self) -> Healing:
         """What another replica group needs to go on where this one is."""
-        local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in self._state().items()}
+        local = {name: local_part(tensor) for name, tensor in self._state().items()}
         return Healing(
             tensors=local,
             note=self._healing_note,

@@ -18,7 +18,9 @@ ROWS, STEPS, ROUND = 12, 60, 5
 def changes(tmp_path_factory):
     """Options of a run that streams three files, more than once."""
     rows = texts(300)
-    files = {f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)}
+    files: dict[str, bytes | str] = {
+        f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)
+    }
     return {
         "training__dataset": write(tmp_path_factory.mktemp("hub"), files) / "org" / "name",
         "training__dataset_path": None,

@@ -37,7 +37,7 @@ from torchtitan_clone.config.schema import Checkpoint
 
 logger = logging.getLogger("torchtitan_clone")
 
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, OUTER = "model/", "optimizer/", "outer/"
 TENSORS = ".safetensors"
 
 
@@ -62,7 +62,8 @@ def find_source(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> Sou
             if checkpoint.load_step != -1:
                 _set_newer_aside(folder, step=step)
             where = step_folder(folder, step)
-            return Source(folder=where, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, where))
+            groups = (MODEL, OPTIMIZER, OUTER, RNG)
+            return Source(folder=where, groups=groups, progress=_progress_of(checkpoint, where))
     if checkpoint.load_step != -1:
         raise ConfigError(f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no whole checkpoint of it")
     if had_steps and not checkpoint.start_fresh:

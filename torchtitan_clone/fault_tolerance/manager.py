@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torchft
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.healing import PeerTransport, UnlikeGroupsError
+from torchtitan_clone.fault_tolerance.outer import local_part
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
 
@@ -326,11 +326,6 @@ class FTManager:
         """Ends this group's part; the others go on."""
         self._records.close()
         self._manager.shutdown(wait=False)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _last_rows(file: Path) -> Iterator[dict[str, Any]]:

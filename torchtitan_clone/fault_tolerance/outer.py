@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
@@ -26,13 +27,29 @@ OUTER_OPTIMIZERS = {
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Global weights and momentum, to be saved with the training state; nothing where there is no outer optimizer."""
+    """Global weights and momentum, to be saved with the training state; nothing where there is no outer optimizer.
+
+    The global weights are not known yet: a checkpoint fills them, or else `settle_outer` does.
+    """
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
-    state = {f"outer/global/{name}": parameter.detach().clone() for name, parameter in parameters.items()}
+    state = {f"outer/global/{name}": torch.full_like(p.detach(), torch.nan) for name, p in parameters.items()}
     if OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method].momentum:
         state |= {f"outer/momentum/{name}": torch.zeros_like(p.detach()) for name, p in parameters.items()}
     return state
+
+
+def settle_outer(state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor]) -> None:
+    """Global weights that were not loaded are those that the run starts with."""
+    for name, parameter in parameters.items():
+        target = state.get(f"outer/global/{name}")
+        if target is not None and bool(local_part(target).isnan().any()):
+            local_part(target).copy_(local_part(parameter.detach()))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> list[list[str]]:

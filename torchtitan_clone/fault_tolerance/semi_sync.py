@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.manager import FTManager, local_part
-from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, split_into_fragments
+from torchtitan_clone.fault_tolerance.manager import FTManager
+from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, local_part, split_into_fragments
 
 
 class SemiSyncManager(FTManager):
