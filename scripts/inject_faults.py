@@ -157,7 +157,12 @@ def wrong_in_cell(outcome: Outcome, *, deaths: int) -> list[str]:
 
 def build(corpus: Path, folder: Path, steps: int, **options) -> Cluster:
     """The groups of one run."""
-    changes = {"training__global_batch_size": ROWS, "training__steps": steps, "checkpoint__interval": 20}
+    changes = {
+        "training__global_batch_size": ROWS,
+        "training__local_batch_size": 1 if ROWS % (2 * options["groups"] * options["ranks"]) else 2,
+        "training__steps": steps,
+        "checkpoint__interval": 20,
+    }
     return Cluster(corpus, folder, **options, **changes)
 
 
