@@ -177,6 +177,12 @@ RULES = [
         'fault_tolerance.process_group = "nccl": gradients are on cpu; set it to "gloo".',
     ),
     (
+        [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.join_timeout_ms=1000"],
+        {},
+        "fault_tolerance.join_timeout_ms = 1000: a group that waits in vain for process_group_timeout_ms would be left "
+        "behind; set it to more than 10000.",
+    ),
+    (
         [*SEMI_SYNC, f"{FT}.sync_steps=5", f"{FT}.num_fragments=2"],
         {},
         "fault_tolerance.sync_steps = 5: not a multiple of the 2 fragments, of which one is averaged at a time; set it "

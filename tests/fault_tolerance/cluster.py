@@ -20,6 +20,8 @@ from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 
 HEARTBEAT_MS = 700
 TIMEOUT_MS = 1500
+JOIN_MS = 2500
+"""Longer than a group may wait in vain, or those that return go on without the one that has lived."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, f
 def serve(least: int, port: int, pipe) -> None:
     """A lighthouse in a process of its own."""
     lighthouse = start_lighthouse(
-        FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=1000, min_replica_size=least), port=port
+        FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=JOIN_MS, min_replica_size=least), port=port
     )
     pipe.send(lighthouse.address())
     threading.Event().wait()

@@ -360,6 +360,11 @@ def _fault_tolerance(config: Config, device_type: str) -> Iterator[str]:
     if options.process_group == "nccl" and (device_type != "cuda" or config.training.enable_cpu_offload):
         where = "kept in host memory" if device_type == "cuda" else f"on {device_type}"
         yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
+    if options.join_timeout_ms <= options.process_group_timeout_ms:
+        yield (
+            f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: a group that waits in vain for "
+            f"process_group_timeout_ms would be left behind; set it to more than {options.process_group_timeout_ms}."
+        )
     if options.semi_sync_method is not None:
         yield from _rounds(config)
 
