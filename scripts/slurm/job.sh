@@ -6,7 +6,11 @@
 # (Where a node fails, or a job of higher priority takes it, Slurm requeues without asking.)
 set -uo pipefail
 
-say() { echo "job $SLURM_JOB_ID: $*"; }
+# Of an array's tasks one has the id of the whole array, by which Slurm would understand all of them.
+JOB="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}"
+JOB="${JOB:-$SLURM_JOB_ID}"
+
+say() { echo "job $JOB: $*"; }
 
 # The newest committed step, 0 where there is none.
 newest_step() {
@@ -32,7 +36,7 @@ master_address() {
 # Whether Slurm lets the run go on: it is not being cancelled.
 may_go_on() {
     local state
-    state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | sed 's/.* JobState=\([A-Z_]*\) Reason=\([^ ]*\) .*/\1 \2/')
+    state=$(scontrol show job "$JOB" --oneliner | sed 's/.* JobState=\([A-Z_]*\) Reason=\([^ ]*\) .*/\1 \2/')
     case "$state" in
     RUNNING\ * | *\ TimeLimit) return 0 ;;
     *) say "not requeued: Slurm is ending it ($state)" && return 1 ;;
@@ -77,4 +81,4 @@ if [ "$(tail -n "$MAX_STARTS_WITHOUT_PROGRESS" "$STARTS" | grep -cx "$(newest_st
 fi
 trap '' TERM # with which Slurm ends this shell
 say "exit code $code after step $(newest_step); requeued"
-scontrol requeue "$SLURM_JOB_ID"
+scontrol requeue "$JOB"

@@ -26,7 +26,9 @@ class Node:
             "scontrol",
             f"""case "$1 $2" in
                 "show node") printf '%s\\n' '{nodes}' ;;
-                "show job") echo "JobId=7 JobState={state} Dependency=" ;;
+                "show job")
+                    [ "$3" != 5 ] || echo "JobId=6 JobState=COMPLETING Reason=None Dependency="
+                    echo "JobId=7 JobState={state} Dependency=" ;;
                 *) echo "$@" >>{folder}/scontrol ;;
             esac""",
         )
@@ -111,5 +113,7 @@ def test_a_job_is_requeued_as_long_as_one_of_its_last_starts_brought_a_checkpoin
 
 def test_every_task_of_an_array_is_a_replica_group(tmp_path):
     node = Node(tmp_path)
-    assert node.start("--fault_tolerance.enable", SLURM_ARRAY_TASK_ID="3")[0] == 0
+    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
+    assert node.start("--fault_tolerance.enable", CODE="1", **task)[0] == 0
+    assert node.said("scontrol") == "requeue 5_3\n"
     assert node.said("srun").endswith("--fault_tolerance.enable --fault_tolerance.replica_id=3\n")

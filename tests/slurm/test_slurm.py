@@ -53,7 +53,7 @@ class Job:
 
     def __init__(self, cluster, corpus, folder, **changes):
         self.cluster, self.folder = cluster, folder
-        answer = submit(cluster, run_options(corpus, folder, **CPUS, **changes))
+        answer = submit(cluster, run_options(corpus, folder, **(CPUS | changes)))
         self.id = re.fullmatch(r"Submitted batch job (\d+)", answer)[1]
 
     def preempt(self, *, after: int, signal: str) -> None:
@@ -164,17 +164,47 @@ def test_a_job_that_gets_nowhere_is_requeued_only_so_often(cluster, corpus, tmp_
     assert "not requeued: 2 starts in a row have not got past step 0" in log
 
 
+@pytest.mark.slow
+def test_a_job_array_is_one_run_of_replica_groups(cluster, corpus, tmp_path, expected):
+    python, both = [sys.executable, "-u"], "--fault_tolerance.min_replica_size=2"
+    command = [*python, REPOSITORY / "scripts" / "lighthouse.py", "--port=0", both]
+    lighthouse = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert lighthouse.stdout is not None
+        address = lighthouse.stdout.readline().partition("=")[2].strip()
+        groups = {"enable": True, "group_size": 2, "min_replica_size": 2}
+        job = Job(
+            cluster, corpus, tmp_path, slurm__nodes=1, slurm__environment=f'{{TORCHFT_LIGHTHOUSE = "{address}"}}',
+            **{f"fault_tolerance__{key}": value for key, value in groups.items()},
+        )  # fmt: skip
+        watched = tmp_path / "watched"
+        watched.mkdir()
+        (watched / "run").symlink_to(tmp_path / "run" / "replica-0")
+        wait_for_step(watched, 10)
+        assert cluster.kill({"SLURM_ARRAY_TASK_ID=1"}, command="torchtitan_clone.train") == 2
+        for task in (1, 0):
+            cluster.wait_for_state(f"{job.id}_{task}", "COMPLETED", 120)
+    finally:
+        lighthouse.kill()
+    assert losses(watched) == pytest.approx(expected, rel=1e-4)
+    logs = [file.read_text() for file in (tmp_path / "run" / "slurm").glob("*.log")]
+    assert sorted(re.findall(r": start (\d) after", log) for log in logs) == [["1"], ["1", "2"]]
+
+
 def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_queued(corpus, tmp_path):
-    def answer(**changes):
+    def answer(lighthouse="", **changes):
         argv = run_options(corpus, tmp_path / "runs", **changes)
         command = [sys.executable, REPOSITORY / "scripts" / "slurm" / "submit.py", *argv, "--dry-run"]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TORCHFT_LIGHTHOUSE": lighthouse}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     changes = {
         "slurm__nodes": 2,
         "slurm__gpus_per_node": 4,
         "slurm__partition": "long",
+        "slurm__account": "physics",
         "slurm__time": "2-00:00:00",
         "slurm__container": "apptainer exec --nv image.sif",
         "slurm__environment": '{NCCL_DEBUG = "WARN"}',
@@ -188,6 +218,7 @@ def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_qu
         "#SBATCH --gpus-per-node=4",
         "#SBATCH --exclusive",
         "#SBATCH --partition=long",
+        "#SBATCH --account=physics",
         "#SBATCH --time=2-00:00:00",
         "#SBATCH --signal=USR1@120",
         "#SBATCH --requeue",
@@ -199,6 +230,12 @@ def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_qu
     ):
         assert line in done.stdout.splitlines()
     assert "--dry-run" not in done.stdout
+    assert "--array" not in done.stdout
+    groups = {"fault_tolerance__enable": True, "fault_tolerance__group_size": 3, "slurm__gpus_per_node": 1}
+    done = answer(**groups, training__global_batch_size=12)
+    assert (done.returncode, "$TORCHFT_LIGHTHOUSE is not set" in done.stderr) == (2, True)
+    done = answer("http://login1:29510", **groups, training__global_batch_size=12)
+    assert "#SBATCH --array=0-2" in done.stdout.splitlines()
     done = answer(slurm__nodes=3, slurm__gpus_per_node=4)
     assert done.returncode == 2
     assert "global_batch_size" in done.stderr
