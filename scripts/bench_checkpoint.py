@@ -5,10 +5,11 @@
 
 Every mode is a process of its own that trains a stack of matrices with AdamW, saves, and trains on while the save is in
 flight. `blocked` is what the loop waits for a save, `of dcp.save` its share of what torch's save blocks; `staging` is
-the copy of the state, beside one memcpy of as many bytes; the rate is compared with a plain write and fsync of the
-same bytes to the same disk just before; `slower` is how much longer steps last while a save is in flight; `memory` what
-the process and its writer hold more than before the first save. Medians over the saves but the first, which is shown
-apart. Files are deleted after each save, so that all modes write to the same blocks of the disk.
+the copy of the state beside training, `alone` without, and then comes one memcpy of as many bytes, also without. The
+rate is compared with a plain write and fsync of the same bytes to the same disk just before; `slower` is how much
+longer steps last while a save is in flight; `memory` what the process and its writer hold more than before the first
+save. Medians over the saves but the first, which is shown apart. Files are deleted after each save, so that all modes
+write to the same blocks of the disk.
 """
 
 import argparse
@@ -77,12 +78,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 slow.append(loop.step())
             saves.append(figures())
             shutil.rmtree(options.folder)  # else the next save would have to get new blocks of the disk
+        figures, over = save(options.saves)
+        while not over():
+            time.sleep(0.01)
+        alone = figures()["staging"]
         after = memory_gib(os.getpid()) + sum(memory_gib(pid) for pid in children(os.getpid()))
         later = saves[1:] or saves
         return {
             "bytes": loop.bytes,
             "first_blocked": saves[0]["blocked"],
             **{key: statistics.median(each[key] for each in later) for key in later[0]},
+            "staging_alone": alone,
             "memcpy": memcpy,
             "plain_write": plain_write,
             "step": usual,
@@ -246,13 +252,13 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"
-        f"{'staging s':>11}{'memcpy s':>10}{'slower':>8}{'memory GiB':>11}"
+        f"{'staging s':>11}{'alone':>7}{'memcpy s':>10}{'slower':>8}{'memory GiB':>11}"
     )
     for mode, row in rows.items():
-        share = row["blocked"] / rows[TORCH_SAVE]["blocked"]
+        share, of_plain = row["blocked"] / rows[TORCH_SAVE]["blocked"], row["plain_write"] / row["total"]
         print(
             f"{mode:<22}{row['blocked']:>10.4f}{row['first_blocked']:>8.3f}{share:>12.1%}{row['total']:>9.2f}"
-            f"{size / row['total'] / 1e6:>7.0f}{row['plain_write'] / row['total']:>9.0%}{row['staging']:>11.3f}"
+            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}{row['staging_alone']:>7.3f}"
             f"{row['memcpy']:>10.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
         )
 
