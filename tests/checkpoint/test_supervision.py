@@ -318,7 +318,7 @@ def train_with_slow_copies(argv, logs):
     """A rank that trains; a weight, whole, as it is after every step."""
     from torchtitan_clone import trainer
 
-    slow_copies(0.05)
+    slow_copies(0.5)  # longer than a step, also on a busy machine
     count, seen = trainer.Trainer._count_step, {}
 
     def counted(self, step, **others):
@@ -333,13 +333,13 @@ def train_with_slow_copies(argv, logs):
 @pytest.mark.parametrize("mode", ASYNC)
 def test_the_trainer_changes_no_weight_before_it_is_copied(corpus, tmp_path, mode):
     changes = {"checkpoint__async_mode": mode, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
-    argv = options(corpus, tmp_path, training__steps=8, **changes)
+    argv = options(corpus, tmp_path, training__steps=5, **changes)
     logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
     seen, _ = run_ranks(train_with_slow_copies, 2, argv, logs)
     folder = tmp_path / "run" / "checkpoint"
     steps = committed_steps(folder)
-    assert len(steps) > 2
+    assert len(steps) > 1
     for step in steps:
         (saved,) = read_tensors(folder / f"step-{step}", ["model/output.weight"]).values()
         assert torch.equal(saved, seen[step])
-        assert step == 8 or not torch.equal(saved, seen[step + 1])
+        assert step == 5 or not torch.equal(saved, seen[step + 1])
