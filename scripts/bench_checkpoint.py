@@ -5,7 +5,7 @@
 
 Every mode is a process of its own that trains a stack of matrices with AdamW, saves, and trains on while the save is in
 flight. `blocked` is what the loop waits for a save, `of dcp.save` its share of what torch's save blocks; `staging` is
-the copy of the state beside training, `alone` without, and then comes one memcpy of as many bytes, also without. The
+the copy of the state and `memcpy` one of as many bytes at once, first beside training, then each `alone`. The
 rate is compared with a plain write and fsync of the same bytes to the same disk just before; `slower` is how much
 longer steps last while a save is in flight; `memory` what the process and its writer hold more than before the first
 save. Medians over the saves but the first, which is shown apart. Files are deleted after each save, so that all modes
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with process_group(Comm(), launch=launch, device=device):
         loop = Loop(gib=options.gib, rows=options.rows, device=device)
         usual = statistics.median(loop.step() for _ in range(4))
-        before, memcpy = memory_gib(os.getpid()), seconds_of_memcpy(loop.bytes, device=device)
+        before, (memcpy_beside, memcpy) = memory_gib(os.getpid()), seconds_of_memcpy(loop, device=device)
         plain_write = seconds_of_plain_write(options.folder, size=loop.bytes)
         save = saver(options.mode, loop, options.folder)
         saves, slow = [], []
@@ -89,7 +90,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "first_blocked": saves[0]["blocked"],
             **{key: statistics.median(each[key] for each in later) for key in later[0]},
             "staging_alone": alone,
-            "memcpy": memcpy,
+            "memcpy": memcpy_beside,
+            "memcpy_alone": memcpy,
             "plain_write": plain_write,
             "step": usual,
             "slower": statistics.median(slow) / usual - 1 if slow else 0.0,
@@ -186,13 +188,16 @@ def saver_of_ours(
     return save
 
 
-def seconds_of_memcpy(size: int, *, device: Any) -> float:
-    """Of so many bytes from the device, to memory that is there already, pinned for CUDA; the median of three."""
+def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
+    """Of as many bytes as the loop's state, to memory that is there already: beside its steps, and alone.
+
+    From the device, to pinned memory where that is CUDA; medians of three.
+    """
     import numpy as np
     import torch
 
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.zeros(size, dtype=torch.uint8, pin_memory=source.is_cuda)
+    source = torch.ones(loop.bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(loop.bytes, dtype=torch.uint8, pin_memory=source.is_cuda)
 
     def copy() -> None:
         if source.is_cuda:
@@ -200,7 +205,14 @@ def seconds_of_memcpy(size: int, *, device: Any) -> float:
         else:  # on one thread, as the copy of the state is taken
             np.copyto(target.numpy(), source.numpy())
 
-    return statistics.median(seconds_of(copy) for _ in range(3))
+    def copies() -> float:
+        return statistics.median(seconds_of(copy) for _ in range(3))
+
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        beside = threads.submit(copies)
+        while not beside.done():
+            loop.step()
+    return beside.result(), copies()
 
 
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:
@@ -252,14 +264,14 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"
-        f"{'staging s':>11}{'alone':>7}{'memcpy s':>10}{'slower':>8}{'memory GiB':>11}"
+        f"{'staging s':>11}{'memcpy':>8}{'alone':>7}{'memcpy':>8}{'slower':>8}{'memory GiB':>11}"
     )
     for mode, row in rows.items():
         share, of_plain = row["blocked"] / rows[TORCH_SAVE]["blocked"], row["plain_write"] / row["total"]
         print(
             f"{mode:<22}{row['blocked']:>10.4f}{row['first_blocked']:>8.3f}{share:>12.1%}{row['total']:>9.2f}"
-            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}{row['staging_alone']:>7.3f}"
-            f"{row['memcpy']:>10.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
+            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}{row['memcpy']:>8.3f}"
+            f"{row['staging_alone']:>7.3f}{row['memcpy_alone']:>8.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
         )
 
 
