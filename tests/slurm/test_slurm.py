@@ -38,7 +38,7 @@ def run_options(corpus, folder, **changes):
     file = corpus.parent / "nothing.toml"
     file.write_text("")
     sizes = {"training__local_batch_size": 2, "training__steps": STEPS, "checkpoint__interval": 20}
-    return options(corpus, folder, job__config_file=file, **sizes, **changes)
+    return options(corpus, folder, job__config_file=file, **(sizes | changes))
 
 
 def submit(cluster, argv, *words):
