@@ -61,7 +61,7 @@ class Job:
         self.cluster.wait_for_state(self.id, "RUNNING", 30)
         wait_for_step(self.folder, after)
         self.cluster.run("scancel", f"--signal={signal}", self.id)
-        self.cluster.wait_for(lambda: "requeued" in self.log.rpartition("start ")[2], 60)
+        self.cluster.wait_for(lambda: "; requeued" in self.log.rpartition("start ")[2], 60)
 
     def finish(self, state: str = "COMPLETED", timeout: float = 90) -> str:
         """Waits for that state; the job's log."""
@@ -128,7 +128,7 @@ def test_a_job_is_requeued_at_its_time_limit(cluster, corpus, tmp_path):
     job = Job(cluster, corpus, tmp_path, **changes, training__steps=100_000, metrics__log_freq=100)
     cluster.wait_for_state(job.id, "RUNNING", 30)
     # Slurm counts in minutes.
-    cluster.wait_for(lambda: "requeued" in job.log, 200)
+    cluster.wait_for(lambda: "; requeued" in job.log, 200)
     assert "stopped by SIGUSR1: step" in job.log
     cluster.run("scancel", job.id)
 
@@ -139,7 +139,7 @@ def test_a_job_that_was_not_warned_saves_when_its_time_is_up(cluster, corpus, tm
     changes = {"slurm__time": "1", "training__steps": 100_000, "metrics__log_freq": 100}
     job = Job(cluster, corpus, tmp_path, **changes, slurm__sbatch_options='["--signal=USR1@65535"]')
     cluster.wait_for_state(job.id, "RUNNING", 30)
-    cluster.wait_for(lambda: "requeued" in job.log, 200)
+    cluster.wait_for(lambda: "; requeued" in job.log, 200)
     assert "stopped by SIG" in job.log
     cluster.run("scancel", job.id)
 
