@@ -43,11 +43,11 @@ def simulate(shape: Shape) -> str:
 
 
 def _rows_of_a_pass(config: Config, *, stages: int) -> int:
-    """As the run has them; of a long pipeline's pass two micro-batches a stage, as the rest repeats these."""
+    """As the run has them; of a long pipeline's pass one micro-batch a stage, as the rest repeats these."""
     rows, parallelism = config.training.local_batch_size, config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or parallelism.pipeline_parallel_schedule_csv:
         return rows
-    return min(rows, 2 * stages * parallelism.pipeline_parallel_microbatch_size)
+    return min(rows, stages * parallelism.pipeline_parallel_microbatch_size)
 
 
 def describe_layouts(shape: Shape) -> str:
