@@ -5,4 +5,4 @@ set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/setup_env.sh"
 setup_env dev,data,wandb,ft
 cd "$REPO"
-exec "$PYTHON" -m pytest --numprocesses=2 --dist=loadfile "$@"
+exec "$PYTHON" -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
