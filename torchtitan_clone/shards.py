@@ -11,8 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of the tensor, a view, and where it starts in the whole."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of the tensor, a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of the tensor, and where it starts in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -52,7 +57,7 @@ def parts_of_all_ranks(tensors: Mapping[str, Tensor], *, group: dist.ProcessGrou
     """Who has which part of what; a collective."""
     mine = {}
     for name, tensor in tensors.items():
-        local, offset = local_part(tensor)
+        local, offset = placed_part(tensor)
         mine[name] = Part(
             offset=offset,
             size=tuple(local.shape),

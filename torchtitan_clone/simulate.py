@@ -55,7 +55,7 @@ def describe_layouts(shape: Shape) -> str:
     alike: dict[str, dict[str, str]] = {}
     with _pretended_ranks(shape) as mesh:
         for name, weight in named_parameters(_parts(shape, mesh)).items():
-            example = f"{[*weight.shape]} -> {[*local_part(weight)[0].shape]}"
+            example = f"{[*weight.shape]} -> {[*local_part(weight).shape]}"
             alike.setdefault(_split(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
     lines = []
     for split, names in alike.items():

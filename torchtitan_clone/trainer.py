@@ -26,7 +26,7 @@ from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.health import HangWatch, describe_stragglers, step_parts
-from torchtitan_clone.fault_tolerance.outer import local_part, outer_state, settle_outer
+from torchtitan_clone.fault_tolerance.outer import outer_state, settle_outer
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
 from torchtitan_clone.hub import EXPORT_FOLDER, InitialWeights, export_files
@@ -50,6 +50,7 @@ from torchtitan_clone.parallel.step import (
 )
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape, open_loaders
+from torchtitan_clone.shards import local_part
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -350,18 +351,14 @@ class Trainer:
         local = {name: local_part(tensor) for name, tensor in self._state().items()}
         return Healing(
             tensors=local,
-            note=self._healing_note,
+            note=lambda: asdict(self._progress_with_data()),
             take_over=self._take_over,
             positions=lambda: self._loader.notes,
             take_positions=self._loader.take_notes,
         )
 
-    def _healing_note(self) -> dict[str, Any]:
-        # The tensors may be overwritten from now on.
-        self._checkpoints.wait_for_staging()
-        return asdict(self._progress_with_data())
-
     def _take_over(self, note: dict[str, Any]) -> None:
+        self._checkpoints.wait_for_staging()  # the tensors are overwritten next
         self._healed = True
         self._progress = Progress(**note)
         self._loader.load_state_dict(self._progress.data, allow_change=False)

@@ -26,7 +26,7 @@ class Gather:
         self._group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
-        self._local = {name: local_part(tensor)[0] for name, tensor in tensors.items()}
+        self._local = {name: local_part(tensor) for name, tensor in tensors.items()}
         everyones = parts_of_all_ranks(tensors, group=group)
         self._parts = {name: _without_copies(parts) for name, parts in everyones.items()}
 

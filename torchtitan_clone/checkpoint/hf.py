@@ -22,7 +22,7 @@ from torchtitan_clone.checkpoint.gather import Gather
 from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_entries, write_tensor_file
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.shards import local_part
+from torchtitan_clone.shards import placed_part
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -207,7 +207,7 @@ class WeightFolder:
 
 
 def _fill(tensor: Tensor, *, source: Any) -> None:
-    local, offset = local_part(tensor)
+    local, offset = placed_part(tensor)
     if local.numel():
         region = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
         local.copy_(source[region])

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.healing import PeerTransport, UnlikeGroupsError
-from torchtitan_clone.fault_tolerance.outer import local_part
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
+from torchtitan_clone.shards import local_part
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -232,8 +232,8 @@ class FTManager:
     def _take_over(self) -> None:
         if self._received is None:
             return
-        self._transport.apply()
         self._healing.take_over(self._received)
+        self._transport.apply()
         self._received = None
         if self._is_first_rank:
             logger.info("healed from another replica group: step %d", self._manager.current_step())

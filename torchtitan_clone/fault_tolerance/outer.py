@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.shards import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +45,6 @@ def settle_outer(state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor
         target = state.get(f"outer/global/{name}")
         if target is not None and bool(local_part(target).isnan().any()):
             local_part(target).copy_(local_part(parameter.detach()))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> list[list[str]]:

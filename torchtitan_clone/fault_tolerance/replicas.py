@@ -27,7 +27,7 @@ class Healing:
     note: Callable[[], dict[str, Any]]
     """All other state, as plain data."""
     take_over: Callable[[dict[str, Any]], None]
-    """Called with another group's note after the tensors have that group's values."""
+    """Called with another group's note just before the tensors get that group's values."""
     positions: Callable[[], list[Any]]
     """What only the groups together know: where the data are that this rank has read for the step; plain data."""
     take_positions: Callable[[list[Any]], None]

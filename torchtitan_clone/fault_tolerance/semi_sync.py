@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.manager import FTManager
-from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, local_part, split_into_fragments
+from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, split_into_fragments
+from torchtitan_clone.shards import local_part
 
 
 class SemiSyncManager(FTManager):
@@ -107,9 +108,9 @@ class SemiSyncManager(FTManager):
 
     @torch.no_grad()
     def _go_back(self) -> None:
+        self._healing.take_over(self._start_note)
         for name, tensor in self._healing.tensors.items():
             tensor.detach().copy_(self._start[name])
-        self._healing.take_over(self._start_note)
 
     def close(self) -> None:
         """A round that has not ended is taken back: the other groups do it again, with all its rows."""

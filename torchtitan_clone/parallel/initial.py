@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.shards import local_part
+from torchtitan_clone.shards import placed_part
 
 BLOCK_ELEMENTS = 1 << 18
 
@@ -23,7 +23,7 @@ def init_weights(
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)
-            local, offset = local_part(parameter)
+            local, offset = placed_part(parameter)
             if std is None:
                 local.fill_(1.0)
             elif local.numel():

@@ -63,12 +63,12 @@ def _exchange(
     device = "cpu" if part.device_type == "cpu" else torch.device(part.device_type, torch.cuda.current_device())
     pieces = [torch.empty(0, dtype=part.dtype, device=device)]
     if source is not None:
-        local = local_part(source)[0]
+        local = local_part(source)
         pieces += [local[sources[rank].window(box)].flatten() for box in given if box is not None]
     incoming = torch.empty(sum(map(_numel, taken)), dtype=part.dtype, device=device)
     dist.all_to_all_single(incoming, torch.cat(pieces), list(map(_numel, taken)), list(map(_numel, given)))
     if target is not None:
-        local = local_part(target)[0]
+        local = local_part(target)
         for box, piece in zip(taken, incoming.split(list(map(_numel, taken))), strict=True):
             if box is not None:
                 window = local[targets[rank].window(box)]
@@ -92,6 +92,6 @@ def _numel(box: Box | None) -> int:
 
 def _free(tensor: Tensor) -> None:
     """Gives the memory back although modules may still refer to the tensor."""
-    storage = local_part(tensor)[0].untyped_storage()
+    storage = local_part(tensor).untyped_storage()
     if storage.resizable():
         storage.resize_(0)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torchtitan_clone.shards import local_part
+
 
 class Rows(Protocol):
     """A batch: rows of tokens with their positions, documents and targets."""
@@ -78,7 +80,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    local = [local_part(gradient) for gradient in gradients]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if local:  # a rank whose blocks are all frozen has none
         # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
