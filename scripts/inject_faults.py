@@ -17,7 +17,7 @@ end with the same bits, and each row of the data must have been committed once. 
 
 --grid kills one rank at each place in turn, with 2 and 3 groups of 1 and 2 ranks (or as --groups, --ranks and --places
 say), each in a run of its own, and prints a table. There a survivor that stalls for more than the heartbeat timeout
-plus 2 s, per death, is wrong too.
+plus 2 s, per death, is wrong too. --timeouts=5000:10000:60000 are those that users have by default.
 """
 
 import argparse
@@ -33,13 +33,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fault_tolerance.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, Stall, committed_once
+from tests.fault_tolerance.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS, Cluster, Stall, committed_once
 from tests.fault_tolerance.faults import PLACES, Fault
 from tests.runs import make_corpus
 
 ROWS = 12
-LONGEST_STALL = HEARTBEAT_MS / 1000 + 2
-"""Seconds, for each death in it."""
 GRID = [place for place in PLACES if place != "gradients"]
 GRID_STEPS, GRID_PACE, GRID_REVIVE = 80, 0.05, 1.0
 """A group that dies in step 8 is back well before the last."""
@@ -70,6 +68,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--revive", type=float, default=0.0, help="seconds until a dead group is started again")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that every step sleeps besides")
     parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument(
+        "--timeouts", default=f"{HEARTBEAT_MS}:{TIMEOUT_MS}:{JOIN_MS}", help="HEARTBEAT:COLLECTIVE:JOIN, in ms"
+    )
     parser.add_argument("--grid", action="store_true", help="kill at every place")
     parser.add_argument("--places", default=",".join(GRID), help="of the grid, separated by commas")
     options = parser.parse_args(argv)
@@ -87,7 +88,7 @@ def campaign(corpus: Path, folder: Path, options: argparse.Namespace) -> int:
     steps = max((fault.step for fault in faults), default=0) + 40
     cluster = build(
         corpus, folder, steps, groups=options.groups or 3, ranks=options.ranks or 1, revive_seconds=options.revive,
-        pace=options.pace,
+        pace=options.pace, timeouts=options.timeouts,
     )  # fmt: skip
     with cluster:
         outcome = trained(cluster, faults, steps=steps, options=options)
@@ -99,7 +100,7 @@ def campaign(corpus: Path, folder: Path, options: argparse.Namespace) -> int:
             shown = [f"{stall.seconds:.2f}" for stall in outcome.stalls[:40] if stall.deaths == count][:8]
             print(f"longest stalls of survivors, in s, with {count} deaths in them: {', '.join(shown)}")
         print_longest(cluster, outcome)
-        print(f"heartbeat {HEARTBEAT_MS} ms, timeout {TIMEOUT_MS} ms")
+        print(f"timeouts of heartbeats, collectives and joining: {options.timeouts} ms")
         print("\n".join(outcome.wrong) or "nothing is wrong")
         if outcome.wrong:
             print(cluster.log)
@@ -115,12 +116,12 @@ def grid(corpus: Path, folder: Path, options: argparse.Namespace) -> int:
             for place in options.places.split(","):
                 cluster = build(
                     corpus, folder / f"{groups}x{ranks}_{place}", GRID_STEPS, groups=groups, ranks=ranks,
-                    revive_seconds=GRID_REVIVE, pace=GRID_PACE,
+                    revive_seconds=GRID_REVIVE, pace=GRID_PACE, timeouts=options.timeouts,
                 )  # fmt: skip
                 with cluster:
                     faults = faults_of_cell(place, ranks=ranks)
                     outcome = trained(cluster, faults, steps=GRID_STEPS, options=options)
-                    wrong = wrong_in_cell(outcome, deaths=len(faults))
+                    wrong = wrong_in_cell(outcome, deaths=len(faults), longest=longest_stall(options))
                     longest = max((stall.seconds for stall in outcome.stalls if stall.deaths), default=0.0)
                     print(
                         f"{groups:6}{ranks:6}  {place:12}{outcome.deaths:7}{outcome.heals:6}{longest:10.2f}"
@@ -130,7 +131,7 @@ def grid(corpus: Path, folder: Path, options: argparse.Namespace) -> int:
                     if wrong:
                         print_longest(cluster, outcome)
                     bad += bool(wrong)
-    print(f"heartbeat {HEARTBEAT_MS} ms, timeout {TIMEOUT_MS} ms; {bad} cells are bad")
+    print(f"timeouts of heartbeats, collectives and joining: {options.timeouts} ms; {bad} cells are bad")
     return int(bad > 0)
 
 
@@ -144,20 +145,27 @@ def faults_of_cell(place: str, *, ranks: int) -> list[Fault]:
     return [Fault(place=place, **last)]
 
 
-def wrong_in_cell(outcome: Outcome, *, deaths: int) -> list[str]:
+def longest_stall(options: argparse.Namespace) -> float:
+    """Seconds that a survivor may stand still, for each death in them."""
+    return int(options.timeouts.partition(":")[0]) / 1000 + 2
+
+
+def wrong_in_cell(outcome: Outcome, *, deaths: int, longest: float) -> list[str]:
     """What should not be."""
     wrong = list(outcome.wrong)
     if outcome.deaths != deaths:
         wrong.append(f"{outcome.deaths} deaths instead of {deaths}")
     if not outcome.heals:
         wrong.append("nobody was healed")
-    long = [stall for stall in outcome.stalls if stall.deaths and stall.seconds > LONGEST_STALL * stall.deaths]
+    long = [stall for stall in outcome.stalls if stall.deaths and stall.seconds > longest * stall.deaths]
     return wrong + [f"group {stall.group} stalled {stall.seconds:.2f} s in {stall.deaths} deaths" for stall in long]
 
 
-def build(corpus: Path, folder: Path, steps: int, **options) -> Cluster:
+def build(corpus: Path, folder: Path, steps: int, *, timeouts: str, **options) -> Cluster:
     """The groups of one run."""
+    names = ("heartbeat_timeout_ms", "process_group_timeout_ms", "join_timeout_ms")
     changes = {
+        **{f"fault_tolerance__{name}": int(ms) for name, ms in zip(names, timeouts.split(":"), strict=True)},
         "training__global_batch_size": ROWS,
         "training__local_batch_size": 1 if ROWS % (2 * options["groups"] * options["ranks"]) else 2,
         "training__steps": steps,

@@ -66,11 +66,9 @@ def rank_of_group(argv: list[str], logs: list[Path], faults: list, group: int, f
     exit_process(argv)
 
 
-def serve(least: int, port: int, pipe) -> None:
+def serve(fault_tolerance: FaultTolerance, port: int, pipe) -> None:
     """A lighthouse in a process of its own."""
-    lighthouse = start_lighthouse(
-        FaultTolerance(heartbeat_timeout_ms=HEARTBEAT_MS, join_timeout_ms=JOIN_MS, min_replica_size=least), port=port
-    )
+    lighthouse = start_lighthouse(fault_tolerance, port=port)
     pipe.send(lighthouse.address())
     threading.Event().wait()
 
@@ -136,7 +134,9 @@ class Cluster:
             "training__local_batch_size": 2,
             "fault_tolerance__enable": True,
             "fault_tolerance__group_size": groups,
+            "fault_tolerance__heartbeat_timeout_ms": HEARTBEAT_MS,
             "fault_tolerance__process_group_timeout_ms": TIMEOUT_MS,
+            "fault_tolerance__join_timeout_ms": JOIN_MS,
             "fault_tolerance__stall_factor": 20,
             **changes,
         }
@@ -153,7 +153,12 @@ class Cluster:
         """Starts it, again too."""
         context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
-        self.lighthouse = context.Process(target=serve, args=(self.least, port, theirs), daemon=True)
+        options = FaultTolerance(
+            heartbeat_timeout_ms=self.changes["fault_tolerance__heartbeat_timeout_ms"],
+            join_timeout_ms=self.changes["fault_tolerance__join_timeout_ms"],
+            min_replica_size=self.least,
+        )
+        self.lighthouse = context.Process(target=serve, args=(options, port, theirs), daemon=True)
         self.lighthouse.start()
         theirs.close()
         self.address = mine.recv()

@@ -100,8 +100,14 @@ def test_what_does_not_kill_is_repeated_or_ended(corpus, tmp_path, expected):
 
 
 def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus, tmp_path, expected):
-    with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
-        cluster.start_all().watch_over(until=lambda: cluster.step_of(1) > 22)
+    """Before that one dies while the others wait for it to connect: no longer than for its heart."""
+    last = {"kind": "kill", "group": 1, "step": 8}
+    faults = [Fault(place="all_reduce", **last), Fault(place="configure", returning=True, **last)]
+    timeouts = {"fault_tolerance__process_group_timeout_ms": 5000, "fault_tolerance__join_timeout_ms": 6000}
+    with Cluster(corpus, tmp_path, groups=2, **SMALL, **timeouts) as cluster:
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(1) > 22)
+        assert died(cluster) == [1, 1]
+        assert cluster.stalls(0)[0].seconds < HEARTBEAT_MS / 1000 + 2, cluster.timeline(cluster.stalls(0)[0])
         cluster.kill(0, 1)
         assert max(cluster.step_of(0), cluster.step_of(1)) < STEPS
         cluster.start_all().watch_over()

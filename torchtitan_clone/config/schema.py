@@ -378,7 +378,7 @@ class FaultTolerance:
     fragment_update_alpha: float = 0.0
     """Share of a group's own weights that stays when the average arrives."""
     heartbeat_timeout_ms: int = 5000
-    """For scripts/lighthouse.py: silence after which a replica group counts as dead; the others stand still as long."""
+    """Silence after which a replica group counts as dead to the lighthouse, and to those that connect to it."""
     join_timeout_ms: int = 60000
     """For scripts/lighthouse.py: wait for a group that is alive but late, for example saving; then go on without it."""
 

@@ -22,6 +22,7 @@ import torchft
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.groups import PROCESS_GROUPS
 from torchtitan_clone.fault_tolerance.healing import PeerTransport, UnlikeGroupsError
 from torchtitan_clone.fault_tolerance.replicas import Healing
 from torchtitan_clone.fault_tolerance.stall import StallWatch
@@ -35,10 +36,6 @@ LAST_BYTES = 1 << 20
 """Of the records, some thousand steps, which are looked at when this group goes on where others are."""
 OUTRANKING = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 """Environment variables that torchft prefers to what it is told."""
-PROCESS_GROUPS: dict[str, Callable[..., Any]] = {
-    "gloo": torchft.ProcessGroupGloo,
-    "nccl": torchft.ProcessGroupNCCL,
-}
 
 
 class FTManager:
@@ -73,9 +70,12 @@ class FTManager:
         self._wants_to_stop = wants_to_stop
         self._device = device if fault_tolerance.process_group == "nccl" else torch.device("cpu")
         self._timeout = timedelta(milliseconds=fault_tolerance.process_group_timeout_ms)
+        self._connect_timeout = min(self._timeout, timedelta(milliseconds=fault_tolerance.heartbeat_timeout_ms))
         self._watch = StallWatch(factor=fault_tolerance.stall_factor, grace_seconds=2 * self._timeout.total_seconds())
         self._is_first_rank = dist.get_rank() == 0
-        self._pg = PROCESS_GROUPS[fault_tolerance.process_group](timeout=self._timeout)
+        self._pg = PROCESS_GROUPS[fault_tolerance.process_group](
+            timeout=self._timeout, connect_timeout=self._connect_timeout
+        )
         self._transport = PeerTransport(self._pg, tensors=self._healing.tensors, device=self._device)
         self._manager = self._build_manager()
         self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
@@ -109,7 +109,7 @@ class FTManager:
             use_async_quorum=False,
             timeout=self._timeout,
             quorum_timeout=self._timeout,
-            connect_timeout=self._timeout,
+            connect_timeout=self._connect_timeout,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             store_addr=host,
