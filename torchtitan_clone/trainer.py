@@ -25,7 +25,7 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
-from torchtitan_clone.fault_tolerance.health import HangWatch, describe_stragglers, step_parts
+from torchtitan_clone.fault_tolerance.health import HangWatch, describe_slow_links, describe_stragglers, step_parts
 from torchtitan_clone.fault_tolerance.outer import outer_state, settle_outer
 from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
 from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
@@ -37,7 +37,7 @@ from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_me
 from torchtitan_clone.observe.profiling import build_profiler
 from torchtitan_clone.optim import OptimizerContainer, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
-from torchtitan_clone.parallel.clock import CollectiveClock
+from torchtitan_clone.parallel.clock import LINK_NOISE_SECONDS, CollectiveClock, measure_link
 from torchtitan_clone.parallel.initial import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
 from torchtitan_clone.parallel.reshard import move, parts_of_all_ranks
@@ -228,7 +228,7 @@ class Trainer:
                 if is_new or attempts == 1:
                     self._set_timeout(self._config.comm.train_timeout_seconds)
                     self._checkpoints.prepare()
-                if clock is not None:
+                if self._is_report_due(step):
                     self._report_stragglers(clock, data_seconds=result.data_seconds)
                 if not result.committed:
                     self._forget_steps(step - self._progress.step)
@@ -391,18 +391,27 @@ class Trainer:
 
     def _build_clock(self, step: int) -> CollectiveClock | None:
         """What measures the communication of this step; None for most. It would unpack compiled code and pipelines."""
-        freq = self._config.comm.straggler_freq
-        is_due = freq > 0 and step % freq == 0 and self._launch.world_size > 1
-        if not is_due or self._config.compile.enable or self._shape.degrees.pp > 1:
-            return None
-        return CollectiveClock(self._device)
+        unpacks = self._config.compile.enable or self._shape.degrees.pp > 1
+        return None if unpacks or not self._is_report_due(step) else CollectiveClock(self._device)
 
-    def _report_stragglers(self, clock: CollectiveClock, *, data_seconds: float) -> None:
-        own = step_parts(data=data_seconds, communication=clock.seconds, total=self._step_seconds)
+    def _is_report_due(self, step: int) -> bool:
+        freq = self._config.comm.straggler_freq
+        return freq > 0 and step % freq == 0 and self._launch.world_size > 1
+
+    def _report_stragglers(self, clock: CollectiveClock | None, *, data_seconds: float) -> None:
+        source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
+        own = step_parts(
+            data=data_seconds,
+            total=self._step_seconds,
+            communication=clock.seconds if clock else None,
+            source=source,
+            link=link,
+        )
         ranks: list[Any] = [None] * self._launch.world_size
         dist.all_gather_object(ranks, own)
         if self._metrics.active:
-            for line in describe_stragglers(ranks):
+            noise = LINK_NOISE_SECONDS[self._device.type]
+            for line in [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]:
                 logger.warning("step %d: %s", self._progress.step, line)
 
     def _wants_to_stop(self) -> bool:

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
-from torchtitan_clone.fault_tolerance.health import StepParts, describe_stragglers
+from torchtitan_clone.fault_tolerance.health import StepParts, describe_slow_links, describe_stragglers
 from torchtitan_clone.observe.goodput import KINDS
 
 
@@ -28,9 +31,21 @@ def rank_that_is_disturbed(argv, logs, disturb):
     return train_rank(argv, logs)
 
 
+def rank_that_sends_late(argv, logs):
+    """A rank whose forward takes longer, or whose links do."""
+    transfer, rank = dist.batch_isend_irecv, int(os.environ["RANK"])
+
+    def late(operations):
+        time.sleep(0.06 * (rank == 2 and operations[0].op is dist.isend))
+        return transfer(operations)
+
+    dist.batch_isend_irecv = late
+    return rank_that_is_disturbed(argv, logs, slow_rank_1)
+
+
 def slow_rank_1(rank):
     if rank == 1:
-        time.sleep(0.5)
+        time.sleep(0.4)
 
 
 def hang_of_rank_1(rank, passes=[0]):  # noqa: B006
@@ -39,26 +54,28 @@ def hang_of_rank_1(rank, passes=[0]):  # noqa: B006
         time.sleep(600)
 
 
-def test_a_slow_rank_is_named_with_its_part(corpus, tmp_path):
-    argv = options(corpus, tmp_path, training__steps=4, comm__straggler_freq=2)
-    logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-    assert run_ranks(rank_that_is_disturbed, 2, argv, logs, slow_rank_1) == [0, 0]
-    output = logs[0].read_text()
-    assert output.count("is slow in computation") == 2
-    assert "step 2: rank 1 (" in output
-    assert "rank 0 (" not in output
+def test_a_slow_rank_is_named_with_its_part_and_a_slow_link(corpus, tmp_path):
+    sizes = {"training__local_batch_size": 2, "training__global_batch_size": 6, "training__steps": 4}
+    argv = options(corpus, tmp_path, **sizes, comm__straggler_freq=2)
+    logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
+    assert run_ranks(rank_that_sends_late, 3, argv, logs) == [0, 0, 0]
+    named = re.findall(r"step (\d): (.* slow\b.*?):", re.sub(r" \(.*?\)", "", logs[0].read_text()))
+    link, part = "the link from rank 2 to rank 0 is slow", "rank 1 is slow in computation"
+    assert named == [("2", part), ("2", link), ("4", part), ("4", link)]
 
 
 def test_looking_for_slow_ranks_changes_no_bit(corpus, tmp_path):
     for name, freq in (("off", 0), ("on", 1)):
         argv = options(corpus, tmp_path / name, comm__straggler_freq=freq)
-        assert train(argv, world_size=2, log_folder=tmp_path)[0] == 0
+        code, output = train(argv, world_size=2, log_folder=tmp_path)
+        assert code == 0
+        assert "the link" not in output
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
 
 
 def test_ranks_that_are_alike_are_not_called_slow():
     def parts(computation, data=0.01):
-        return StepParts(host="h", data=data, computation=computation, communication=1.2 - computation)
+        return StepParts(host="h", data=data, total=1.2 + data, communication=1.2 - computation, source=0, link=0.001)
 
     assert describe_stragglers([parts(1.0), parts(1.1), parts(0.9)]) == []
     assert describe_stragglers([parts(0.1), parts(0.1), parts(0.1, data=0.05)]) == []
@@ -66,6 +83,36 @@ def test_ranks_that_are_alike_are_not_called_slow():
     assert line == "rank 2 (h) is slow in computation: 1.000 s, median 0.500 s, step 1.210 s"
     (line,) = describe_stragglers([parts(0.5), parts(0.5, data=0.9), parts(0.5)])
     assert line.startswith("rank 1 (h) is slow in data")
+    compiled = [replace(parts(0.5, data=data), communication=None) for data in (0.01, 0.9, 0.01)]
+    assert describe_stragglers(compiled) == [line]
+
+
+def slow_links(links, *, hosts="aaaaaaaa"):
+    """What is said of a ring whose ranks receive in so many milliseconds."""
+    own = {"data": 0.0, "total": 1.0, "communication": None}
+    ranks = [
+        StepParts(host=host, source=rank - 1 if rank else len(links) - 1, link=link / 1000, **own)
+        for rank, (link, host) in enumerate(zip(links, hosts[: len(links)], strict=True))
+    ]
+    return describe_slow_links(ranks, noise_seconds=0.01)
+
+
+def test_a_link_is_slow_beside_others_of_its_kind():
+    assert slow_links([2, 3, 9, 2]) == slow_links([2, 3, 11, 2]) == slow_links([20, 31, 59, 20]) == []
+    assert slow_links([90, 91]) == []  # which is slow cannot be told, or whether
+    assert slow_links([2, 2, 40, 2]) == ["the link from rank 1 (a) to rank 2 (a) is slow: 0.0400 s, usual 0.0020 s"]
+    assert slow_links([40, 2]) == ["the link from rank 1 (a) to rank 0 (a) is slow: 0.0400 s, usual 0.0020 s"]
+    between = [20, 2, 20, 2, 70, 2, 20, 2]
+    assert slow_links([20, 2, 20, 2, 20, 2], hosts="aabbcc") == []
+    assert slow_links(between, hosts="aabbccdd") == [
+        "the link from rank 3 (b) to rank 4 (c) is slow: 0.0700 s, usual 0.0200 s"
+    ]
+
+
+def test_a_rank_whose_links_are_both_slow_is_named_once():
+    for count in (3, 4, 8):
+        (line,) = slow_links([2, 40, 50, *[2] * (count - 3)])
+        assert line == "rank 1 (a) is slow in communication, to receive and to send: 0.0400 s, usual 0.0020 s"
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -330,7 +330,7 @@ class Comm:
     save_traces_folder: str = "comm_traces"
     """Folder below the run's folder for reports about hangs: stacks of all threads and the last collectives."""
     straggler_freq: int = 100
-    """Steps between two in which no communication overlaps, to find a rank that is slower than the others; 0: none."""
+    """Steps between two in which no communication overlaps, to find a slow rank or a slow link; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ SHARE_OF_TIMEOUT = 0.9
 """A hang is reported when so much of a collective's timeout has passed: after it the process may be gone."""
 SLOWER = 1.2
 """Times the median from which on a rank is called slow."""
+SLOWER_LINK = 3
+"""Times what is usual from which on a link is: between machines some are longer than others."""
 
 
 class HangWatch:
@@ -58,18 +60,28 @@ class HangWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Seconds of one step of one rank; a rank that others wait for has little `communication` itself."""
+    """Seconds of one step of one rank, and of its link: those in which a few MiB from rank `source` arrived after it.
+
+    A rank that others wait for has little `communication` itself: that is mostly waiting. None where it is not known.
+    """
 
     host: str
     data: float
-    computation: float
-    communication: float
+    total: float
+    communication: float | None
+    source: int
+    link: float
+
+    @property
+    def computation(self) -> float | None:
+        """What is left."""
+        return None if self.communication is None else self.total - self.data - self.communication
 
 
-def step_parts(*, data: float, communication: float, total: float) -> StepParts:
+def step_parts(*, data: float, total: float, communication: float | None, source: int, link: float) -> StepParts:
     """Of this process's step."""
     return StepParts(
-        host=socket.gethostname(), data=data, communication=communication, computation=total - data - communication
+        host=socket.gethostname(), data=data, total=total, communication=communication, source=source, link=link
     )
 
 
@@ -78,11 +90,40 @@ def describe_stragglers(ranks: list[StepParts]) -> list[str]:
     lines = []
     for part in ("data", "computation"):
         seconds = [getattr(parts, part) for parts in ranks]
+        if None in seconds:
+            continue
         median = statistics.median_low(seconds)
-        step = max(parts.data + parts.computation + parts.communication for parts in ranks)
+        step = max(parts.total for parts in ranks)
         lines += [
             f"rank {rank} ({ranks[rank].host}) is slow in {part}: {own:.3f} s, median {median:.3f} s, step {step:.3f} s"
             for rank, own in enumerate(seconds)
             if own > SLOWER * median and own - median > (SLOWER - 1) * step
         ]
     return lines
+
+
+def describe_slow_links(ranks: list[StepParts], *, noise_seconds: float) -> list[str]:
+    """A line for each link that is much slower than others of its kind, or for the rank at which two of them meet."""
+    is_local = [ranks[parts.source].host == parts.host for parts in ranks]
+    usual = {
+        kind: _usual([parts.link for parts, own in zip(ranks, is_local, strict=True) if own == kind])
+        for kind in set(is_local)
+    }
+    slow = {
+        (parts.source, rank): f"{parts.link:.4f} s, usual {usual[kind]:.4f} s"
+        for rank, (parts, kind) in enumerate(zip(ranks, is_local, strict=True))
+        if parts.link > SLOWER_LINK * usual[kind] and parts.link - usual[kind] > noise_seconds
+    }
+    lines, names = [], [f"rank {rank} ({parts.host})" for rank, parts in enumerate(ranks)]
+    slow_ranks = {receiver for _, receiver in slow} & {sender for sender, _ in slow}
+    for (sender, receiver), seconds in slow.items():
+        if receiver in slow_ranks:
+            lines.append(f"{names[receiver]} is slow in communication, to receive and to send: {seconds}")
+        elif sender not in slow_ranks:
+            lines.append(f"the link from {names[sender]} to {names[receiver]} is slow: {seconds}")
+    return lines
+
+
+def _usual(seconds: list[float]) -> float:
+    """What a third of them keep to: of three links, two may be those of one slow rank."""
+    return sorted(seconds)[(len(seconds) - 1) // 3]
