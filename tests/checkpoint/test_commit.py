@@ -58,6 +58,13 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_after_it(tmp_pat
     assert after == ("fsync", str(tmp_path))
 
 
+def test_a_save_that_fails_while_it_is_committed_is_none(tmp_path):
+    no_text = os.fsdecode(b"\xff")  # as in a path, and not to be written as UTF-8
+    (report,) = save(tmp_path, [1], config=no_text, writer_timeout_seconds=0.5)
+    assert "can't encode" in report["error"]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:  # as on file systems without that call

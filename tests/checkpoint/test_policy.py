@@ -38,6 +38,13 @@ def test_the_newest_whole_steps_and_the_permanent_ones_stay(tmp_path):
     assert committed_steps(tmp_path) == [4, 8, 10, 11]
 
 
+def test_old_steps_that_cannot_be_deleted_cost_no_save(tmp_path):
+    (tmp_path / "step-1.purged" / "in the way").mkdir(parents=True)
+    reports = save(tmp_path, [1, 2, 3], keep_latest_k=2)
+    assert [report["error"] for report in reports] == [None, None, None]
+    assert committed_steps(tmp_path) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("mode", ASYNC)
 def test_killed_at_any_point_it_goes_on_to_the_last_bit(corpus, tmp_path, mode):
     def run(name, **changes):
