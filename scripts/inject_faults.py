@@ -141,7 +141,7 @@ def faults_of_cell(place: str, *, ranks: int) -> list[Fault]:
     if place in ("configure", "heal_target"):
         return [Fault(place="all_reduce", **last), Fault(place=place, returning=True, **last)]
     if place == "heal_source":
-        return [Fault(place="all_reduce", **last), Fault(kind="kill", place=place, step=9, group=0, rank=0)]
+        return [Fault(place="all_reduce", **last), Fault(kind="kill", place=place, step=8, group=0, rank=0)]
     return [Fault(place=place, **last)]
 
 
