@@ -75,8 +75,9 @@ def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
 
 def _time(transfer: dist.P2POp | None, *, device: torch.device) -> float:
     """Seconds of this rank's transfer, if it has one, from when all ranks are here."""
+    # On the device: NCCL hangs where a transfer of some ranks is the first use of the group.
+    dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
-    dist.all_reduce(torch.zeros(1))
     start = time.perf_counter()
     for work in dist.batch_isend_irecv([transfer]) if transfer else ():
         work.wait()
