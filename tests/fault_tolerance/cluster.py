@@ -77,7 +77,7 @@ def digest(tensors: dict) -> str:
     """Of the bits of all tensors."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
 
 

@@ -6,6 +6,8 @@ import signal
 import pytest
 import torch
 
+from tests.fault_tolerance.cluster import Cluster, committed_once
+from tests.fault_tolerance.faults import Fault
 from tests.runs import Ranks, losses, options, rows, train, wait_for_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -80,3 +82,15 @@ def test_traces_and_memory_snapshots_are_written(corpus, tmp_path):
     assert traces
     assert "traceEvents" in json.loads(traces[0].read_text())
     assert list((tmp_path / "run" / "memory_snapshot").rglob("*.pickle"))
+
+
+def test_a_replica_group_that_is_killed_heals_from_the_other(corpus, tmp_path):
+    """Both on one device, which NCCL does not allow: gradients travel through gloo."""
+    pytest.importorskip("torchft")
+    faults = [Fault(kind="kill", place="all_reduce", step=15, group=1)]
+    with Cluster(corpus, tmp_path, groups=2, training__global_batch_size=12, training__steps=60, pace=0.05) as cluster:
+        cluster.env.update(GPU)
+        cluster.start_all(faults=faults).watch_over(timeout=300)
+        assert "healed from another replica group: step" in cluster.log_of(1)
+        assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
+        assert committed_once(cluster.records(), steps=60, rows=12) == []
