@@ -56,11 +56,17 @@ def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path
     stopped = Ranks(run("stopped", preemption__deadline_seconds=deadline), world_size=2, log_folder=tmp_path)
     wait_for_step(tmp_path / "stopped", 2)
     stopped.signal(signal.SIGUSR1)
+    time.sleep(deadline / 4)
+    for later in (signal.SIGTERM, signal.SIGUSR1):  # those change nothing
+        stopped.signal(later)
     code, output = stopped.wait()
     assert code == 0
     assert "stopped by SIGUSR1: step 2 is saved" in output
     assert list(losses(tmp_path / "stopped")) == [1, 2]
     assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
+    ledger = [row for row in rows(tmp_path / "stopped") if row.get("event") == "goodput"][-1]
+    assert ledger["steps_thrown_away"] == 1
+    assert ledger["thrown_away_seconds"] > deadline / 2
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
@@ -75,9 +81,20 @@ def test_a_run_ends_before_its_time_is_up(corpus, tmp_path):
     assert int(step) > 10
 
 
-def test_handlers_need_no_torch():
-    code = "import sys, torchtitan_clone.train; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+HANDLERS = """
+import signal, sys
+from torchtitan_clone import train
+installed = []
+signal.signal = lambda number, _: installed.append((signal.Signals(number).name, "torch" in sys.modules))
+train.main(["--no_such.option=1"])
+print(sorted(installed))
+"""
+
+
+def test_handlers_are_there_before_torch():
+    command = [sys.executable, "-c", HANDLERS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[(name, False) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
 
 
 def test_a_signal_as_soon_as_there_are_handlers_is_not_lost(corpus, tmp_path):

@@ -215,12 +215,13 @@ class Trainer:
                 if is_new := self._enter_phase_of(self._progress.step + 1):
                     interval = _Interval()
                 step = self._progress.step + 1
-                clock = self._build_clock(step)
+                clock, start = self._build_clock(step), time.perf_counter()
                 try:
                     with self._maybe_trace(attempts == 1), clock or nullcontext():
                         result = self.train_step(step)
                 except StepGivenUp:
                     self._replicas.commit(healthy=False)
+                    self._metrics.ledger.throw_away(steps=1, seconds=time.perf_counter() - start)
                     break
                 stop = result.stop
                 attempts += 1
@@ -251,8 +252,9 @@ class Trainer:
                 if step < last_step and not stop and self._is_export_due(step):
                     self._export(step)
                     interval = _Interval()
+        trained = self._progress.step
         self._replicas.close()
-        self._metrics.forget(after_step=self._progress.step)
+        self._forget_steps(trained - self._progress.step)
         self._save_last()
         if self._progress.step == last_step and self._is_export_due(last_step):
             self._export(last_step)
@@ -551,6 +553,7 @@ class Trainer:
         )
         if report.error is None:
             self._metrics.log_event(step, "weights exported", seconds=report.seconds, size_gib=report.gib)
+            self._metrics.ledger.book("saving", report.seconds)
         else:
             logger.warning("step %d could not be exported: %s; training goes on without it", step, report.error)
             self._failed_exports.append(step)

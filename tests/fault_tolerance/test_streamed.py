@@ -73,7 +73,8 @@ def test_streams_go_on_where_they_were_whoever_dies(corpus, tmp_path, changes, a
 def test_streams_go_on_where_they_were_after_a_round_is_taken_back(corpus, tmp_path, changes, alone):
     apart = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
     with Cluster(corpus, tmp_path, groups=2, **changes, **apart) as cluster:
-        cluster.start_all(faults=[Fault(kind="kill", place="commit", step=3, group=1)]).watch_over()
+        cluster.start_all(faults=[Fault(kind="kill", place="all_reduce", step=3, group=1)]).watch_over()
+        assert "the step is repeated" in cluster.log_of(0)
         assert [group for _, group, _ in cluster.deaths] == [1]
         assert committed_once(cluster.records(), steps=STEPS // ROUND, rows=ROWS * ROUND) == []
         assert {rank: len(found) for rank, found in cluster.digests("model/").items()} == {0: 1}

@@ -14,7 +14,7 @@ EVENT = "goodput"
 Kind = Literal["start_up", "saving", "healing", "waiting", "thrown_away"]
 KINDS: dict[Kind, str] = {
     "start_up": "from a process' start to its first step",
-    "saving": "blocked by a save",
+    "saving": "blocked by a save or an export of the weights",
     "healing": "taking over the state of another replica group",
     "waiting": "for other replica groups, and between the end of a process and the start of the next",
     "thrown_away": "in steps that had to be trained again",

@@ -1,12 +1,12 @@
 """The process group, the device and the settings of torch that hold for the whole process."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,10 +78,12 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
 
 
 def dump_collectives() -> bytes:
-    """The last collectives of this process, as the flight recorder has them: JSON."""
+    """The last collectives of this process, as torch's flight recorders have them: JSON. NCCL has one of its own."""
     from torch._C import _distributed_c10d
 
-    return cast("Any", _distributed_c10d)._dump_fr_trace_json()
+    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the latter not in torch for CPUs
+    dumps = {name: getattr(_distributed_c10d, dump, None) for name, dump in recorders.items()}
+    return json.dumps({name: json.loads(dump()) for name, dump in dumps.items() if dump}).encode()
 
 
 def set_timeout(seconds: int) -> None:
