@@ -51,11 +51,16 @@ class Ranks:
         self._logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
         self._started = start_ranks(train_rank, world_size, argv, self._logs, env=env)
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks."""
+        return [process.pid for process, _ in self._started]
+
     def signal(self, number: int, *, ranks=None) -> None:
         """Sends a signal to these ranks, or to all."""
-        for rank, (process, _) in enumerate(self._started):
+        for rank, pid in enumerate(self.pids):
             if ranks is None or rank in ranks:
-                os.kill(process.pid, number)
+                os.kill(pid, number)
 
     def wait(self, timeout: float = 120) -> tuple[int, str]:
         """Exit code, the same on all ranks, and rank 0's output."""

@@ -97,7 +97,8 @@ def test_handlers_are_there_before_torch():
     assert done.stdout == f"{[(name, False) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
 
 
-def test_a_signal_as_soon_as_there_are_handlers_is_not_lost(corpus, tmp_path):
+@pytest.mark.parametrize("moment", ["handlers are there", "torch is imported"])
+def test_a_signal_before_there_is_anything_ends_the_process_at_once(corpus, tmp_path, moment):
     argv = options(corpus, tmp_path / "runs", preemption__requeue=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "torchtitan_clone.train", *argv],
@@ -106,6 +107,8 @@ def test_a_signal_as_soon_as_there_are_handlers_is_not_lost(corpus, tmp_path):
         text=True,
     )
     while not handles(process.pid, signal.SIGUSR1):
+        assert process.poll() is None
+    while moment.startswith("torch") and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
     process.send_signal(signal.SIGUSR1)
     output, _ = process.communicate(timeout=60)
@@ -152,15 +155,21 @@ def handles(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_step(corpus, tmp_path, world_size):
+@pytest.mark.parametrize("is_one_late", [False, True])
+def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_step(corpus, tmp_path, is_one_late):
     argv = options(corpus, tmp_path, preemption__requeue=True)
     assert train(argv, log_folder=tmp_path)[0] == 0  # prepares the data
     longer = options(corpus, tmp_path, preemption__requeue=True, training__steps=20)
-    run = Ranks(longer, world_size=world_size, log_folder=tmp_path / "second")
+    run = Ranks(longer, world_size=2, log_folder=tmp_path / "second")
+    while not all(handles(pid, signal.SIGUSR1) for pid in run.pids):
+        time.sleep(0.0005)
+    if is_one_late:  # it ends without having met the other, which waits for it
+        run.signal(signal.SIGSTOP, ranks=[1])
     while "rows" not in run.output:  # the line about the run, after which the process group starts
         time.sleep(0.001)
     run.signal(signal.SIGUSR1)
+    if is_one_late:
+        run.signal(signal.SIGCONT, ranks=[1])
     code, output = run.wait()
     assert code == 75
     assert "before the first step" in output or "step 11 is saved" in output

@@ -1,7 +1,8 @@
-"""What holds for the whole process: random numbers by axis, and how far ahead weights are gathered."""
+"""What holds for the whole process: random numbers by axis, timeouts, and how far ahead weights are gathered."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import run_ranks
@@ -9,7 +10,7 @@ from tests.runs import options
 from torchtitan_clone import preflight
 from torchtitan_clone.config import load_config
 from torchtitan_clone.fault_tolerance.preemption import StopRequest
-from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout
 from torchtitan_clone.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -23,8 +24,15 @@ def with_trainer(look, argv):
         return look(Trainer(run, launch=launch, device=CPU, stop=StopRequest()))
 
 
-def random_numbers(argv):
-    return with_trainer(lambda _: torch.rand(4).tolist(), argv)
+def numbers_and_timeouts(argv):
+    """Random numbers, and how long collectives of all groups may take when that has been changed."""
+
+    def look(_):
+        set_timeout(7)
+        groups = [group._get_backend(CPU) for group in dist.distributed_c10d._world.pg_map]
+        return torch.rand(4).tolist(), [group.options._timeout.seconds for group in groups]
+
+    return with_trainer(look, argv)
 
 
 def test_ranks_that_hold_the_same_tokens_draw_the_same_numbers_and_no_others(corpus, tmp_path):
@@ -35,9 +43,10 @@ def test_ranks_that_hold_the_same_tokens_draw_the_same_numbers_and_no_others(cor
         ({"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}, False),
     ):
         changes = {f"parallelism__{name}": degree for name, degree in axes.items()}
-        numbers = run_ranks(random_numbers, 4, options(corpus, tmp_path, **changes))
+        numbers, timeouts = zip(*run_ranks(numbers_and_timeouts, 4, options(corpus, tmp_path, **changes)), strict=True)
         assert len({tuple(drawn) for drawn in numbers}) == (2 if alike else 4), axes
         assert (numbers[0] == numbers[1], numbers[2] == numbers[3]) == (alike, alike)
+        assert all(len(found) > 1 and set(found) == {7} for found in timeouts)
 
 
 class _Gathers(TorchDispatchMode):
