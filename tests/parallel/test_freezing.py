@@ -124,7 +124,7 @@ IDS = "one", "two", "pipeline", "zero bubble", "shrinks", "shrinks compiled", "t
     [
         (1, {}, {}, {"activation_checkpoint__mode": "full"}),
         (2, {}, {}, {"parallelism__fsdp_reshard_after_forward": "never", **VALIDATED}),
-        (2, {}, {}, PIPELINE),
+        (2, {}, {}, PIPELINE | {"comm__straggler_freq": 4}),
         (2, {}, {}, PIPELINE | {SCHEDULE: "ZBVZeroBubble", "activation_checkpoint__mode": "none"}),
         (2, {}, ROWS_4 | ALONE, PIPELINE | VALIDATED | {"training__enable_cpu_offload": True}),
         (
