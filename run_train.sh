@@ -55,8 +55,9 @@ if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$
     WORLD_SIZE=$((NGPU * NNODES)) exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
 if [ "$NNODES" != 1 ]; then
-    set -- --nnodes="$NNODES" --node-rank="${NODE_RANK:?is this node, from 0 to NNODES - 1}" \
-        --master-addr="${MASTER_ADDR:?is the address of the node with NODE_RANK=0}" \
+    [ -n "${NODE_RANK:-}" ] || fail "NNODES is $NNODES and NODE_RANK is not set: which of them this is, from 0"
+    [ -n "${MASTER_ADDR:-}" ] || fail "NNODES is $NNODES and MASTER_ADDR is not set: an address of the node with NODE_RANK=0"
+    set -- --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" \
         --master-port="${MASTER_PORT:-29500}" "$@"
 fi
 [ -z "${LOG_FOLDER:-}" ] || set -- --log-folder="$LOG_FOLDER" "$@"

@@ -4,29 +4,35 @@
 
 Prints the address that the replica groups need in $TORCHFT_LIGHTHOUSE. One process for all groups, on any machine that
 they reach. It holds no state: if it dies, training stands still until it is started again at the same address.
---port=N chooses the port (29510).
 """
 
+import argparse
+import os
+import signal
 import sys
-import threading
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 
 
 def main(argv: list[str]) -> int:
-    """Serves until it is killed."""
-    ports = [argument for argument in argv if argument.startswith("--port=")]
-    port = int(ports[-1].removeprefix("--port=")) if ports else 29510
+    """Serves until it is killed, for which Ctrl-C is enough."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--port", type=int, default=29510, help="where it listens (29510); 0 takes a free one")
+    own, options = parser.parse_known_args(argv)
+    file = os.environ.get("CONFIG_FILE")
     try:
-        config = load_config([argument for argument in argv if argument not in ports])
-        lighthouse = start_lighthouse(config.fault_tolerance, port=port)
+        config = load_config([*([f"--job.config_file={file}"] if file else []), *options])
+        lighthouse = start_lighthouse(config.fault_tolerance, port=own.port)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     print(f"TORCHFT_LIGHTHOUSE={lighthouse.address()}", flush=True)
-    threading.Event().wait()
-    return 0
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_clone.launch import main
+
 REPO = Path(__file__).parents[1]
 
 WORKER = """
@@ -200,10 +202,34 @@ def test_dry_run_is_one_process_that_knows_the_world_size(tmp_path, python):
     assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} --dry-run\n"
 
 
-def test_node_that_does_not_know_its_rank(tmp_path, python):
-    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="2", NNODES="2")
-    assert answer.returncode != 0
-    assert "NODE_RANK: is this node, from 0 to NNODES - 1" in answer.stderr
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({}, "setup: NNODES is 2 and NODE_RANK is not set: which of them this is, from 0"),
+        ({"NODE_RANK": "0"}, "setup: NNODES is 2 and MASTER_ADDR is not set: an address of the node with NODE_RANK=0"),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "127.0.0.1"}, "error: NODE_RANK = 2: at most 1 with NNODES 2"),
+    ],
+)
+def test_node_that_does_not_know_where_it_is(tmp_path, environment, problem):
+    answer = run_train(cwd=tmp_path, PYTHON=sys.executable, NO_SETUP="1", NGPU="1", NNODES="2", **environment)
+    assert (answer.returncode, answer.stderr) == (2, f"{problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--nproc-per-node=-1"], "NGPU = -1: must be a whole number of at least 1"),
+        (["--nnodes=two"], "NNODES = two: must be a whole number of at least 1"),
+        (["--nnodes=2", "--node-rank=-1"], "NODE_RANK = -1: must be a whole number of at least 0"),
+        (["--master-port=70000"], "MASTER_PORT = 70000: must be a whole number from 1 to 65535"),
+        (["--log-rank=0,7"], "LOG_RANK = 0,7: no local rank 7; known: 0, 1"),
+        (["--log-folder=/proc/here"], "LOG_FOLDER = /proc/here: cannot be made: No such file or directory"),
+        (["--master-addr=no-such.invalid"], "MASTER_ADDR = no-such.invalid: there is no such host; set it to the"),
+    ],
+)
+def test_what_cannot_be_launched_is_told_in_the_users_words(capfd, options, problem):
+    assert main(["--nproc-per-node=2", *options]) == 2
+    assert capfd.readouterr().err.startswith(f"error: {problem}")
 
 
 def test_python_that_cannot_be_used_is_refused_with_the_reason(tmp_path):

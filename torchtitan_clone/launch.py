@@ -14,10 +14,12 @@ What differs from torchrun:
 """
 
 import argparse
+import contextlib
 import ctypes
 import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +28,8 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -48,7 +52,11 @@ def main(argv: list[str]) -> int:
     """Launch, or be one of the processes launched; the exit code."""
     if argv[:1] == [WORKER]:
         _become_worker(int(argv[1]), module=argv[2], arguments=argv[3:])
-    options, arguments = _parse(argv)
+    try:
+        options, arguments = _parse(argv)
+    except argparse.ArgumentError as error:
+        sys.stderr.write(f"error: {error.message}\n")
+        return CONFIG_ERROR
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before other threads start; the workers inherit it
     agents: list[SimpleElasticAgent] = []
     threading.Thread(target=_forward_signals, args=(agents,), daemon=True).start()
@@ -58,6 +66,7 @@ def main(argv: list[str]) -> int:
     if options.nnodes > 1:
         # Else gloo takes the address that the host's name has, which on many machines is a loopback.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(options.master_addr))
+        _say(f"node {options.node_rank} of {options.nnodes} meets the others at {_rendezvous(options)}")
     log_folder = options.log_folder or Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
     code = _launch(options, arguments, log_folder=log_folder, agents=agents)
     if code in (0, CONFIG_ERROR, REQUEUE_EXIT_CODE) and not options.log_folder:
@@ -66,17 +75,55 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Own options, and what is left for the training."""
-    parser = argparse.ArgumentParser(prog="torchtitan_clone.launch", allow_abbrev=False, add_help=False)
-    parser.add_argument("--nproc-per-node", type=int, required=True, help="processes on this node")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes; each starts this command")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of the nodes this is; 0 hosts the rendezvous")
+    """Own options, and what is left for the training; argparse.ArgumentError names what a user of run_train.sh set."""
+    parser = argparse.ArgumentParser(
+        prog="torchtitan_clone.launch", allow_abbrev=False, add_help=False, exit_on_error=False
+    )
+    count, port = _number("NGPU", low=1), _number("MASTER_PORT", low=1, high=65535)
+    parser.add_argument("--nproc-per-node", type=count, required=True, help="processes on this node")
+    parser.add_argument("--nnodes", type=_number("NNODES", low=1), default=1, help="nodes; each starts this command")
+    rank = _number("NODE_RANK", low=0)
+    parser.add_argument("--node-rank", type=rank, default=0, help="which of the nodes this is; 0 hosts the rendezvous")
     parser.add_argument("--master-addr", default="127.0.0.1", help="node 0's address")
-    parser.add_argument("--master-port", type=int, default=29500, help="a port free on node 0; unused with one node")
+    parser.add_argument("--master-port", type=port, default=29500, help="a port free on node 0; unused with one node")
     parser.add_argument("--log-rank", default="0", help="local ranks shown on the console, for example 0,1")
     parser.add_argument("--log-folder", type=Path, help="where the output of the other ranks goes, and stays")
     parser.add_argument("--module", default="torchtitan_clone.train", help="what each process runs")
-    return parser.parse_known_args(argv)
+    options, arguments = parser.parse_known_args(argv)
+    for problem in _problems(options):
+        raise argparse.ArgumentError(None, problem)
+    return options, arguments
+
+
+def _number(name: str, *, low: int, high: int | None = None) -> Callable[[str], int]:
+    """What reads a number that run_train.sh takes from that environment variable."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"-?\d+", text) and low <= int(text) <= (high or int(text)):
+            return int(text)
+        bounds = f"from {low} to {high}" if high else f"of at least {low}"
+        raise argparse.ArgumentTypeError(f"{name} = {text}: must be a whole number {bounds}")
+
+    return parse
+
+
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with these values together, or on this machine."""
+    if options.node_rank >= options.nnodes:
+        yield f"NODE_RANK = {options.node_rank}: at most {options.nnodes - 1} with NNODES {options.nnodes}"
+    ranks = [str(rank) for rank in range(options.nproc_per_node)]
+    if unknown := set(options.log_rank.split(",")) - set(ranks):
+        yield f"LOG_RANK = {options.log_rank}: no local rank {', '.join(sorted(unknown))}; known: {', '.join(ranks)}"
+    try:
+        socket.getaddrinfo(options.master_addr, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:  # others may pass
+            yield f"MASTER_ADDR = {options.master_addr}: there is no such host; set it to the address of node 0"
+    try:
+        if options.log_folder:
+            options.log_folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        yield f"LOG_FOLDER = {options.log_folder}: cannot be made: {error.strerror}"
 
 
 def _interface_towards(host: str) -> str:
@@ -96,6 +143,15 @@ def _interface_towards(host: str) -> str:
             if socket.inet_ntoa(answer[20:24]) == own:
                 return name
     return ""
+
+
+def _rendezvous(options: argparse.Namespace) -> str:
+    """Where the nodes meet, with a word about what would keep them from it."""
+    place = f"{options.master_addr}:{options.master_port}"
+    with contextlib.suppress(OSError):
+        if ip_address(socket.gethostbyname(options.master_addr)).is_loopback:
+            place += ", which is this machine only: with several, MASTER_ADDR must be an address that all reach"
+    return place
 
 
 def _become_worker(launcher_pid: int, *, module: str, arguments: list[str]) -> NoReturn:

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
+from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, await_lighthouse
 from torchtitan_clone.fault_tolerance.preemption import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 from torchtitan_clone.observe.logging import setup_logging
 
@@ -32,11 +33,11 @@ def main(argv: list[str]) -> int:
         config = load_config(argv)
         setup_logging(rank=rank, color=not config.metrics.disable_color_printing)
         return run(config, stop=stop)
-    except ConfigError as error:
+    except (ConfigError, NoLighthouseError) as error:
         # Every process finds the same; one of each machine says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"error: {error}\n")
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def run(config: Config, *, stop: StopRequest) -> int:
@@ -71,6 +72,10 @@ def _train(config: Config, *, stop: StopRequest) -> int:
             config.training.steps,
         )
         return 0
+    options = config.fault_tolerance
+    if options.enable:
+        with stop.ending_at_once():
+            await_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.heartbeat_timeout_ms / 1000)
     for line in (config.job.description, shape.overview):
         if line:
             logger.info("%s", line)

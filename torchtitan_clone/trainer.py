@@ -591,8 +591,9 @@ class Trainer:
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
         saves = self._checkpoints.saves
-        saved = saves and (self._checkpoints.saved_step == step or not self._replicas.writes)
-        if saves and not saved:
+        elsewhere = saves and not self._replicas.writes
+        saved = saves and self._checkpoints.saved_step == step
+        if saves and not (saved or elsewhere):
             raise TrainingError(
                 f"step {step} of {last_step} was trained but could not be saved, see above; the newest checkpoint is "
                 f"that of step {self._checkpoints.saved_step}. Make room and start again"
@@ -606,6 +607,9 @@ class Trainer:
             logger.info("%s", self._metrics.ledger.line())
         elif saved:
             logger.info("stopped by %s: step %d is saved, the same command goes on", self._stop_reason, step)
+        elif elsewhere:
+            what = "another replica group goes on or saves it, the same command comes back"
+            logger.info("stopped by %s after step %d: %s", self._stop_reason, step, what)
         else:
             logger.warning("stopped by %s after step %d, which is not saved", self._stop_reason, step)
 
