@@ -7,6 +7,7 @@ Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configura
 import logging
 import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from torchtitan_clone.preflight import Shape
 
 logger = logging.getLogger("torchtitan_clone")
+
+PLACES = (
+    "job.config_file", "data.", "slurm.", "training.dataset_path", "model.hf_assets_path",
+    "checkpoint.initial_load_path",
+)  # fmt: skip
+"""How options begin that say where things are, which may differ from node to node."""
 
 
 def main(argv: list[str]) -> int:
@@ -79,7 +86,14 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     for line in (config.job.description, shape.overview):
         if line:
             logger.info("%s", line)
-    if not meet(config.comm, launch=launch, is_stop_wanted=lambda: stop.reason is not None):
+    try:
+        goes_on = meet(
+            config.comm, launch=launch, options=_alike(shape), is_stop_wanted=lambda: stop.reason is not None
+        )
+    except TimeoutError as error:
+        logger.error("%s", error)
+        return 1
+    if not goes_on:
         raise StopBeforeTraining(stop.reason or "a signal to another rank")
     with process_group(config.comm, launch=launch, device=device):
         try:
@@ -88,6 +102,14 @@ def _train(config: Config, *, stop: StopRequest) -> int:
             logger.error("%s", error)
             return 1
     return _exit_code(config, complete=complete)
+
+
+def _alike(shape: "Shape") -> list[str]:
+    """What all ranks of a run must have alike, an option in a line; where they find files may differ."""
+    lines = [f"WORLD_SIZE = {shape.world_size}"]
+    for table, options in asdict(shape.config).items():
+        lines += [f"{table}.{key} = {value}" for key, value in options.items()]
+    return [line for line in lines if not line.startswith(PLACES)]
 
 
 def _exit_code(config: Config, *, complete: bool) -> int:

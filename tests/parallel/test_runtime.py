@@ -1,5 +1,7 @@
 """What holds for the whole process: random numbers by axis, timeouts, and how far ahead weights are gathered."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.harness import run_ranks
 from tests.runs import options
 from torchtitan_clone import preflight
-from torchtitan_clone.config import load_config
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.fault_tolerance.preemption import StopRequest
-from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout
+from torchtitan_clone.parallel.runtime import Launch, meet, process_group, set_timeout
 from torchtitan_clone.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -84,3 +87,41 @@ def test_weights_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ah
     assert first == embedding_and_own + ahead
     # One more with each block, until none is left.
     assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
+
+
+@pytest.fixture
+def meeting(monkeypatch):
+    """Has ranks with these options meet at a launcher's store; what comes of it for each."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def outcome(rank, options):
+        launch = Launch(rank=rank, local_rank=0, world_size=2)
+        try:
+            return meet(Comm(init_timeout_seconds=2), launch=launch, options=options, is_stop_wanted=lambda: False)
+        except (ConfigError, TimeoutError) as error:
+            return str(error)
+
+    def run(*options):
+        with ThreadPoolExecutor(len(options)) as ranks:
+            return list(ranks.map(outcome, range(len(options)), options))
+
+    yield run
+    del store
+
+
+def test_nodes_with_the_same_options_meet(meeting):
+    assert meeting(["a = 1", "b = 2"], ["a = 1", "b = 2"]) == [True, True]
+
+
+def test_nodes_with_other_options_are_all_told_which(meeting):
+    one, other = meeting(["a = 1", "b = 2"], ["a = 1", "b = 3"])
+    assert all("the nodes were started with different options" in said for said in (one, other))
+    assert ("b = 2 here" in one) != ("b = 3 here" in other)  # who came first is the measure
+    assert "a = 1" not in one + other
+
+
+def test_who_waits_in_vain_says_for_how_many(meeting):
+    assert meeting(["a = 1"]) == ["1 of 2 ranks came within comm.init_timeout_seconds = 2"]

@@ -1,6 +1,7 @@
 """The process group, the device and the settings of torch that hold for the whole process."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm, Debug
+
+logger = logging.getLogger("torchtitan_clone")
+
+TOLD_AFTER_SECONDS = 10
+"""Of waiting for other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,24 +44,42 @@ def pick_device(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def meet(comm: Comm, *, launch: Launch, is_stop_wanted: Callable[[], bool]) -> bool:
+def meet(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks are here; False on all of them where one was asked to stop before that.
 
-    torch's own wait, which follows, hears no signal: a rank that is in it would be left there by one that is not.
+    ConfigError on all of them where they have not all these `options`, which name what every rank must have alike;
+    TimeoutError where some do not come. torch's own wait, which follows, hears no signal: a rank that is in it would be
+    left there by one that is not.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    mine = "\n".join(options)
+    firsts = store.compare_set("torchtitan_clone/options", "", mine).decode()
+    store.add("torchtitan_clone/unlike", int(firsts != mine))
     store.add("torchtitan_clone/present", 1)
-    deadline = time.monotonic() + comm.init_timeout_seconds
-    while time.monotonic() < deadline:
-        are_all_here = store.add("torchtitan_clone/present", 0) == launch.world_size
-        if are_all_here or is_stop_wanted():
+    start, is_told = time.monotonic(), False
+    while (seconds := time.monotonic() - start) < comm.init_timeout_seconds:
+        present = store.add("torchtitan_clone/present", 0)
+        if present == launch.world_size or is_stop_wanted():
+            if store.add("torchtitan_clone/unlike", 0):
+                raise ConfigError(_describe_unlike(mine, firsts))
             # The first to have an opinion decides for all.
-            opinion = "start" if are_all_here else "stop"
+            opinion = "start" if present == launch.world_size else "stop"
             return store.compare_set("torchtitan_clone/verdict", "", opinion) == b"start"
+        if seconds > TOLD_AFTER_SECONDS and not is_told:
+            is_told = True
+            logger.info("%d of %d ranks are here; waiting for the others", present, launch.world_size)
         time.sleep(0.02)
-    return True
+    raise TimeoutError(
+        f"{present} of {launch.world_size} ranks came within comm.init_timeout_seconds = {comm.init_timeout_seconds}"
+    )
+
+
+def _describe_unlike(mine: str, others: str) -> str:
+    own = [line for line in mine.splitlines() if line not in others.splitlines()]
+    found = f": {', '.join(own)} here, otherwise elsewhere" if own else ""
+    return f"the nodes were started with different options{found}; start all with the same files and arguments"
 
 
 @contextmanager
