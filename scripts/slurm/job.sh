@@ -46,7 +46,7 @@ may_go_on() {
 REPO=$(dirname "$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")")
 export NNODES="$SLURM_JOB_NUM_NODES"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}"
-export LOGS="$RUN_FOLDER/slurm/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"
+export LOGS="$RUN_FOLDER/slurm/$JOB.${SLURM_RESTART_COUNT:-0}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-}"
 [ -n "$SRUN_CPUS_PER_TASK" ] || unset SRUN_CPUS_PER_TASK
 if [ -z "${MASTER_ADDR:-}" ] && ! MASTER_ADDR=$(master_address); then
@@ -55,7 +55,7 @@ if [ -z "${MASTER_ADDR:-}" ] && ! MASTER_ADDR=$(master_address); then
     exit 1
 fi
 export MASTER_ADDR
-STARTS="$RUN_FOLDER/slurm/$SLURM_JOB_ID.starts"
+STARTS="$RUN_FOLDER/slurm/$JOB.starts"
 newest_step >>"$STARTS"
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || set -- "$@" "--fault_tolerance.replica_id=$SLURM_ARRAY_TASK_ID"
 say "start $(wc -l <"$STARTS") after step $(tail -n 1 "$STARTS") on $SLURM_JOB_NODELIST," \

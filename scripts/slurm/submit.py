@@ -15,6 +15,7 @@ from pathlib import Path
 from torchtitan_clone import preflight
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.slurm import batch_script, processes_per_node
+from torchtitan_clone.fault_tolerance.lighthouse import lighthouse_place
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -42,11 +43,14 @@ def main(argv: list[str]) -> int:
 def checked_folder(config: Config) -> Path:
     """The run's folder, if the run can start on so many ranks; ConfigError where it cannot."""
     slurm = config.slurm
-    if config.fault_tolerance.enable and not {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE"):
+    lighthouse = {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE")
+    if config.fault_tolerance.enable and not lighthouse:
         raise ConfigError(
             "fault_tolerance.enable: $TORCHFT_LIGHTHOUSE is not set, at which the replica groups meet; start "
             "scripts/lighthouse.py where all nodes reach it, and set the variable to the address that it prints"
         )
+    if config.fault_tolerance.enable:
+        lighthouse_place(str(lighthouse))
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
     shape = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
     return shape.folder.resolve()
@@ -61,8 +65,12 @@ def job_arguments(argv: list[str], config: Config) -> list[str]:
 def submit(script: str, *, folder: Path) -> int:
     """Hands the script to sbatch, and keeps it beside the logs of the job."""
     logs = folder / "slurm"
-    logs.mkdir(parents=True, exist_ok=True)
-    (logs / "job.sbatch").write_text(script)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "job.sbatch").write_text(script)
+    except OSError as error:
+        sys.stderr.write(f"error: cannot write to {logs}: {error.strerror}; set job.dump_folder\n")
+        return 2
     try:
         return subprocess.run(["sbatch", logs / "job.sbatch"], check=False).returncode
     except FileNotFoundError:

@@ -30,6 +30,11 @@ FACTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("time", ["90", "2:01", "12:00:00", "1-12", "1-12:30", "1-12:30:05", "UNLIMITED"])
+def test_times_of_slurm_break_no_rule(time: str) -> None:
+    assert violations(load_config([f"--slurm.time={time}"]), **FACTS) == []
+
+
 def test_the_defaults_break_no_rule() -> None:
     assert violations(Config(), **FACTS) == []
     assert violations(Config(), **FACTS | {"tokenizer_vocab_size": None, "world_size": 1}) == []
@@ -131,6 +136,12 @@ FREEZE = "--training.freeze_schedule"
 SEMI_SYNC = [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.semi_sync_method=diloco"]
 
 RULES = [
+    *(
+        ([f"--slurm.time={time}"], {}, f'slurm.time = "{time}": must be as Slurm writes it')
+        for time in ("1 hour", "1-", "12:00:00:00", "0")
+    ),
+    (["--slurm.time=2:00", "--slurm.signal_seconds=120"], {}, "not less than the 120 s of slurm.time"),
+    (["--slurm.environment={'A B' = 1}"], {}, 'slurm.environment: "A B" cannot be the name of'),
     (["--job.dump_folder=s3://bucket/runs"], {}, 'job.dump_folder = "s3://bucket/runs": object stores are not'),
     (["--checkpoint.folder=gs://bucket"], {}, 'checkpoint.folder = "gs://bucket": object stores are not supported'),
     ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; put the steps in rising order"),

@@ -208,6 +208,7 @@ def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_qu
         "slurm__time": "2-00:00:00",
         "slurm__container": "apptainer exec --nv image.sif",
         "slurm__environment": '{NCCL_DEBUG = "WARN"}',
+        "slurm__setup": '["module load cuda"]',
         "slurm__sbatch_options": '["--constraint=h100"]',
         "training__global_batch_size": 16,
     }
@@ -227,6 +228,7 @@ def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_qu
         "export NGPU=4",
         "export CONTAINER='apptainer exec --nv image.sif'",
         "export NCCL_DEBUG=WARN",
+        "module load cuda",
     ):
         assert line in done.stdout.splitlines()
     assert "--dry-run" not in done.stdout
@@ -236,6 +238,8 @@ def test_the_batch_script_is_printed_and_mistakes_are_told_before_anything_is_qu
     assert (done.returncode, "$TORCHFT_LIGHTHOUSE is not set" in done.stderr) == (2, True)
     done = answer("http://login1:29510", **groups, training__global_batch_size=12)
     assert "#SBATCH --array=0-2" in done.stdout.splitlines()
+    done = answer("login1:29510", **groups, training__global_batch_size=12)
+    assert (done.returncode, "login1:29510: must be an address as" in done.stderr) == (2, True)
     done = answer(slurm__nodes=3, slurm__gpus_per_node=4)
     assert done.returncode == 2
     assert "global_batch_size" in done.stderr

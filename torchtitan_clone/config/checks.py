@@ -4,6 +4,7 @@ Every rule is a function of plain values that yields messages: what is wrong wit
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchtitan_clone.config.schema import (
     LRScheduler,
     Parallelism,
     Profiling,
+    Slurm,
     Training,
     Validation,
 )
@@ -56,6 +58,7 @@ def violations(
         *_excluded(config.checkpoint),
         *_folders(config),
         *_async_tensor(config, device_type),
+        *_slurm(config.slurm),
     ]
     if out_of_bounds:  # the other rules compute with these values
         return found
@@ -411,6 +414,29 @@ def _folders(config: Config) -> Iterator[str]:
     for name, value in (options | {"checkpoint.initial_load_path": checkpoint.initial_load_path or ""}).items():
         if "://" in value:
             yield f'{name} = "{value}": object stores are not supported; set it to a folder, for example a mounted one.'
+
+
+SLURM_TIMES = (r"(?P<m>\d+)(:(?P<s>\d+))?", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
+               r"(?P<d>\d+)-(?P<h>\d+)(:(?P<m>\d+)(:(?P<s>\d+))?)?")  # fmt: skip
+SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def _slurm(slurm: Slurm) -> Iterator[str]:
+    found = [match for pattern in SLURM_TIMES if slurm.time and (match := re.fullmatch(pattern, slurm.time))]
+    seconds = sum(int(number or 0) * SECONDS[unit] for match in found for unit, number in match.groupdict().items())
+    if slurm.time and slurm.time != "UNLIMITED" and not seconds:
+        yield (
+            f'slurm.time = "{slurm.time}": must be as Slurm writes it, for example "90" (minutes), "12:00:00", '
+            '"1-12:00:00" or "UNLIMITED".'
+        )
+    if 0 < seconds <= slurm.signal_seconds:
+        yield (
+            f"slurm.signal_seconds = {slurm.signal_seconds}: not less than the {seconds} s of slurm.time "
+            f'"{slurm.time}" (hours:minutes:seconds); the run would be told to save as it starts.'
+        )
+    for name in slurm.environment:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield f'slurm.environment: "{name}" cannot be the name of an environment variable.'
 
 
 def _nearest_divisors(number: int, target: int) -> list[int]:

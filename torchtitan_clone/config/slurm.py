@@ -32,12 +32,21 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
     lines = [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {option}" for option in _sbatch_options(config, folder=folder)),
+        *(f"#SBATCH {option}" for option in slurm.sbatch_options),
         "",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
-        *slurm.setup,
+        *_setup(slurm.setup),
         f"exec bash {shlex.join(command)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _setup(lines: list[str]) -> list[str]:
+    """The user's lines; one that fails ends the job, which is not requeued: the next start would fail as well."""
+    if not lines:
+        return []
+    failed = 'echo "job $SLURM_JOB_ID: slurm.setup failed, exit code $?: $BASH_COMMAND"; exit 2'
+    return ["set -eE", f"trap {shlex.quote(failed)} ERR", *lines, "set +eE; trap - ERR"]
 
 
 def _preemption(config: Config) -> Iterator[str]:
@@ -49,7 +58,7 @@ def _preemption(config: Config) -> Iterator[str]:
 
 def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     slurm = config.slurm
-    yield f"--job-name={folder.name}"
+    yield f"--job-name={shlex.quote(folder.name)}"
     if config.fault_tolerance.enable:  # a job for each replica group
         yield f"--array=0-{config.fault_tolerance.group_size - 1}"
     yield f"--nodes={slurm.nodes}"
@@ -59,10 +68,10 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     yield f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive"
     for name, value in (("time", slurm.time), ("partition", slurm.partition), ("account", slurm.account)):
         if value:
-            yield f"--{name}={value}"
+            yield f"--{name}={shlex.quote(value)}"
     # To the processes of the run, not to the batch shell.
     yield f"--signal=USR1@{slurm.signal_seconds}"
     yield "--requeue"
     yield "--open-mode=append"
-    yield f"--output={folder}/slurm/%j.log"
-    yield from slurm.sbatch_options
+    log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # of a task of an array the number is its own
+    yield f"--output={shlex.quote(f'{folder}/slurm/{log}')}"

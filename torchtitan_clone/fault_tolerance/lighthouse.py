@@ -39,17 +39,23 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> Any:
         raise ConfigError(f"the lighthouse cannot listen at port {port}: {error}; choose another") from None
 
 
-def await_lighthouse(address: str, *, seconds: float) -> None:
-    """Returns when a server listens there; NoLighthouseError after so many seconds, ConfigError if it is no address."""
+def lighthouse_place(address: str) -> tuple[str, int]:
+    """Host and port of an address as the lighthouse prints it; ConfigError if it is none."""
     url = urlsplit(address)
     try:
-        place = (url.hostname, url.port)
+        host, port = url.hostname, url.port
     except ValueError:
-        place = (None, None)
-    if not all(place):
+        host = port = None
+    if not (host and port):
         raise ConfigError(
             f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"
         )
+    return host, port
+
+
+def await_lighthouse(address: str, *, seconds: float) -> None:
+    """Returns when a server listens there; NoLighthouseError after so many seconds."""
+    place = lighthouse_place(address)
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.lighthouse import lighthouse_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,8 @@ def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -
             "fault_tolerance.enable: $TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py and set it to the "
             "address that it prints"
         )
+    else:
+        lighthouse_place(lighthouse)
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
