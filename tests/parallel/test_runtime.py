@@ -125,3 +125,10 @@ def test_nodes_with_other_options_are_all_told_which(meeting):
 
 def test_who_waits_in_vain_says_for_how_many(meeting):
     assert meeting(["a = 1"]) == ["1 of 2 ranks came within comm.init_timeout_seconds = 2"]
+
+
+def test_one_process_needs_no_rendezvous_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as in every Slurm job
+    monkeypatch.delenv("RANK", raising=False)
+    with process_group(Comm(), launch=Launch(rank=0, local_rank=0, world_size=1), device=CPU):
+        assert dist.get_world_size() == 1

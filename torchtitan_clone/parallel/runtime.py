@@ -93,7 +93,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
         "backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         "timeout": timedelta(seconds=comm.init_timeout_seconds),
     }
-    if "MASTER_ADDR" in os.environ:
+    if "RANK" in os.environ:  # $MASTER_ADDR alone may be there for other reasons, for example in a Slurm job
         dist.init_process_group(**options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=launch.rank, world_size=launch.world_size, **options)
