@@ -58,7 +58,7 @@ def meet(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Call
     firsts = store.compare_set("torchtitan_clone/options", "", mine).decode()
     store.add("torchtitan_clone/unlike", int(firsts != mine))
     store.add("torchtitan_clone/present", 1)
-    start, is_told = time.monotonic(), False
+    start, is_told, present = time.monotonic(), False, 0
     while (seconds := time.monotonic() - start) < comm.init_timeout_seconds:
         present = store.add("torchtitan_clone/present", 0)
         if present == launch.world_size or is_stop_wanted():
