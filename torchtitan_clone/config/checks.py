@@ -432,7 +432,7 @@ def _slurm(slurm: Slurm) -> Iterator[str]:
     if 0 < seconds <= slurm.signal_seconds:
         yield (
             f"slurm.signal_seconds = {slurm.signal_seconds}: not less than the {seconds} s of slurm.time "
-            f'"{slurm.time}" (hours:minutes:seconds); the run would be told to save as it starts.'
+            f'"{slurm.time}"; the run would be told to save as it starts.'
         )
     for name in slurm.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
