@@ -204,6 +204,13 @@ def test_bad_input_gets_one_error_and_makes_no_folder(corpus, tmp_path, changes,
     assert not runs.exists()
 
 
+def test_a_folder_in_which_nothing_can_be_written_is_told_at_once(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = train(options(corpus, tmp_path / "file" / "runs"), log_folder=tmp_path)
+    assert (code, "Traceback" in output) == (2, False)
+    assert "job.dump_folder: nothing can be written to" in output
+
+
 def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
     assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
     code, output = train(options(corpus, tmp_path, model__args__n_layers=3), log_folder=tmp_path)

@@ -273,6 +273,7 @@ def prepare(shape: Shape, *, launch: Launch) -> Run:
     """Opens the data and finds where the run goes on; ConfigError where the data or the run's folder do not fit."""
     config = shape.config
     check_replicas(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
+    _check_folder_can_be_written(shape.folder)
     checkpoints = shape.folder / config.checkpoint.folder
     steps = committed_steps(checkpoints)
     if steps:
@@ -350,6 +351,12 @@ def _all_gather_object(value: object) -> list[object]:
     gathered: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def _check_folder_can_be_written(folder: Path) -> None:
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"job.dump_folder: nothing can be written to {folder} ({there}); choose another folder")
 
 
 def _check_folder_is_ours(shape: Shape) -> None:

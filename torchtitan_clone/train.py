@@ -82,7 +82,7 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     options = config.fault_tolerance
     if options.enable:
         with stop.ending_at_once():
-            await_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.heartbeat_timeout_ms / 1000)
+            await_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.process_group_timeout_ms / 1000)
     for line in (config.job.description, shape.overview):
         if line:
             logger.info("%s", line)

@@ -46,7 +46,7 @@ def test_a_lighthouse_that_is_late_is_awaited(port):
 
 def test_a_group_without_a_lighthouse_ends_with_one_line_and_may_be_started_again(corpus, tmp_path, port):
     changes = {"fault_tolerance__enable": True, "fault_tolerance__group_size": 1}
-    argv = options(corpus, tmp_path, fault_tolerance__heartbeat_timeout_ms=300, **changes)
+    argv = options(corpus, tmp_path, fault_tolerance__process_group_timeout_ms=300, **changes)
     code, output = train(argv, log_folder=tmp_path, env={"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"})
     assert code == 1
     assert f"error: no lighthouse answers at $TORCHFT_LIGHTHOUSE = http://localhost:{port} (" in output
