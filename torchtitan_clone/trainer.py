@@ -136,7 +136,7 @@ class Trainer:
             healing=self._healing,
             sum_over_ranks=sum_over_ranks,
             is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
-            wants_to_stop=self._wants_to_stop,
+            wants_to_stop=self._wants_to_stop_waiting,
             identity=identity_of(config),
             folder=run.shape.records,
         )
@@ -421,6 +421,11 @@ class Trainer:
         return self._stop.is_wanted(
             max_seconds=self._config.training.max_seconds, seconds_needed=self._step_seconds + self._save_seconds
         )
+
+    def _wants_to_stop_waiting(self) -> bool:
+        """For other replica groups, which is no hang."""
+        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        return self._wants_to_stop()
 
     def _agree_to_stop(self) -> bool:
         return any(sum_over_ranks([self._wants_to_stop()]))

@@ -129,7 +129,7 @@ def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus
 
 def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corpus, tmp_path, expected):
     """It comes back with a minimum of its own: then it is the group that sees that they are too few."""
-    changes = {**SMALL, "fault_tolerance__min_replica_size": 2}
+    changes = {**SMALL, "fault_tolerance__min_replica_size": 2, "comm__train_timeout_seconds": 4}
     faults = [
         Fault(kind="kill", place="commit", step=15, group=1),
         Fault(kind="kill", place="between", step=40, group=1),
@@ -146,6 +146,7 @@ def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corp
         assert "1 are there, fault_tolerance.min_replica_size = 2; the lighthouse was started with a" in cluster.log
         attempts = [line for line in cluster.records()["replica-0/rows.rank0.jsonl"] if "rows" in line]
         assert len(attempts) <= STEPS + 4  # nothing is fed while it is alone
+        assert "nothing has moved" not in cluster.log  # to wait is no hang
 
 
 def test_a_group_with_other_options_is_sent_away(corpus, tmp_path, expected):
