@@ -172,7 +172,7 @@ class Cluster:
 
     def start(self, group: int, *, faults=(), **changes) -> None:
         """Starts one replica group."""
-        argv = options(self.corpus, self.folder, **{**self.changes, **changes}, fault_tolerance__replica_id=group)
+        argv = options(self.corpus, self.folder, **{**self.changes, "fault_tolerance__replica_id": group, **changes})
         self.starts.append((time.time(), group))
         self.running[group] = Group(
             argv,

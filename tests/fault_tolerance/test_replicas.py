@@ -149,20 +149,37 @@ def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corp
         assert "nothing has moved" not in cluster.log  # to wait is no hang
 
 
-def test_a_group_with_other_options_is_sent_away(corpus, tmp_path, expected):
-    with Cluster(corpus, tmp_path, groups=2, **SMALL) as cluster:
+def test_a_group_with_other_options_or_the_number_of_another_is_sent_away(corpus, tmp_path):
+    """Two have one number also where a group was taken for dead, and replaced, that had only stood still."""
+    with Cluster(corpus, tmp_path, groups=2, pace=0.03, **{**SMALL, "training__steps": 150}) as cluster:
+
+        def is_sent_away(group) -> bool:
+            cluster.watch_over(until=lambda: group.codes != [None])
+            return group.codes == [2]
+
         cluster.start(0)
         cluster.watch_over(until=lambda: cluster.step_of(0) > 5)
         cluster.env["TORCHFT_TIMEOUT_SEC"] = "5"
-        cluster.start(1, optimizer__lr=1e-4)
-        stranger = cluster.running.pop(1)
-        cluster.watch_over()
-        stranger.processes[0].join(30)
-        assert stranger.codes == [2]
+        for group, changes in {1: {"optimizer__lr": 1e-4}, 2: {"fault_tolerance__replica_id": 0}}.items():
+            cluster.start(group, **changes)
+            assert is_sent_away(cluster.running.pop(group))
         assert "error: replica groups were started with different options" in cluster.log_of(1)
         assert "$TORCHFT_TIMEOUT_SEC = 5 outranks fault_tolerance.process_group_timeout_ms" in cluster.log_of(1)
-        assert cluster.finished == {0: [0]}
-        assert cluster.step_of(0) == STEPS
+        same = "error: two replica groups run with the same number: fault_tolerance.replica_id = "
+        assert f"{same}[0, 0]" in cluster.log_of(2)
+        del cluster.env["TORCHFT_TIMEOUT_SEC"]
+        cluster.start(1)
+        cluster.watch_over(until=lambda: cluster.log_of(1).count("healed from another") == 1)
+        cluster.running[1].signal(signal.SIGSTOP)
+        cluster.start(2, fault_tolerance__replica_id=1)
+        cluster.watch_over(until=lambda: "healed from another" in cluster.log_of(2))
+        old = cluster.running.pop(1)
+        old.signal(signal.SIGCONT)
+        assert is_sent_away(old)
+        assert f"{same}[0, 1, 1]" in cluster.log_of(1)
+        cluster.watch_over()
+        assert cluster.finished == {0: [0], 2: [0]}
+        assert cluster.step_of(0) == 80
 
 
 def test_what_a_machine_lacks_is_told_before_anything_starts(monkeypatch):

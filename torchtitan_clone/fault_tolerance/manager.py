@@ -81,6 +81,8 @@ class FTManager:
         self._manager.load_state_dict({"step": step // rounds_of_steps, "batches_committed": 0})
         self._note: dict[str, Any] = {}
         self._received: dict[str, Any] | None = None
+        self._steps_of_round = rounds_of_steps
+        self._started = time.time()
         self._identity = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
         self._quorum_of_identity = -1
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._receive_note, lambda: self._note)
@@ -186,6 +188,9 @@ class FTManager:
             self._manager.start_quorum()
         except (TimeoutError, RuntimeError) as error:
             self._manager._quorum_future = None  # it would raise once more
+            if isinstance(error, TimeoutError):
+                where = os.environ["TORCHFT_LIGHTHOUSE"]
+                return TimeoutError(f"the lighthouse at {where} is away, or too few are there")
             return error
         if (error := self._error()) is not None:
             if isinstance(error, UnlikeGroupsError):
@@ -200,18 +205,37 @@ class FTManager:
         return self._compare()
 
     def _compare(self) -> Exception | None:
-        """Whether all groups are alike, once for each set of them; raises it where this one has just come."""
+        """Whether the groups are alike and have numbers of their own, once for each set of them.
+
+        UnlikeGroupsError where it is this one, which has just come, that does not fit.
+        """
         if self._manager._quorum_id == self._quorum_of_identity:
             return None
         is_new = self._quorum_of_identity == -1
-        (total,) = self._sum([self._identity])
-        if self._error() is not None or total == self._identity * self._manager.num_participants():
-            self._quorum_of_identity = self._manager._quorum_id
+        part, parts = self._manager.participating_rank(), self._manager.num_participants()
+        # Who is part of the run keeps its number; of two that are, one was taken for dead, and the later replaced it.
+        claim = -self._started if is_new else self._started
+        own = [self._identity, self._options.replica_id, claim]
+        table = self._sum([float(value * (part == group)) for group in range(parts) for value in own])
+        if self._error() is not None:
             return self._error()
-        unlike = UnlikeGroupsError("replica groups were started with different options of model, training or optimizer")
-        if is_new:
-            raise unlike
-        return unlike
+        identities, ids, claims = table[::3], table[1::3], table[2::3]
+        if len(set(identities)) > 1:
+            error = UnlikeGroupsError(
+                "replica groups were started with different options of model, training or optimizer"
+            )
+            is_meant = is_new
+        elif len(set(ids)) < parts:
+            error = UnlikeGroupsError(
+                f"two replica groups run with the same number: fault_tolerance.replica_id = {sorted(map(int, ids))}"
+            )
+            is_meant = claim < max(claims[group] for group in range(parts) if ids[group] == own[1])
+        else:
+            self._quorum_of_identity = self._manager._quorum_id
+            return None
+        if is_meant:
+            raise error
+        return error
 
     def _leave(self, error: Exception | None) -> None:
         """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
@@ -236,13 +260,17 @@ class FTManager:
         self._transport.apply()
         self._received = None
         if self._is_first_rank:
-            logger.info("healed from another replica group: step %d", self._manager.current_step())
+            logger.info("healed from another replica group: step %d", self._steps_done)
+
+    @property
+    def _steps_done(self) -> int:
+        return self._manager.current_step() * self._steps_of_round
 
     def _count(self) -> None:
         part, parts = self._manager.participating_rank(), self._manager.num_participants()
         assert part is not None
         if self._is_first_rank and (part, parts) != (self.part, self.parts):
-            logger.info("step %d: %d replica groups, this one is %d", self._manager.current_step() + 1, parts, part)
+            logger.info("step %d: %d replica groups, this one is %d", self._steps_done + 1, parts, part)
         self.part, self.parts, self.writes = part, parts, part == 0
 
     def sum(self, values: list[float]) -> list[float]:
