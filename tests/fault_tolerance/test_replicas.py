@@ -151,7 +151,7 @@ def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corp
 
 def test_a_group_with_other_options_or_the_number_of_another_is_sent_away(corpus, tmp_path):
     """Two have one number also where a group was taken for dead, and replaced, that had only stood still."""
-    with Cluster(corpus, tmp_path, groups=2, pace=0.03, **{**SMALL, "training__steps": 150}) as cluster:
+    with Cluster(corpus, tmp_path, groups=2, pace=0.03, **{**SMALL, "training__steps": 80}) as cluster:
 
         def is_sent_away(group) -> bool:
             cluster.watch_over(until=lambda: group.codes != [None])
