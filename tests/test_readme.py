@@ -43,10 +43,8 @@ def shortened(command: str) -> str:
         return f"{command.replace(' &', f' {small} &')} {small}"
     if "inject_faults.py --grid" in command:
         return f"{command} --groups=2 --ranks=1 --places=commit"
-    if "inject_faults.py --random" in command:
-        return command.replace("--random=60", "--random=1")
     if "bench_goodput.py" in command:
-        return f"{command} --seconds=4 --every=2 --revive=0"
+        return f"{command} --seconds=2 --every=1 --revive=0"
     if "bench_checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
     if "fuzz_checkpoint.py" in command:

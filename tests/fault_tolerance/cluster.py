@@ -312,15 +312,15 @@ class Cluster:
         ]
 
     def timeline(self, stall: Stall) -> list[str]:
-        """What happened in it: what the group itself noted, and when other groups died, started and were ready."""
+        """What happened in it: what the group itself noted; when others died, started, were ready and left a quorum."""
         events = [(moment, f"group {group} is found dead") for moment, group, _ in self.deaths]
         events += [(moment, f"group {group} is started") for moment, group in self.starts]
         for name, lines in self.records().items():
             own = name == f"replica-{stall.group}/rows.rank0.jsonl"
             for line in lines:
-                if own or "started" in line:
+                if own or "started" in line or "left" in line:
                     what = {key: value for key, value in line.items() if key not in ("time", "rows")}
-                    events.append((line["time"], f"{name.partition('/')[0]}: {what}"))
+                    events.append((line["time"], f"{name.removesuffix('.jsonl')}: {what}"))
         inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
         return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]
 
