@@ -241,8 +241,14 @@ class FTManager:
         """Breaks up with the groups just met, so that they notice at once, and votes against the step."""
         self._write(left=str(error or "another rank failed")[:200])
         self._manager.report_error(error or RuntimeError("another rank of this replica group failed"))
-        self._pg.abort()
+        self._hang_up(error)
         self._manager.should_commit(timeout=2 * self._timeout)
+
+    def _hang_up(self, error: Exception | None) -> None:
+        """Groups that still wait for this one in a collective notice at once."""
+        if error is not None:
+            error.__traceback__ = error.__context__ = None  # its frames hold the work, and that the connections
+        self._pg.abort()
 
     def _receive_note(self, note: dict[str, Any]) -> None:
         """Not used yet: another rank of this group may have received nothing, and they must not differ."""
@@ -338,7 +344,7 @@ class FTManager:
 
     def _vote(self) -> bool:
         if (error := self._error()) is not None:
-            self._pg.abort()  # groups that still wait for this one in a collective notice at once
+            self._hang_up(error)
         committed = self._manager.should_commit(timeout=3 * self._timeout)
         self._write(committed=committed, **({} if error is None else {"error": str(error)[:200]}))
         if not committed and self._is_first_rank:
