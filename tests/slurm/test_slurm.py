@@ -136,7 +136,7 @@ def test_a_job_is_requeued_at_its_time_limit(cluster, corpus, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_job_that_was_not_warned_saves_when_its_time_is_up(cluster, corpus, tmp_path):
-    changes = {"slurm__time": "1", "training__steps": 100_000, "metrics__log_freq": 100}
+    changes = {"slurm__time": "1", "training__steps": 100_000, "metrics__log_freq": 100, "slurm__signal_seconds": 30}
     job = Job(cluster, corpus, tmp_path, **changes, slurm__sbatch_options='["--signal=USR1@65535"]')
     cluster.wait_for_state(job.id, "RUNNING", 30)
     cluster.wait_for(lambda: "; requeued" in job.log, 200)
