@@ -82,7 +82,7 @@ class FTManager:
         self._note: dict[str, Any] = {}
         self._received: dict[str, Any] | None = None
         self._steps_of_round = rounds_of_steps
-        self._started = time.time()
+        (self._started,) = sum_over_ranks([time.time()])  # the same for all ranks: they must decide alike
         self._identity = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
         self._quorum_of_identity = -1
         self._manager.register_state_dict_fn(PeerTransport.KEY, self._receive_note, lambda: self._note)
