@@ -61,4 +61,4 @@ if [ "$NNODES" != 1 ]; then
         --master-port="${MASTER_PORT:-29500}" "$@"
 fi
 [ -z "${LOG_FOLDER:-}" ] || set -- --log-folder="$LOG_FOLDER" "$@"
-exec "$PYTHON" -m torchtitan_clone.launch --nproc-per-node="$NGPU" --log-rank="${LOG_RANK:-0}" "$@"
+exec "$PYTHON" -m torchtitan_clone.launch.torchrun --nproc-per-node="$NGPU" --log-rank="${LOG_RANK:-0}" "$@"

@@ -22,7 +22,7 @@ from torchtitan_clone.checkpoint.commit import (
     check_sizes,
     committed_steps,
     finished_step,
-    newest_whole_step,
+    newest_complete_step,
     purge,
     read_progress,
     step_folder,
@@ -78,7 +78,7 @@ def show(folder: Path, *, step: int | None) -> int:
     """What is in one step."""
     from torchtitan_clone.checkpoint.loading import read_index
 
-    step = newest_whole_step(folder) if step is None else step
+    step = newest_complete_step(folder) if step is None else step
     if step is None or step not in committed_steps(folder):
         print(f"{folder} has no such step; it has {committed_steps(folder)}")
         return 1

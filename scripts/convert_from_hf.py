@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.checkpoint.alone import write_weights_checkpoint
 from torchtitan_clone.checkpoint.hf import open_weight_folder
+from torchtitan_clone.checkpoint.offline import write_weights_checkpoint
 from torchtitan_clone.config import Config, ConfigError, to_toml
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE
-from torchtitan_clone.hub import open_initial_weights
 from torchtitan_clone.models import find_model
+from torchtitan_clone.run.hub import open_initial_weights
 
 
 def convert(source: Path, folder: Path, *, model: Model, dtype: torch.dtype) -> Model:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.checkpoint.alone import Weights
-from torchtitan_clone.checkpoint.gather import exported_dtype
+from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.hf import write_weights
+from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.hub import export_files
 from torchtitan_clone.models import find_model
+from torchtitan_clone.run.hub import export_files
 
 
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:

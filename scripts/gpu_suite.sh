@@ -11,13 +11,13 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" -m pytest tests/gpu 2>&1 | tee "$FOLDER/tests.log" | tail -n 15
 MODEL=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
     --model.args.vocab_size=32768 --training.seq_len=2048 --training.local_batch_size=8 --training.loss_chunk_tokens=4096)
-"$PYTHON" scripts/bench.py --rounds 3 --steps 15 --dtype bfloat16 --json "$FOLDER/eager.json" -- "${MODEL[@]}" \
+"$PYTHON" benchmarks/trainer.py --rounds 3 --steps 15 --dtype bfloat16 --json "$FOLDER/eager.json" -- "${MODEL[@]}" \
     >"$FOLDER/eager.txt" 2>"$FOLDER/eager.err"
-"$PYTHON" scripts/bench.py --rounds 3 --steps 15 --dtype bfloat16 --compile --json "$FOLDER/compiled.json" -- \
+"$PYTHON" benchmarks/trainer.py --rounds 3 --steps 15 --dtype bfloat16 --compile --json "$FOLDER/compiled.json" -- \
     "${MODEL[@]}" >"$FOLDER/compiled.txt" 2>"$FOLDER/compiled.err"
-"$PYTHON" scripts/bench_checkpoint.py --rows=4096 >"$FOLDER/checkpoint.txt" 2>"$FOLDER/checkpoint.err"
+"$PYTHON" benchmarks/checkpoint.py --rows=4096 >"$FOLDER/checkpoint.txt" 2>"$FOLDER/checkpoint.err"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
-    "$PYTHON" scripts/bench_parallel.py -- "${MODEL[@]}" --training.local_batch_size=2 \
+    "$PYTHON" benchmarks/parallel.py -- "${MODEL[@]}" --training.local_batch_size=2 \
         >"$FOLDER/parallel.txt" 2>"$FOLDER/parallel.err"
 fi
 echo "=== $(date -u +%F) $("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name())')"

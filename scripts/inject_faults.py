@@ -33,9 +33,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fault_tolerance.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS, Cluster, Stall, committed_once
-from tests.fault_tolerance.faults import PLACES, Fault
-from tests.runs import make_corpus
+from torchtitan_clone.testing.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS, Cluster, Stall, committed_once
+from torchtitan_clone.testing.faults import PLACES, Fault
+from torchtitan_clone.testing.runs import make_corpus
 
 ROWS = 12
 GRID = [place for place in PLACES if place != "gradients"]

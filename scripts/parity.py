@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.harness import RankFailed
 from tests.parallel.conftest import short_documents
-from tests.parallel.matrix import all_cases
-from tests.parallel.parity import compare
+from torchtitan_clone.testing.harness import RankFailed
+from torchtitan_clone.testing.parity import compare
+from torchtitan_clone.testing.parity_matrix import all_cases
 
 
 def main(words: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.runs import make_corpus
+from torchtitan_clone.testing.runs import make_corpus
 
 
 @pytest.fixture(scope="session")

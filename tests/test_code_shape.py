@@ -14,24 +14,22 @@ import tomli
 import torchtitan_clone
 from torchtitan_clone.config import Config, load_config
 from torchtitan_clone.config.render import option_docs
-from torchtitan_clone.config.settings import TABLES
+from torchtitan_clone.config.sources import TABLES
 
 PACKAGE = Path(torchtitan_clone.__file__).parent
 REPOSITORY = PACKAGE.parent
 TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
-STOREYS = [
-    {"config"},
+LAYERS = [
+    {"config", "ops", "files", "torch_compat"},
     {"observe"},
-    {"blockwise", "shards"},
-    {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance", "loss"},
-    {"hub"},
-    {"preflight"},
+    {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
+    {"run"},
     {"trainer"},
-    {"simulate"},
     {"train", "launch"},
+    {"testing"},
 ]
-"""Lower rooms first; a room imports from lower storeys only."""
+"""Packages from the lowest layer up; a package imports only from layers below its own."""
 
 LONGEST_FUNCTION = 90
 LONGEST_MEDIAN = 15
@@ -47,15 +45,15 @@ def sources() -> dict[str, ast.Module]:
     return {".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in files.items()}
 
 
-def room(module: str) -> str:
-    """The room of a module of the package, "" for the package itself."""
+def package_of(module: str) -> str:
+    """Returns the package or top-level module that a module belongs to, "" for the package itself."""
     return [*module.split("."), ""][1]
 
 
-def storey(module: str) -> int:
-    """Index into STOREYS; an entry must be made there for a new room."""
-    found = [index for index, rooms in enumerate(STOREYS) if room(module) in rooms]
-    assert found, f"{module}: its room stands on no storey; enter it in STOREYS"
+def layer(module: str) -> int:
+    """Index into LAYERS; a new package must be entered there."""
+    found = [index for index, packages in enumerate(LAYERS) if package_of(module) in packages]
+    assert found, f"{module}: belongs to no layer; enter it in LAYERS"
     return found[0]
 
 
@@ -74,15 +72,15 @@ def listed(findings: list[str]) -> str:
     return "\n".join(["", *findings])
 
 
-def test_a_room_imports_only_rooms_below_it() -> None:
+def test_a_package_imports_only_from_layers_below() -> None:
     wrong = [
         f"{module} imports {name}"
         for module in sources()
         for name in imports(module)
         if name.startswith("torchtitan_clone.")
-        and room(name) != room(module)
-        and room(name) != "__version__"
-        and (room(module) == "" or storey(name) >= storey(module))
+        and package_of(name) != package_of(module)
+        and package_of(name) != "__version__"
+        and (package_of(module) == "" or layer(name) >= layer(module))
     ]
     assert not wrong, listed(wrong)
 
@@ -91,7 +89,7 @@ def test_model_files_know_nothing_of_distribution() -> None:
     wrong = [
         f"{module} uses torch.distributed"
         for module in sources()
-        if room(module) == "models" and not module.endswith(".plan")
+        if package_of(module) == "models" and not module.endswith(".plan")
         if any(name.startswith("torch.distributed") for name in imports(module))
         or any(ast.unparse(node) == "torch.distributed" for node in attributes(sources()[module]))
     ]
@@ -104,7 +102,7 @@ def test_no_model_folder_imports_another() -> None:
         f"{module} imports {name}"
         for module in sources()
         for name in imports(module)
-        if room(module) == "models" and module.split(".")[2:3] != name.split(".")[2:3]
+        if package_of(module) == "models" and module.split(".")[2:3] != name.split(".")[2:3]
         if name.startswith("torchtitan_clone.models.") and name.split(".")[2] in families
         if module.split(".")[2:3] and module.split(".")[2] in families
     ]

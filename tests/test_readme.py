@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import make_corpus, train
+from torchtitan_clone.testing.runs import make_corpus, train
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -43,13 +43,13 @@ def shortened(command: str) -> str:
         return f"{command.replace(' &', f' {small} &')} {small}"
     if "inject_faults.py --grid" in command:
         return f"{command} --groups=2 --ranks=1 --places=commit"
-    if "bench_goodput.py" in command:
+    if "goodput.py" in command:
         return f"{command} --seconds=2 --every=1 --revive=0"
-    if "bench_checkpoint.py" in command:
+    if "benchmarks/checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
     if "fuzz_checkpoint.py" in command:
         return command.replace("--count=120", "--count=3")
-    if "scripts/bench" in command:
+    if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command
 

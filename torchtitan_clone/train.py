@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, await_lighthouse
-from torchtitan_clone.fault_tolerance.preemption import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 from torchtitan_clone.observe.logging import setup_logging
+from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
-    from torchtitan_clone.preflight import Shape
+    from torchtitan_clone.run.preflight import RunPlan
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -59,22 +59,22 @@ def run(config: Config, *, stop: StopRequest) -> int:
 def _train(config: Config, *, stop: StopRequest) -> int:
     """torch is imported only now, so that a wrong option is reported at once."""
     with stop.ending_at_once():
-        from torchtitan_clone import preflight
         from torchtitan_clone.parallel.runtime import Launch, meet, pick_device, process_group
+        from torchtitan_clone.run import preflight
         from torchtitan_clone.trainer import Trainer, TrainingError
 
         launch = Launch.from_environment()
         device = pick_device(launch)
-        shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+        plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
         if config.job.dry_run or config.comm.mode == "fake_backend":
-            _describe(shape)
+            _describe(plan)
             return 0
-        run = preflight.prepare(shape, launch=launch)
+        run = preflight.prepare(plan, launch=launch)
     done = max(run.progress.step, run.finished_step)
     if done >= config.training.steps:
         logger.info(
             "the run in %s is complete: step %d of training.steps = %d; raise training.steps to go on",
-            shape.folder,
+            plan.folder,
             done,
             config.training.steps,
         )
@@ -83,13 +83,11 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     if options.enable:
         with stop.ending_at_once():
             await_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.process_group_timeout_ms / 1000)
-    for line in (config.job.description, shape.overview):
+    for line in (config.job.description, plan.overview):
         if line:
             logger.info("%s", line)
     try:
-        goes_on = meet(
-            config.comm, launch=launch, options=_alike(shape), is_stop_wanted=lambda: stop.reason is not None
-        )
+        goes_on = meet(config.comm, launch=launch, options=_alike(plan), is_stop_wanted=lambda: stop.reason is not None)
     except TimeoutError as error:
         logger.error("%s", error)
         return 1
@@ -104,10 +102,10 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     return _exit_code(config, complete=complete)
 
 
-def _alike(shape: "Shape") -> list[str]:
+def _alike(plan: "RunPlan") -> list[str]:
     """What all ranks of a run must have alike, an option in a line; where they find files may differ."""
-    lines = [f"WORLD_SIZE = {shape.world_size}"]
-    for table, options in asdict(shape.config).items():
+    lines = [f"WORLD_SIZE = {plan.world_size}"]
+    for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
     return [line for line in lines if not line.startswith(PLACES)]
 
@@ -116,18 +114,18 @@ def _exit_code(config: Config, *, complete: bool) -> int:
     return REQUEUE_EXIT_CODE if config.preemption.requeue and not complete else 0
 
 
-def _describe(shape: "Shape") -> None:
-    from torchtitan_clone import preflight
+def _describe(plan: "RunPlan") -> None:
+    from torchtitan_clone.run import preflight
 
-    sys.stdout.write(preflight.summary(shape))
-    if shape.world_size > 1:
-        from torchtitan_clone.simulate import describe_layouts
+    sys.stdout.write(preflight.summary(plan))
+    if plan.world_size > 1:
+        from torchtitan_clone.run.simulate import describe_layouts
 
-        sys.stdout.write(describe_layouts(shape))
-    if shape.config.comm.mode == "fake_backend":
-        from torchtitan_clone.simulate import simulate
+        sys.stdout.write(describe_layouts(plan))
+    if plan.config.comm.mode == "fake_backend":
+        from torchtitan_clone.run.simulate import simulate
 
-        sys.stdout.write(f"\n{simulate(shape)}")
+        sys.stdout.write(f"\n{simulate(plan)}")
 
 
 def exit_process(argv: list[str]) -> None:

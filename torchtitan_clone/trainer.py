@@ -25,32 +25,32 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
-from torchtitan_clone.fault_tolerance.health import HangWatch, describe_slow_links, describe_stragglers, step_parts
-from torchtitan_clone.fault_tolerance.outer import outer_state, settle_outer
-from torchtitan_clone.fault_tolerance.preemption import StopBeforeTraining, StopRequest
-from torchtitan_clone.fault_tolerance.replicas import Healing, build_replicas
-from torchtitan_clone.hub import EXPORT_FOLDER, InitialWeights, export_files
-from torchtitan_clone.loss import build_loss
+from torchtitan_clone.fault_tolerance.health import Heartbeat, describe_slow_links, describe_stragglers, step_breakdown
+from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
+from torchtitan_clone.fault_tolerance.protocol import RecoveryState, build_replicas
 from torchtitan_clone.observe.flops import peak_flops_per_second
-from torchtitan_clone.observe.garbage import GarbageCollector
 from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
 from torchtitan_clone.observe.profiling import build_profiler
+from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.optim import OptimizerContainer, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
-from torchtitan_clone.parallel.clock import LINK_NOISE_SECONDS, CollectiveClock, measure_link
-from torchtitan_clone.parallel.initial import init_weights
-from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
-from torchtitan_clone.parallel.reshard import move, parts_of_all_ranks
-from torchtitan_clone.parallel.runtime import Launch, dump_collectives, set_determinism, set_timeout
-from torchtitan_clone.parallel.step import (
+from torchtitan_clone.parallel.forward_backward import (
     ForwardBackward,
     build_forward_backward,
     clip_gradients,
     sum_over_ranks,
 )
+from torchtitan_clone.parallel.init_weights import init_weights
+from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
+from torchtitan_clone.parallel.reshard import gather_shard_map, move
+from torchtitan_clone.parallel.runtime import Launch, dump_collectives, set_determinism, set_timeout
+from torchtitan_clone.parallel.stragglers import LINK_NOISE_SECONDS, CollectiveTimer, measure_link
 from torchtitan_clone.parallel.trace import CollectiveTrace
-from torchtitan_clone.preflight import CONFIG_FILE, Run, Shape, open_loaders
-from torchtitan_clone.shards import local_part
+from torchtitan_clone.run.gc_control import GCControl
+from torchtitan_clone.run.hub import EXPORT_FOLDER, InitialWeights, export_files
+from torchtitan_clone.run.preflight import CONFIG_FILE, PreparedRun, RunPlan, open_loaders
+from torchtitan_clone.run.stopping import StopBeforeTraining, StopRequest
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -59,7 +59,7 @@ class TrainingError(Exception):
     """Training cannot go on; the message says why and what to do."""
 
 
-class StepGivenUp(Exception):
+class StepInterrupted(Exception):
     """The run must end before the step does: nothing has changed but gradients, and the step is trained again later."""
 
 
@@ -80,33 +80,33 @@ class StepResult:
 class Trainer:
     """Trains one run to its last step, or to a request to stop. Needs the process group."""
 
-    def __init__(self, run: Run, *, launch: Launch, device: torch.device, stop: StopRequest):
-        config = run.shape.config
+    def __init__(self, run: PreparedRun, *, launch: Launch, device: torch.device, stop: StopRequest):
+        config = run.plan.config
         self._config = config
         self._run = run
         self._device = device
         self._stop = stop
         self._launch = launch
-        set_determinism(config.debug, launch=launch, tensor_degree=run.shape.degrees.tp)
+        set_determinism(config.debug, launch=launch, tensor_degree=run.plan.degrees.tp)
         self._checkpoints = CheckpointManager(
             config.checkpoint,
-            folder=run.shape.folder / config.checkpoint.folder,
+            folder=run.plan.folder / config.checkpoint.folder,
             state=self._state,
             documents={CONFIG_FILE: to_toml(config)},
             is_shared=config.fault_tolerance.enable,
         )
         self._progress = self._find_progress()
-        shape = run.shape.at_step(self._progress.step + 1)
-        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
-        self._take(build_parts(shape, mesh=mesh, device=device), shape=shape, mesh=mesh)
+        plan = run.plan.at_step(self._progress.step + 1)
+        mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
+        self._take(build_parts(plan, mesh=mesh, device=device), plan=plan, mesh=mesh)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
         self._outer = outer_state(config.fault_tolerance, parameters=self.parameters)
         self._checkpoints.load()
         if not self._progress.step and run.initial_weights is not None:
             self._load_initial(run.initial_weights)
-        settle_outer(self._outer, parameters=self.parameters)
-        self._watch = HangWatch(
-            folder=run.shape.records / config.comm.save_traces_folder,
+        init_outer_weights(self._outer, parameters=self.parameters)
+        self._watch = Heartbeat(
+            folder=run.plan.records / config.comm.save_traces_folder,
             rank=launch.rank,
             dump_collectives=dump_collectives,
         )
@@ -115,11 +115,11 @@ class Trainer:
         self._step_seconds = self._save_seconds = 0.0
         self._failed_exports: list[int] = []
         if launch.rank == 0:
-            write_config(run.shape)
+            write_config(run.plan)
         self._metrics = self._build_metrics(launch)
         self._profiler = build_profiler(
             config.profiling,
-            folder=run.shape.records,
+            folder=run.plan.records,
             rank=launch.rank,
             device_type=device.type,
             resume_step=self._progress.step,
@@ -138,7 +138,7 @@ class Trainer:
             is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
             wants_to_stop=self._wants_to_stop_waiting,
             identity=identity_of(config),
-            folder=run.shape.records,
+            folder=run.plan.records,
         )
 
     def _find_progress(self) -> Progress:
@@ -147,16 +147,16 @@ class Trainer:
         progress = (self._checkpoints.find() if checkpoint.enable else None) or NOTHING_DONE
         self._loader, self._validation_loader = run.loader, run.validation_loader
         if progress.step != run.progress.step:
-            shape = run.shape.at_step(progress.step + 1)
-            self._loader, self._validation_loader = open_loaders(shape, dataset=run.dataset, rank=self._launch.rank)
+            plan = run.plan.at_step(progress.step + 1)
+            self._loader, self._validation_loader = open_loaders(plan, dataset=run.dataset, rank=self._launch.rank)
             if progress.data:
                 self._loader.load_state_dict(progress.data, allow_change=checkpoint.allow_data_change)
         return progress
 
-    def _take(self, parts: list[nn.Module], *, shape: Shape, mesh: Mesh) -> None:
+    def _take(self, parts: list[nn.Module], *, plan: RunPlan, mesh: Mesh) -> None:
         """Trains these parts of the model from now on."""
-        config = shape.config
-        self._shape, self._mesh, self.parts = shape, mesh, parts
+        config = plan.config
+        self._shape, self._mesh, self.parts = plan, mesh, parts
         self.parameters = named_parameters(parts)
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
         compile_loss = config.compile.enable and "loss" in config.compile.components
@@ -164,15 +164,15 @@ class Trainer:
             chunk_tokens=config.training.loss_chunk_tokens,
             compile_backend=config.compile.backend if compile_loss else None,
         )
-        self._forward_backward = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=self._device)
+        self._forward_backward = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=self._device)
 
     def _enter_phase_of(self, step: int) -> bool:
         """Freezes blocks, and builds the mesh anew, where training.freeze_schedule says so; whether it did.
 
         All state stays in memory: it moves from the old parts of the model to the new ones.
         """
-        shape = self._run.shape.at_step(step)
-        if shape.first_step == self._shape.first_step:
+        plan = self._run.plan.at_step(step)
+        if plan.first_step == self._shape.first_step:
             return False
         start = time.perf_counter()
         self._checkpoints.forget_plan()
@@ -183,19 +183,19 @@ class Trainer:
         if self._config.compile.enable:
             torch.compiler.reset()  # the names of process groups are compiled in
         del self.parts, self.parameters, self.optimizer, self._forward_backward, self._loader, self._validation_loader
-        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=self._device.type)
-        stages = shape.stages.of_rank(mesh.pp.get_local_rank())
-        parts = [parallelized_part(shape, stage=stage, mesh=mesh) for stage in stages]
+        mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=self._device.type)
+        stages = plan.stages.of_rank(mesh.pp.get_local_rank())
+        parts = [parallelized_part(plan, stage=stage, mesh=mesh) for stage in stages]
         optimizer_state = move_state(old_state, parts=parts, device=self._device)
-        self._take(parts, shape=shape, mesh=mesh)
+        self._take(parts, plan=plan, mesh=mesh)
         self.optimizer.take_state(optimizer_state)
         old_mesh.close()
         gc.collect()  # modules and their hooks refer to one another
-        self._loader, self._validation_loader = open_loaders(shape, dataset=self._run.dataset, rank=self._launch.rank)
+        self._loader, self._validation_loader = open_loaders(plan, dataset=self._run.dataset, rank=self._launch.rank)
         self._loader.load_state_dict(position, allow_change=False)
-        self._metrics.flops_per_token = shape.flops_per_token
-        mesh_text = describe_mesh(shape.degrees).partition("\n")[0]
-        what = f"{shape.frozen_layers} blocks frozen from now on, {mesh_text}"
+        self._metrics.flops_per_token = plan.flops_per_token
+        mesh_text = describe_mesh(plan.degrees).partition("\n")[0]
+        what = f"{plan.frozen_layers} blocks frozen from now on, {mesh_text}"
         self._metrics.log_event(self._progress.step, what, seconds=time.perf_counter() - start)
         return True
 
@@ -207,7 +207,7 @@ class Trainer:
         if self._agree_to_stop():
             raise StopBeforeTraining(self._stop_reason)
         goes_on = self._begin_step(first=True)
-        garbage = GarbageCollector(self._config.training.gc_freq)
+        garbage = GCControl(self._config.training.gc_freq)
         last_step = 0 if self._config.checkpoint.create_seed_checkpoint else self._config.training.steps
         interval, attempts, stop = _Interval(), 0, False
         with self._profiler:
@@ -219,7 +219,7 @@ class Trainer:
                 try:
                     with self._maybe_trace(attempts == 1), clock or nullcontext():
                         result = self.train_step(step)
-                except StepGivenUp:
+                except StepInterrupted:
                     self._replicas.commit(healthy=False)
                     self._metrics.ledger.throw_away(steps=1, seconds=time.perf_counter() - start)
                     break
@@ -348,15 +348,15 @@ class Trainer:
     def _state(self) -> dict[str, Tensor]:
         return training_state(self.parameters, self.optimizer) | self._outer
 
-    def _healing(self) -> Healing:
+    def _healing(self) -> RecoveryState:
         """What another replica group needs to go on where this one is."""
-        local = {name: local_part(tensor) for name, tensor in self._state().items()}
-        return Healing(
+        local = {name: local_shard(tensor) for name, tensor in self._state().items()}
+        return RecoveryState(
             tensors=local,
             note=lambda: asdict(self._progress_with_data()),
             take_over=self._take_over,
             positions=lambda: self._loader.notes,
-            take_positions=self._loader.take_notes,
+            take_positions=self._loader.set_stream_positions,
         )
 
     def _take_over(self, note: dict[str, Any]) -> None:
@@ -369,12 +369,12 @@ class Trainer:
         return replace(self._progress, data=self._loader.state_dict())
 
     def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        """The batch in parts, on the device. StepGivenUp, on all ranks at the same part, where time has run out."""
+        """The batch in parts, on the device. StepInterrupted, on all ranks at the same part, where time has run out."""
         deadline = self._config.preemption.deadline_seconds
         for rows in batch.microbatches(self._shape.config.training.local_batch_size):
             self._watch.moved(timeout_seconds=self._timeout_seconds)
             if deadline is not None and any(sum_over_ranks([self._stop.seconds_since > deadline / 2])):
-                raise StepGivenUp
+                raise StepInterrupted
             yield rows.to(self._device)
 
     def _set_timeout(self, seconds: int) -> None:
@@ -391,18 +391,18 @@ class Trainer:
         self._set_timeout(before)
         self._watch.moved(timeout_seconds=before)
 
-    def _build_clock(self, step: int) -> CollectiveClock | None:
+    def _build_clock(self, step: int) -> CollectiveTimer | None:
         """What measures the communication of this step; None for most. It would unpack compiled code and pipelines."""
         unpacks = self._config.compile.enable or self._shape.degrees.pp > 1
-        return None if unpacks or not self._is_report_due(step) else CollectiveClock(self._device)
+        return None if unpacks or not self._is_report_due(step) else CollectiveTimer(self._device)
 
     def _is_report_due(self, step: int) -> bool:
         freq = self._config.comm.straggler_freq
         return freq > 0 and step % freq == 0 and self._launch.world_size > 1
 
-    def _report_stragglers(self, clock: CollectiveClock | None, *, data_seconds: float) -> None:
+    def _report_stragglers(self, clock: CollectiveTimer | None, *, data_seconds: float) -> None:
         source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
-        own = step_parts(
+        own = step_breakdown(
             data=data_seconds,
             total=self._step_seconds,
             communication=clock.seconds if clock else None,
@@ -541,18 +541,18 @@ class Trainer:
             self._write_export(step)
 
     def _write_export(self, step: int) -> None:
-        shape, to_name = self._shape, self._shape.spec.hugging_face.to_name
+        plan, to_name = self._shape, self._shape.spec.hugging_face.to_name
         dtype = getattr(torch, self._config.checkpoint.export_dtype)
         report = export_weights(
-            shape.folder / EXPORT_FOLDER / f"step-{step}",
+            plan.folder / EXPORT_FOLDER / f"step-{step}",
             tensors={to_name(name): parameter for name, parameter in self.parameters.items()},
-            names=[to_name(name) for name in shape.parameters],
+            names=[to_name(name) for name in plan.parameters],
             dtype=dtype,
             files=export_files(
-                spec=shape.spec,
-                model_args=shape.model_args,
+                spec=plan.spec,
+                model_args=plan.model_args,
                 model=self._config.model,
-                tokenizer=shape.tokenizer,
+                tokenizer=plan.tokenizer,
                 dtype=dtype,
             ),
         )
@@ -638,36 +638,36 @@ class _Interval:
         return time.perf_counter() - self._start
 
 
-def build_parts(shape: Shape, *, mesh: Mesh, device: torch.device) -> list[nn.Module]:
+def build_parts(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> list[nn.Module]:
     """What this rank has of the model: the whole of it, or its stages."""
     return [
-        build_part(shape, stage=stage, mesh=mesh, device=device)
-        for stage in shape.stages.of_rank(mesh.pp.get_local_rank())
+        build_part(plan, stage=stage, mesh=mesh, device=device)
+        for stage in plan.stages.of_rank(mesh.pp.get_local_rank())
     ]
 
 
-def build_part(shape: Shape, *, stage: int, mesh: Mesh, device: torch.device) -> nn.Module:
+def build_part(plan: RunPlan, *, stage: int, mesh: Mesh, device: torch.device) -> nn.Module:
     """A stage of the model, parallelized on the meta device, then made real and given its initial weights."""
-    config = shape.config
-    model = parallelized_part(shape, stage=stage, mesh=mesh)
+    config = plan.config
+    model = parallelized_part(plan, stage=stage, mesh=mesh)
     model.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
     model.init_buffers(device)
     parameters = named_parameters([model])
-    init_weights(parameters, seed=config.debug.seed, std_of=partial(shape.spec.initial_std, shape.model_args))
+    init_weights(parameters, seed=config.debug.seed, std_of=partial(plan.spec.initial_std, plan.model_args))
     return model
 
 
-def parallelized_part(shape: Shape, *, stage: int, mesh: Mesh) -> Any:
+def parallelized_part(plan: RunPlan, *, stage: int, mesh: Mesh) -> Any:
     """A stage of the model on the meta device, ready to be made real."""
-    config = shape.config
+    config = plan.config
     with torch.device("meta"):
-        model = shape.spec.build(shape.model_args).to(getattr(torch, config.training.dtype))
+        model = plan.spec.build(plan.model_args).to(getattr(torch, config.training.dtype))
     apply_parallelism(
         model,
-        modules=shape.stages.modules[stage],
-        frozen=shape.frozen_modules,
+        modules=plan.stages.modules[stage],
+        frozen=plan.frozen_modules,
         mesh=mesh,
-        tensor_plan=shape.spec.tensor_plan(),
+        tensor_plan=plan.spec.tensor_plan(),
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
@@ -677,22 +677,22 @@ def parallelized_part(shape: Shape, *, stage: int, mesh: Mesh) -> Any:
 
 
 def build_step(
-    parts: list[nn.Module], *, shape: Shape, mesh: Mesh, loss_fn: Callable[..., Tensor], device: torch.device
+    parts: list[nn.Module], *, plan: RunPlan, mesh: Mesh, loss_fn: Callable[..., Tensor], device: torch.device
 ) -> ForwardBackward:
     """How one forward and backward runs: plain, or through a pipeline."""
-    if shape.degrees.pp == 1:
+    if plan.degrees.pp == 1:
         return build_forward_backward(parts[0], loss_fn=loss_fn, device=device)
     from torchtitan_clone.parallel.pipeline import build_pipelined_forward_backward
 
     return build_pipelined_forward_backward(
         parts,
-        stages=shape.stages,
-        frozen_stages=shape.frozen_stages,
-        parallelism=shape.config.parallelism,
+        stages=plan.stages,
+        frozen_stages=plan.frozen_stages,
+        parallelism=plan.config.parallelism,
         mesh=mesh,
         loss_fn=loss_fn,
-        dim=shape.model_args.dim,
-        dtype=getattr(torch, shape.config.training.mixed_precision_param),
+        dim=plan.model_args.dim,
+        dtype=getattr(torch, plan.config.training.mixed_precision_param),
         device=device,
     )
 
@@ -716,7 +716,7 @@ def move_state(old: dict[str, Tensor], *, parts: list[Any], device: torch.device
 
     Returns the optimizer's state of what still learns.
     """
-    sources = parts_of_all_ranks(old)
+    sources = gather_shard_map(old)
     parameters = named_parameters(parts)
     wanted: dict[str, Tensor] = {f"model/{name}": parameter for name, parameter in parameters.items()}
     for name, holders in sources.items():
@@ -743,12 +743,12 @@ def identity_of(config: Config) -> str:
     return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))
 
 
-def write_config(shape: Shape) -> None:
+def write_config(plan: RunPlan) -> None:
     """Writes the resolved configuration into the run's folder, all of it or nothing."""
-    shape.records.mkdir(parents=True, exist_ok=True)
-    partial_file = shape.records / f"{CONFIG_FILE}.partial"
-    partial_file.write_text(to_toml(shape.config))
-    partial_file.rename(shape.records / CONFIG_FILE)
+    plan.records.mkdir(parents=True, exist_ok=True)
+    partial_file = plan.records / f"{CONFIG_FILE}.partial"
+    partial_file.write_text(to_toml(plan.config))
+    partial_file.rename(plan.records / CONFIG_FILE)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -12,10 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchtitan_clone import preflight
 from torchtitan_clone.config import Config, ConfigError, load_config
-from torchtitan_clone.config.slurm import batch_script, processes_per_node
 from torchtitan_clone.fault_tolerance.lighthouse import lighthouse_place
+from torchtitan_clone.launch.slurm_script import batch_script, processes_per_node
+from torchtitan_clone.run import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -52,8 +52,8 @@ def checked_folder(config: Config) -> Path:
     if config.fault_tolerance.enable:
         lighthouse_place(str(lighthouse))
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
-    shape = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
-    return shape.folder.resolve()
+    plan = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
+    return plan.folder.resolve()
 
 
 def job_arguments(argv: list[str], config: Config) -> list[str]:

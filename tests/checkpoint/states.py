@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.harness import run_ranks
 from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint, Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.testing.harness import run_ranks
 
 # Uneven over 2, 3 and 4 ranks, matrices and vectors, no dimension, integers, other types, and nothing at all.
 SHAPES = {

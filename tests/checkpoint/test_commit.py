@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.states import load, make_state, manager_of, progress_at, rank_of_a_group, save
-from tests.harness import run_ranks
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import check_digest, check_sizes, committed_steps
 from torchtitan_clone.checkpoint.writer import (
@@ -22,6 +21,7 @@ from torchtitan_clone.checkpoint.writer import (
     pieces_of,
     write_file,
 )
+from torchtitan_clone.testing.harness import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.checkpoint.states import make_state, manager_of, rank_of_a_group, save, whole
-from tests.harness import run_ranks
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.testing.harness import run_ranks
 
 
 def resume_changed(folder, options):

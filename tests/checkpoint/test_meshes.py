@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.checkpoint.states import make_state, manager_of, progress_at, rank_of_a_group
-from tests.harness import run_ranks
-from tests.runs import options
-from torchtitan_clone import preflight
 from torchtitan_clone.checkpoint.loading import read_tensors
 from torchtitan_clone.config import load_config
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
 from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options
 from torchtitan_clone.trainer import Trainer
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -32,8 +32,8 @@ def whole_state(trainer):
 def train_on(argv):
     """What this rank goes on from, and what it has after its last step."""
     config, launch, device = load_config(argv), Launch.from_environment(), torch.device("cpu")
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(shape, launch=launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
         trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
         before = whole_state(trainer)

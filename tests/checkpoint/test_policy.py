@@ -20,10 +20,10 @@ from tests.checkpoint.states import (
     step_of,
     whole,
 )
-from tests.harness import run_ranks
-from tests.runs import Ranks, losses, options, rows, train, wait_for_step
 from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
 from torchtitan_clone.checkpoint.loading import read_tensors
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 ASYNC = ("async", "async_with_pinned_mem")

@@ -10,7 +10,7 @@ import pytest
 from torchtitan_clone.config import Config, help_text, load_config, run_folder, to_toml
 from torchtitan_clone.config.overlay import describe, toml_like
 from torchtitan_clone.config.render import option_docs
-from torchtitan_clone.config.settings import TABLES
+from torchtitan_clone.config.sources import TABLES
 
 LETTERS = "aZ09 _-.=#'\"\\/\n\t\b\x1f\x7f[]{},äßЖ中🙂"
 

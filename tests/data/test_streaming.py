@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from tests.data.corpora import TOKENIZER, jsonl, parquet, texts, write
 from tests.data.test_loader import GLOBAL_BATCH, SEQ_LEN, assert_equal, joined, take, train_loader, validation_loader
-from tests.harness import run_ranks
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import IGNORE_INDEX, open_dataset
 from torchtitan_clone.data.token_store import is_held_out
+from torchtitan_clone.testing.harness import run_ranks
 
 pytest.importorskip("datasets")
 

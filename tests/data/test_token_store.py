@@ -20,7 +20,9 @@ from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
 from torchtitan_clone.data.token_store import is_held_out
 
-PROCESSES = multiprocessing.get_context("forkserver")  # of which tests.harness has one with torch loaded
+PROCESSES = multiprocessing.get_context(
+    "forkserver"
+)  # of which torchtitan_clone.testing.harness has one with torch loaded
 
 
 def prepare_logging(path: Path, *, cache: Path, log: Path) -> None:

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from tests.harness import run_ranks
-from tests.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
-from torchtitan_clone.fault_tolerance.health import StepParts, describe_slow_links, describe_stragglers
+from torchtitan_clone.fault_tolerance.health import StepBreakdown, describe_slow_links, describe_stragglers
 from torchtitan_clone.observe.goodput import KINDS
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
 
 
 def rank_that_is_disturbed(argv, logs, disturb):
@@ -75,7 +75,9 @@ def test_looking_for_slow_ranks_changes_no_bit(corpus, tmp_path):
 
 def test_ranks_that_are_alike_are_not_called_slow():
     def parts(computation, data=0.01):
-        return StepParts(host="h", data=data, total=1.2 + data, communication=1.2 - computation, source=0, link=0.001)
+        return StepBreakdown(
+            host="h", data=data, total=1.2 + data, communication=1.2 - computation, source=0, link=0.001
+        )
 
     assert describe_stragglers([parts(1.0), parts(1.1), parts(0.9)]) == []
     assert describe_stragglers([parts(0.1), parts(0.1), parts(0.1, data=0.05)]) == []
@@ -91,7 +93,7 @@ def slow_links(links, *, hosts="aaaaaaaa"):
     """What is said of a ring whose ranks receive in so many milliseconds."""
     own = {"data": 0.0, "total": 1.0, "communication": None}
     ranks = [
-        StepParts(host=host, source=rank - 1 if rank else len(links) - 1, link=link / 1000, **own)
+        StepBreakdown(host=host, source=rank - 1 if rank else len(links) - 1, link=link / 1000, **own)
         for rank, (link, host) in enumerate(zip(links, hosts[: len(links)], strict=True))
     ]
     return describe_slow_links(ranks, noise_seconds=0.01)

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.runs import options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, await_lighthouse, start_lighthouse
+from torchtitan_clone.testing.runs import options, train
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.fault_tolerance.cluster import HEARTBEAT_MS, Cluster, committed_once
-from tests.fault_tolerance.faults import Fault
-from tests.runs import losses, options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.replicas import check_replicas
+from torchtitan_clone.fault_tolerance.protocol import check_replicas
+from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster, committed_once
+from torchtitan_clone.testing.faults import Fault
+from torchtitan_clone.testing.runs import losses, options, train
 
 ROWS = 12
 STEPS = 60

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from tests.checkpoint.states import rank_of_a_group
-from tests.fault_tolerance.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
-from tests.fault_tolerance.faults import Fault
-from tests.harness import collect, start_ranks
-from tests.runs import losses, options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.outer import outer_state, settle_outer, split_into_fragments
-from torchtitan_clone.fault_tolerance.replicas import Healing
+from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state, split_into_fragments
+from torchtitan_clone.fault_tolerance.protocol import RecoveryState
+from torchtitan_clone.testing.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
+from torchtitan_clone.testing.faults import Fault
+from torchtitan_clone.testing.harness import collect, start_ranks
+from torchtitan_clone.testing.runs import losses, options, train
 
 ROWS, STEPS, ROUND = 8, 60, 5
 SMALL = {
@@ -127,13 +127,13 @@ def growth(*, step: int, group: int) -> torch.Tensor:
 
 def group_that_trains_numbers(options, folder):
     """A replica group with a number for each layer; its weights after each step, and how many steps that took."""
-    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncManager
+    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncGroup
 
     weights = {name: nn.Parameter(torch.zeros(1, dtype=torch.float64)) for name in NUMBERS}
     outer = outer_state(options, parameters=weights)
-    settle_outer(outer, parameters=weights)
+    init_outer_weights(outer, parameters=weights)
     curve, attempts = [], 0
-    healing = Healing(
+    healing = RecoveryState(
         tensors={**weights, **outer},
         note=lambda: {"steps": len(curve)},
         take_over=lambda note: curve.__delitem__(slice(note["steps"], None)),
@@ -141,7 +141,7 @@ def group_that_trains_numbers(options, folder):
         take_positions=lambda _: None,
     )
     with rank_of_a_group():
-        groups = SemiSyncManager(
+        groups = SemiSyncGroup(
             options,
             device=torch.device("cpu"),
             step=0,

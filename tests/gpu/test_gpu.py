@@ -6,9 +6,9 @@ import signal
 import pytest
 import torch
 
-from tests.fault_tolerance.cluster import Cluster, committed_once
-from tests.fault_tolerance.faults import Fault
-from tests.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.testing.cluster import Cluster, committed_once
+from torchtitan_clone.testing.faults import Fault
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -7,7 +7,6 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchtitan_clone.blockwise import document_starts
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models import MODELS, find_model
@@ -15,6 +14,7 @@ from torchtitan_clone.models.attention import BLOCK, block_mask
 from torchtitan_clone.models.llama3 import hf
 from torchtitan_clone.models.llama3.model import Llama3, Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.ops.blockwise_attention import document_starts
 
 ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, rope_theta=10000.0, max_seq_len=256)
 

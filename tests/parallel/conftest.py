@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_clone.preflight import SPLITS_BACKWARD_SINCE
+from torchtitan_clone.run.preflight import SPLITS_BACKWARD_SINCE
 
 SPLITS_BACKWARD = (
     "ZeroBubble",

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.harness import run_ranks
 from tests.parallel.test_gradients import check_gradients
-from tests.runs import losses, make_corpus, options, rows, train
-from torchtitan_clone import blockwise
-from torchtitan_clone.blockwise import document_attention, document_starts
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
+from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
 from torchtitan_clone.parallel.context import HeadExchange, KeyExchange, LocalStarts, local_tokens
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 
 METHODS = ["allgather", "alltoall", "ring"]
 
@@ -157,17 +157,17 @@ def test_gradients_equal_one_device(corpus, tmp_path, name):
 
 def saved_bytes(argv):
     """Bytes that the forward up to the loss keeps for backward on this rank, weights left out."""
-    from torchtitan_clone import preflight
     from torchtitan_clone.config import load_config
     from torchtitan_clone.parallel.mesh import build_mesh
     from torchtitan_clone.parallel.runtime import Launch, process_group
+    from torchtitan_clone.run import preflight
     from torchtitan_clone.trainer import build_parts
 
     config, launch, cpu = load_config(argv), Launch.from_environment(), torch.device("cpu")
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    batch = next(preflight.prepare(shape, launch=launch).loader)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    batch = next(preflight.prepare(plan, launch=launch).loader)
     with process_group(config.comm, launch=launch, device=cpu):
-        (model,) = build_parts(shape, mesh=build_mesh(shape.degrees, loss_rank=0, device_type="cpu"), device=cpu)
+        (model,) = build_parts(plan, mesh=build_mesh(plan.degrees, loss_rank=0, device_type="cpu"), device=cpu)
         storages = {}
 
         def keep(tensor):

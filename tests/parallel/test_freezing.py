@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tests.data.corpora import jsonl, texts, write
-from tests.harness import run_ranks
-from tests.runs import losses, options, rows, train
-from torchtitan_clone import preflight
 from torchtitan_clone.config import load_config
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
 from torchtitan_clone.optim import build_schedule
-from torchtitan_clone.parallel.initial import init_weights
+from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, options, rows, train
 from torchtitan_clone.trainer import Trainer, training_state
 
 CPU = torch.device("cpu")
@@ -42,11 +42,11 @@ def frozen_options(corpus, folder, first=None, second=None, **changes):
 def train_plainly(argv):
     """Losses and gradient norms of all steps and weights at the end, with nothing but torch and requires_grad."""
     config = load_config(argv)
-    shape = preflight.resolve(config, world_size=1, device_type="cpu")
-    loader = preflight.prepare(shape, launch=Launch.from_environment()).loader
-    model = shape.spec.build(shape.model_args)
+    plan = preflight.resolve(config, world_size=1, device_type="cpu")
+    loader = preflight.prepare(plan, launch=Launch.from_environment()).loader
+    model = plan.spec.build(plan.model_args)
     parameters = dict(model.named_parameters())
-    init_weights(parameters, seed=config.debug.seed, std_of=lambda name: shape.spec.initial_std(shape.model_args, name))
+    init_weights(parameters, seed=config.debug.seed, std_of=lambda name: plan.spec.initial_std(plan.model_args, name))
     groups = [{"params": [p for p in parameters.values() if p.ndim >= 2]}]
     groups.append({"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.optimizer.weight_decay)
@@ -95,8 +95,8 @@ class Watched(Trainer):
 def train_and_look(argv):
     """All state of this rank around each point and at the end; process groups then, and as the mesh alone has them."""
     config, launch = load_config(argv), Launch.from_environment()
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(shape, launch=launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=CPU):
         trainer = Watched(run, launch=launch, device=CPU, stop=StopRequest())
         trainer.train()
@@ -235,10 +235,10 @@ def test_frozen_blocks_are_neither_reduced_nor_gathered_for_backward(corpus, tmp
 
 def test_flops_of_frozen_blocks_are_a_third(corpus, tmp_path):
     config = load_config(frozen_options(corpus, tmp_path, {}, {}))
-    shape = preflight.resolve(config, world_size=1, device_type="cpu")
+    plan = preflight.resolve(config, world_size=1, device_type="cpu")
     block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64
     attention = 64 * 64  # of all heads, with each of 64 tokens
     all_learn = 6 * (4 * block + 2049 * 64) + 12 * 4 * attention
-    assert shape.at_step(2).flops_per_token == all_learn
-    assert shape.at_step(3).flops_per_token == pytest.approx(all_learn - (4 * block + 8 * attention))
-    assert shape.at_step(8).flops_per_token == pytest.approx(all_learn - 3 * (4 * block + 8 * attention))
+    assert plan.at_step(2).flops_per_token == all_learn
+    assert plan.at_step(3).flops_per_token == pytest.approx(all_learn - (4 * block + 8 * attention))
+    assert plan.at_step(8).flops_per_token == pytest.approx(all_learn - 3 * (4 * block + 8 * attention))

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.harness import run_ranks
-from tests.runs import options
-from torchtitan_clone import preflight
 from torchtitan_clone.config import load_config
-from torchtitan_clone.loss import IGNORE_INDEX, build_loss
+from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX, build_loss
 from torchtitan_clone.parallel.apply import named_parameters
-from torchtitan_clone.parallel.initial import init_weights
+from torchtitan_clone.parallel.forward_backward import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.parallel.step import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.run import preflight
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options
 from torchtitan_clone.trainer import build_parts, build_step
 
 TIED = {"model__args__tied_embeddings": True}
@@ -30,8 +30,8 @@ def masked(batch, *, first_row, tokens=None):
     return type(batch)(**{**vars(batch), "num_targets": num_targets})
 
 
-def std_of(shape):
-    return lambda name: shape.spec.initial_std(shape.model_args, name)
+def std_of(plan):
+    return lambda name: plan.spec.initial_std(plan.model_args, name)
 
 
 def parallel_gradients(argv):
@@ -39,18 +39,18 @@ def parallel_gradients(argv):
     config = load_config(argv)
     launch = Launch.from_environment()
     device = pick_device(launch)
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(shape, launch=launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
-        mesh = build_mesh(shape.degrees, loss_rank=shape.stages.ranks[-1], device_type=device.type)
-        parts = build_parts(shape, mesh=mesh, device=device)
+        mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
+        parts = build_parts(plan, mesh=mesh, device=device)
         parameters = named_parameters(parts)
         loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
-        first_row = batch_rank(shape.degrees, rank=launch.rank) * shape.global_batch_size // shape.degrees.data
-        tokens = preflight.tokens_of_rank(shape, rank=launch.rank)
+        first_row = batch_rank(plan.degrees, rank=launch.rank) * plan.global_batch_size // plan.degrees.data
+        tokens = preflight.tokens_of_rank(plan, rank=launch.rank)
         batch = masked(next(run.loader), first_row=first_row, tokens=tokens)
         (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
-        step = build_step(parts, shape=shape, mesh=mesh, loss_fn=loss_fn, device=device)
+        step = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=device)
         local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
@@ -61,10 +61,10 @@ def plain_gradients(argv):
     """The same with nothing but torch."""
     config = load_config(argv)
     launch = Launch.from_environment()
-    shape = preflight.resolve(config, world_size=1, device_type="cpu")
-    batch = masked(next(preflight.prepare(shape, launch=launch).loader), first_row=0)
-    model = shape.spec.build(shape.model_args)
-    init_weights(dict(model.named_parameters()), seed=config.debug.seed, std_of=std_of(shape))
+    plan = preflight.resolve(config, world_size=1, device_type="cpu")
+    batch = masked(next(preflight.prepare(plan, launch=launch).loader), first_row=0)
+    model = plan.spec.build(plan.model_args)
+    init_weights(dict(model.named_parameters()), seed=config.debug.seed, std_of=std_of(plan))
     logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
@@ -134,11 +134,11 @@ def mixed_precision_types(argv):
     """Types seen by the blocks in forward, and of the parameters and gradients that the optimizer sees."""
     config = load_config(argv)
     launch = Launch.from_environment()
-    shape = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(shape, launch=launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
+    run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=torch.device("cpu")):
-        mesh = build_mesh(shape.degrees, loss_rank=0, device_type="cpu")
-        (model,) = build_parts(shape, mesh=mesh, device=torch.device("cpu"))
+        mesh = build_mesh(plan.degrees, loss_rank=0, device_type="cpu")
+        (model,) = build_parts(plan, mesh=mesh, device=torch.device("cpu"))
         seen = set()
         # Inside a block, where FSDP's gathered weights are in place.
         for block in model.layers.values():

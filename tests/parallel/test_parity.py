@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.parallel.matrix import QUICK, all_cases
-from tests.parallel.parity import compare
+from torchtitan_clone.testing.parity import compare
+from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
 
 CASES = all_cases()
 

@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from tests.harness import run_ranks
 from tests.parallel.test_gradients import check_gradients, parallel_gradients
-from tests.runs import losses, options, rows, train
-from torchtitan_clone import preflight
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.pipeline import SCHEDULES, Stages, resolved_stages
-from torchtitan_clone.config.pipeline_checks import pipeline_violations
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.parallel.pipeline import describe_pipeline, idle_share
+from torchtitan_clone.parallel.pipeline import bubble_fraction, describe_pipeline
+from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.rules import find_pipeline_errors
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, options, rows, train
 
 FILE_1F1B = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 FILE_ZERO_BUBBLE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -80,7 +80,7 @@ def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, schedule, c
 
 def gradients_of_a_refused_run(argv):
     """As if no rule had been there."""
-    preflight.violations = lambda *_args, **_facts: []
+    preflight.find_run_errors = lambda *_args, **_facts: []
     return parallel_gradients(argv)
 
 
@@ -176,7 +176,7 @@ def stages_of(schedule, ranks, *, each):
 def test_the_bubble_is_that_of_the_papers(schedule, ranks, each, microbatches, expected):
     parallelism = Parallelism(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
     stages = stages_of(schedule, ranks, each=each)
-    assert idle_share(parallelism, stages=stages, microbatches=microbatches) == pytest.approx(expected)
+    assert bubble_fraction(parallelism, stages=stages, microbatches=microbatches) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -189,12 +189,12 @@ def test_the_rules_refuse_what_torch_cannot_run(schedule):
             argv = [f"--parallelism.pipeline_parallel_{key}" for key in (f"degree={ranks}", f"schedule={schedule}")]
             argv += ["--parallelism.pipeline_parallel_layers_per_stage=1", f"--training.local_batch_size={count}"]
             config = load_config(argv)
-            refused = pipeline_violations(config, n_layers=len(stages.ranks) - 2, tied_embeddings=False)
+            refused = find_pipeline_errors(config, n_layers=len(stages.ranks) - 2, tied_embeddings=False)
             if not refused:
-                assert 0 <= idle_share(config.parallelism, stages=stages, microbatches=count) < 1
+                assert 0 <= bubble_fraction(config.parallelism, stages=stages, microbatches=count) < 1
             elif schedule != "1F1B":  # its share needs no plan
                 with pytest.raises(ValueError, match="microbatches"):
-                    idle_share(config.parallelism, stages=stages, microbatches=count)
+                    bubble_fraction(config.parallelism, stages=stages, microbatches=count)
 
 
 @pytest.mark.parametrize(

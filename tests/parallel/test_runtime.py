@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import run_ranks
-from tests.runs import options
-from torchtitan_clone import preflight
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm
-from torchtitan_clone.fault_tolerance.preemption import StopRequest
 from torchtitan_clone.parallel.runtime import Launch, meet, process_group, set_timeout
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options
 from torchtitan_clone.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 
-from tests.harness import run_ranks
-from tests.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options, train
 
 
 def collectives(folder):

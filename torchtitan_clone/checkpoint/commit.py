@@ -88,9 +88,9 @@ def bad_steps(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.bad-*"))
 
 
-def newest_whole_step(folder: Path) -> int | None:
+def newest_complete_step(folder: Path) -> int | None:
     """The newest step that looks whole, by sizes; None where there is none. Needs no process group, changes nothing."""
-    return next((step for step in reversed(committed_steps(folder)) if is_whole(folder, step=step)), None)
+    return next((step for step in reversed(committed_steps(folder)) if is_complete(folder, step=step)), None)
 
 
 def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | None:
@@ -98,8 +98,8 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | Non
     if not checkpoint.enable:
         return None
     recover(folder)
-    step = newest_whole_step(folder) if checkpoint.load_step == -1 else checkpoint.load_step
-    if step is None or not is_whole(folder, step=step):
+    step = newest_complete_step(folder) if checkpoint.load_step == -1 else checkpoint.load_step
+    if step is None or not is_complete(folder, step=step):
         return None
     return without_excluded(read_progress(step_folder(folder, step)), checkpoint=checkpoint)
 
@@ -112,7 +112,7 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     if not checkpoint.initial_load_path or checkpoint.initial_load_in_hf:
         return None
     folder = Path(checkpoint.initial_load_path)
-    step = newest_whole_step(folder)
+    step = newest_complete_step(folder)
     found = folder if step is None else step_folder(folder, step)
     if not (found / MANIFEST_FILE).exists():
         raise ConfigError(
@@ -127,7 +127,7 @@ def without_excluded(progress: Progress, *, checkpoint: Checkpoint) -> Progress:
     return replace(progress, data={}) if "data" in checkpoint.exclude_from_loading else progress
 
 
-def is_whole(folder: Path, *, step: int) -> bool:
+def is_complete(folder: Path, *, step: int) -> bool:
     """Whether all files of a step are there in their sizes, and the manifest and the progress are intact."""
     try:
         check_sizes(step_folder(folder, step), step=step)
@@ -247,7 +247,7 @@ def clean(folder: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def set_aside(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
+def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
     """Renames a step, so that nothing takes it for a checkpoint any more."""
     name = f"step-{step}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')}"
     names = (folder / f"{name}{number}" for number in ("", *(f"-{again}" for again in range(2, 1000))))
@@ -263,7 +263,7 @@ def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
 
     Steps that are not whole neither count nor go: the newest whole one always stays.
     """
-    whole = [step for step in committed_steps(folder) if is_whole(folder, step=step)]
+    whole = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
     old = whole[:-keep_latest_k] if keep_latest_k else []
     purged = [step for step in old if not (keep_every and step % keep_every == 0)]
     for step in purged:

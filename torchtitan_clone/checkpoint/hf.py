@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import commit
-from torchtitan_clone.checkpoint.gather import Gather
+from torchtitan_clone.checkpoint.full_tensor import FullTensorGather
 from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_entries, write_tensor_file
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.shards import placed_part
+from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def export_weights(
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     try:
-        gather = Gather(tensors, dtype=dtype, group=group)
+        gather = FullTensorGather(tensors, dtype=dtype, group=group)
         layout = plan_files(gather.entries(names), file_bytes=file_bytes)
         error = _export(folder, gather=gather, layout=layout, files=files, group=group)
     finally:
@@ -70,7 +70,7 @@ def export_weights(
 def _export(
     folder: Path,
     *,
-    gather: Gather,
+    gather: FullTensorGather,
     layout: Mapping[str, Sequence[Entry]],
     files: Mapping[str, bytes],
     group: dist.ProcessGroup,
@@ -91,7 +91,7 @@ def _export(
     return _first_error(error, group=group)
 
 
-def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: Gather) -> str | None:
+def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
     """One file, by a rank that holds some of it; the others send their parts. Returns what the disk said against it."""
     writer_rank = gather.holder(entries[0].name)
     tensors = (gather.collect(entry, at=writer_rank) for entry in entries)
@@ -207,7 +207,7 @@ class WeightFolder:
 
 
 def _fill(tensor: Tensor, *, source: Any) -> None:
-    local, offset = placed_part(tensor)
+    local, offset = local_shard_and_offset(tensor)
     if local.numel():
         region = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
         local.copy_(source[region])

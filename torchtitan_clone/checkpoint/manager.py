@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone import __version__
-from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_whole_step
+from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
 from torchtitan_clone.checkpoint.rng import rng_state
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -88,7 +88,7 @@ class CheckpointManager:
 
     def newest_step(self) -> int | None:
         """The newest step in the folder that looks whole, whoever saved it."""
-        return newest_whole_step(self._folder)
+        return newest_complete_step(self._folder)
 
     def is_overdue(self) -> bool:
         """Whether interval_minutes have passed since the last save; the clocks of ranks differ, so one must decide."""

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.layout import Layout
-from torchtitan_clone.checkpoint.staging import Arena
-from torchtitan_clone.checkpoint.supervision import WriterLostError, WriterProcess
+from torchtitan_clone.checkpoint.staging import StagingBuffer
 from torchtitan_clone.checkpoint.writer import FileRecord, pieces_of, write_file
+from torchtitan_clone.checkpoint.writer_process import WriterLostError, WriterProcess
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -107,9 +107,9 @@ class RankFile:
             yield from pieces_of(memoryview(numbers))
 
 
-def _build_arena(layout: Layout) -> Arena | None:
+def _build_arena(layout: Layout) -> StagingBuffer | None:
     try:
-        return Arena(layout)
+        return StagingBuffer(layout)
     except OSError as error:
         gib = layout.bytes / 2**30
         logger.warning(

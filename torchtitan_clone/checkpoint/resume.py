@@ -22,9 +22,9 @@ from torchtitan_clone.checkpoint.commit import (
     committed_steps,
     files_of_rank,
     initial_folder,
+    quarantine,
     read_progress,
     recover,
-    set_aside,
     step_folder,
     without_excluded,
 )
@@ -58,9 +58,9 @@ def find_source(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> Sou
     """
     steps, had_steps = _agreed_steps(folder, load_step=checkpoint.load_step, is_shared=is_shared)
     for step in reversed(steps):
-        if _is_whole_or_set_aside(checkpoint, folder=folder, step=step):
+        if _is_complete_or_quarantined(checkpoint, folder=folder, step=step):
             if checkpoint.load_step != -1:
-                _set_newer_aside(folder, step=step)
+                _quarantine_newer(folder, step=step)
             where = step_folder(folder, step)
             groups = (MODEL, OPTIMIZER, OUTER, RNG)
             return Source(folder=where, groups=groups, progress=_progress_of(checkpoint, where))
@@ -104,7 +104,7 @@ def load_source(source: Source, *, checkpoint: Checkpoint, state: dict[str, Tens
     logger.info("loaded %s from %s", what, source.folder)
 
 
-def damage_of(folder: Path, *, step: int | None, digests: bool) -> str | None:
+def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
     """What is wrong with a checkpoint, None where nothing; one verdict of all ranks, who share the reading."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     damage = None
@@ -148,28 +148,28 @@ def _agreed_steps(folder: Path, *, load_step: int, is_shared: bool) -> tuple[lis
     return answer[0], answer[1]
 
 
-def _is_whole_or_set_aside(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
-    damage = damage_of(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
+def _is_complete_or_quarantined(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
+    damage = find_corruption(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
     if damage is not None:
         if dist.get_rank() == 0:
-            target = set_aside(folder, step=step, suffix="bad", reason=damage)
+            target = quarantine(folder, step=step, suffix="bad", reason=damage)
             logger.error("the checkpoint of step %d is damaged: %s; it is now %s", step, damage, target)
         dist.barrier()
     return damage is None
 
 
-def _set_newer_aside(folder: Path, *, step: int) -> None:
+def _quarantine_newer(folder: Path, *, step: int) -> None:
     """With load_step there may be newer steps, of a future that will now be another."""
     if dist.get_rank() == 0:
         for newer in [newer for newer in committed_steps(folder) if newer > step]:
-            target = set_aside(folder, step=newer, suffix="left", reason=f"for step {step}")
+            target = quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
             logger.warning("checkpoint.load_step = %d: the newer step %d is now %s", step, newer, target)
     dist.barrier()
 
 
 def _initial_source(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> Source:
     """Another run's checkpoint: its weights, or with initial_load_model_only = false all of it. It is left as it is."""
-    damage = damage_of(folder, step=step, digests=checkpoint.verify == "full")
+    damage = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
     if damage is not None:
         raise ConfigError(f"checkpoint.initial_load_path: {folder} is damaged: {damage}")
     if checkpoint.initial_load_model_only:

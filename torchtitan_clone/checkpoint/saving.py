@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, Plan
-from torchtitan_clone.checkpoint.parts import Part, Parts
 from torchtitan_clone.checkpoint.rank_file import RankFile
+from torchtitan_clone.checkpoint.save_votes import Part, Parts
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -143,14 +143,14 @@ class Save:
     def _commit(self, files: dict[str, FileRecord]) -> None:
         documents = {**self._documents, INDEX_FILE: self._plan.index}
         final = step_folder(self._folder, self._progress.step)
-        seal(self._partial, final, files=files, documents=documents, progress=self._progress)
+        finalize(self._partial, final, files=files, documents=documents, progress=self._progress)
         try:
             purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
         except OSError as error:
             logger.warning("old checkpoints cannot be deleted: %s", _text(error))
 
 
-def seal(
+def finalize(
     partial: Path, final: Path, *, files: dict[str, FileRecord], documents: Mapping[str, str], progress: Progress
 ) -> None:
     """Adds to the files of tensors all the others, the manifest last, and commits."""

@@ -21,7 +21,7 @@ _PORTABLE = 1
 """Pinned for every CUDA context."""
 
 
-class Arena:
+class StagingBuffer:
     """Shared memory for one file, kept from save to save; on CUDA it is pinned.
 
     Making one reserves the memory (OSError where there is too little); `prepare` does what takes longer, and may run

@@ -1,9 +1,7 @@
 """Everything that describes a run, as plain data; the lowest room of the package."""
 
-from torchtitan_clone.config.checks import violations
 from torchtitan_clone.config.loader import load_config
 from torchtitan_clone.config.overlay import ConfigError, overlay
-from torchtitan_clone.config.phases import phase_of_step, phases
 from torchtitan_clone.config.render import help_text, to_toml
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees, resolved_global_batch_size, run_folder
 from torchtitan_clone.config.schema import Config
@@ -15,11 +13,8 @@ __all__ = [
     "help_text",
     "load_config",
     "overlay",
-    "phase_of_step",
-    "phases",
     "resolved_degrees",
     "resolved_global_batch_size",
     "run_folder",
     "to_toml",
-    "violations",
 ]

@@ -1,6 +1,7 @@
-"""Rules that a single type cannot express, over all tables, before any process group starts.
+"""Rules within the tables of a configuration that a type cannot express.
 
 Every rule is a function of plain values that yields messages: what is wrong with which value, and what to change.
+Rules between the mesh, the model and the data are in run/rules.py.
 """
 
 import math
@@ -9,16 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.phases import freeze_violations, phases
-from torchtitan_clone.config.pipeline_checks import pipeline_violations
-from torchtitan_clone.config.resolved import Degrees, resolved_degrees
+from torchtitan_clone.config.remedies import either, nearest_multiples
 from torchtitan_clone.config.schema import (
     ActivationCheckpoint,
     Checkpoint,
     Compile,
     Config,
     LRScheduler,
-    Parallelism,
     Profiling,
     Slurm,
     Training,
@@ -28,27 +26,10 @@ from torchtitan_clone.config.schema import (
 Bound = tuple[str, Callable[[Any], bool]]
 
 
-def violations(
-    config: Config,
-    *,
-    world_size: int,
-    max_seq_len: int,
-    vocab_size: int,
-    tokenizer_vocab_size: int | None,
-    heads: dict[str, int],
-    n_layers: int,
-    tied_embeddings: bool,
-    device_type: str,
-) -> list[str]:
-    """One message for each broken rule.
-
-    `max_seq_len` and `vocab_size` are the model's; `tokenizer_vocab_size` is None where no tokenizer is loaded yet.
-    `heads` are the model's numbers of heads, by the argument's name; `n_layers` and `tied_embeddings` are its own too.
-    """
-    out_of_bounds = list(_out_of_bounds(config))
+def find_config_errors(config: Config, *, device_type: str) -> list[str]:
+    """Returns one message for each rule within the tables that is broken."""
     found = [
-        *out_of_bounds,
-        *_model_limits(config, max_seq_len, vocab_size, tokenizer_vocab_size),
+        *find_bound_errors(config),
         *_precision(config.training),
         *_selective(config.activation_checkpoint),
         *_compile(config.compile),
@@ -60,37 +41,7 @@ def violations(
         *_async_tensor(config, device_type),
         *_slurm(config.slurm),
     ]
-    if out_of_bounds:  # the other rules compute with these values
-        return found
-    model: dict[str, Any] = {"heads": heads, "n_layers": n_layers, "tied_embeddings": tied_embeddings}
-    found += _schedule(config.lr_scheduler, config.training.steps)
-    unusable = _of_mesh(config, world_size=world_size, **model)
-    unusable = unusable or [*freeze_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings)]
-    if unusable:
-        return [*found, *unusable]
-    for phase in phases(config, world_size)[1:]:
-        of_phase = _of_mesh(phase.config, world_size=world_size, **model)
-        point = f"training.freeze_schedule, with what its point at step {phase.first_step} sets"
-        found += [f"{point}: {message}" for message in of_phase]
-    return found
-
-
-def _of_mesh(
-    config: Config, *, world_size: int, heads: dict[str, int], n_layers: int, tied_embeddings: bool
-) -> list[str]:
-    """What must hold for every mesh that the run has in its course."""
-    degrees = list(_degrees(config.parallelism, world_size))
-    found: list[str] = []
-    if not degrees:
-        groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
-        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
-    return [
-        *found,
-        *pipeline_violations(config, n_layers=n_layers, tied_embeddings=tied_embeddings),
-        *degrees,
-        *_tensor(config, heads),
-        *_context(config, heads),
-    ]
+    return found + list(_schedule(config.lr_scheduler, config.training.steps))
 
 
 def _at_least(low: int) -> Bound:
@@ -177,55 +128,13 @@ BOUNDS: dict[str, Bound] = {
 }
 
 
-def _out_of_bounds(config: Config) -> Iterator[str]:
+def find_bound_errors(config: Config) -> Iterator[str]:
+    """Yields one message for each option whose value lies outside its range."""
     for name, (wording, holds) in BOUNDS.items():
         table, key = name.split(".")
         value = getattr(getattr(config, table), key)
         if not holds(value):
             yield f"{name} = {toml_like(value)}: must be {wording}."
-
-
-AXES = {
-    "replicate": "data_parallel_replicate_degree",
-    "shard": "data_parallel_shard_degree",
-    "tensor": "tensor_parallel_degree",
-    "pipeline": "pipeline_parallel_degree",
-    "context": "context_parallel_degree",
-}
-
-
-def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
-    """The degrees multiply to the world size; with a shard degree of -1 they divide it."""
-    degrees = {axis: getattr(parallelism, option) for axis, option in AXES.items()}
-    fixed = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"shard": 1}
-    product = math.prod(fixed.values())
-    rest_is_sharded = degrees["shard"] == -1
-    if world_size == product or (rest_is_sharded and world_size % product == 0):
-        return
-    remedies: list[str] = []
-    for axis, degree in fixed.items():
-        rest, remainder = divmod(world_size, product // degree)
-        if remainder == 0:
-            values = _nearest_divisors(rest, degree) if rest_is_sharded else [rest]
-            remedies.append(f"parallelism.{AXES[axis]} to {_either(values)}{' or -1' if axis == 'shard' else ''}")
-    factors = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items())
-    total = f" = {product}" if len(fixed) > 1 else ""
-    verb = "does not divide" if rest_is_sharded else "is not"
-    setting = f"set {' or '.join(remedies)}, or " if remedies else ""
-    ranks = _either(_nearest_multiples(product, world_size) if rest_is_sharded else [product])
-    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {ranks} ranks."
-
-
-def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
-    degree = config.parallelism.tensor_parallel_degree
-    sizes = {} if config.parallelism.context_parallel_degree > 1 else {"training.seq_len": config.training.seq_len}
-    sizes |= {f"model.args.{key}": size for key, size in heads.items()}
-    for key, size in sizes.items():
-        if size % degree:
-            yield (
-                f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
-                f"({_either(_nearest_divisors(size, degree))}), or {key} to a multiple of it."
-            )
 
 
 def _async_tensor(config: Config, device_type: str) -> Iterator[str]:
@@ -239,57 +148,6 @@ def _async_tensor(config: Config, device_type: str) -> Iterator[str]:
     }
     for reason in (reason for reason, there in lacking.items() if not there):
         yield f"parallelism.enable_async_tensor_parallel = true: {reason}; or set it to false."
-
-
-def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
-    parallelism, seq_len = config.parallelism, config.training.seq_len
-    degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    method = parallelism.context_parallel_rotate_method
-    if degree == 1:
-        return
-    unit = degree * math.lcm(tensor, 1 if method == "alltoall" else 2)
-    if seq_len % unit:
-        yield (
-            f"parallelism.context_parallel_degree = {degree}: with the rotate method {method} and tensor {tensor}, "
-            f"training.seq_len {seq_len} must be a multiple of {unit}; set it to "
-            f"{_either(_nearest_multiples(unit, seq_len))}."
-        )
-    for key, count in heads.items():
-        if method == "alltoall" and count % tensor == 0 and count // tensor % degree:
-            yield (
-                f'parallelism.context_parallel_rotate_method = "alltoall": context {degree} x tensor {tensor} does not '
-                f'divide model.args.{key} {count}; set it to "allgather" or "ring", which leave heads whole, or the '
-                "degree to a divisor."
-            )
-
-
-def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[str]:
-    rows, local, ranks = training.global_batch_size, training.local_batch_size, degrees.data * groups
-    at_once = local * ranks
-    if rows == -1 or rows % at_once == 0:
-        return
-    remedy = f"set training.global_batch_size to {_either(_nearest_multiples(at_once, rows))}"
-    if rows % ranks == 0:
-        remedy += f", or training.local_batch_size to {_either(_nearest_divisors(rows // ranks, local))}"
-    yield (
-        f"training.global_batch_size = {rows}: not a multiple of training.local_batch_size {local} x data-parallel "
-        f"degree {degrees.data}{f' x replica groups {groups}' if groups > 1 else ''} = {at_once}; {remedy}."
-    )
-
-
-def _model_limits(config: Config, max_seq_len: int, vocab_size: int, tokenizer_vocab_size: int | None) -> Iterator[str]:
-    model = f"{config.model.name} {config.model.flavor}"
-    if config.training.seq_len > max_seq_len:
-        yield (
-            f"training.seq_len = {config.training.seq_len}: {model} takes sequences of up to {max_seq_len} tokens; "
-            f"set it to at most {max_seq_len}, or raise model.args.max_seq_len."
-        )
-    if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab_size:
-        tokenizer = config.model.hf_assets_path or "this package"
-        yield (
-            f"model.args.vocab_size = {vocab_size}: the tokenizer of {tokenizer} has {tokenizer_vocab_size} tokens; "
-            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the model's own tokenizer."
-        )
 
 
 def _precision(training: Training) -> Iterator[str]:
@@ -379,7 +237,7 @@ def _rounds(config: Config) -> Iterator[str]:
     if rest or not round_steps:
         yield (
             f"fault_tolerance.sync_steps = {options.sync_steps}: not a multiple of the {fragments} fragments, of which "
-            f"one is averaged at a time; set it to {_either(_nearest_multiples(fragments, options.sync_steps))}."
+            f"one is averaged at a time; set it to {either(nearest_multiples(fragments, options.sync_steps))}."
         )
         return
     if options.fragment_sync_delay >= round_steps:
@@ -391,7 +249,7 @@ def _rounds(config: Config) -> Iterator[str]:
         if value % round_steps:
             yield (
                 f"{key} = {value}: not a multiple of the {round_steps} steps between two averages, and only then do "
-                f"all groups have one state; set it to {_either(_nearest_multiples(round_steps, value))}."
+                f"all groups have one state; set it to {either(nearest_multiples(round_steps, value))}."
             )
 
 
@@ -437,20 +295,3 @@ def _slurm(slurm: Slurm) -> Iterator[str]:
     for name in slurm.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             yield f'slurm.environment: "{name}" cannot be the name of an environment variable.'
-
-
-def _nearest_divisors(number: int, target: int) -> list[int]:
-    """The up to four divisors of `number` that are nearest to `target`, smallest first."""
-    divisors = [count for count in range(1, number + 1) if number % count == 0]
-    return sorted(sorted(divisors, key=lambda count: abs(math.log(count / target)))[:4])
-
-
-def _nearest_multiples(number: int, target: int) -> list[int]:
-    """The multiples of `number` just below and just above `target`, above 0."""
-    below = target // number * number
-    return [count for count in (below, below + number) if count > 0]
-
-
-def _either(numbers: list[int]) -> str:
-    *head, last = map(str, numbers)
-    return f"{', '.join(head)} or {last}" if head else last

@@ -8,10 +8,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from torchtitan_clone.config.foreign import foreign_key
 from torchtitan_clone.config.overlay import ConfigError, did_you_mean, overlay_reporting, toml_like
 from torchtitan_clone.config.schema import Config
-from torchtitan_clone.config.settings import COMMAND_LINE, TABLES, Key, Settings, lay_over, parse_arguments, read_chain
+from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Key, Settings, merge_into, parse_arguments, read_chain
+from torchtitan_clone.config.torchtitan_compat import foreign_key
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -28,7 +28,7 @@ def load_config(argv: list[str]) -> Config:
         read_chain(Path(str(config_file.value)), origin=COMMAND_LINE, chain=[], settings=settings, problems=problems)
     if extends := command_line.pop(("job", "extends"), None):
         problems.append(f"{extends.origin}: job.extends belongs in a file; give the file as --job.config_file")
-    lay_over(settings, command_line)
+    merge_into(settings, command_line)
     _drop_foreign(settings, problems=problems)
     _drop_unknown(settings, problems=problems)
 

@@ -10,7 +10,7 @@ from torchtitan_clone.config import schema
 from torchtitan_clone.config.overlay import describe, toml_key, toml_like
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
-from torchtitan_clone.config.settings import TABLES
+from torchtitan_clone.config.sources import TABLES
 
 _OF_ONE_START = ("config_file", "extends", "dry_run")
 """Options of [job] that say how one start finds its configuration, not what the run is."""

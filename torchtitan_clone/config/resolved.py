@@ -23,7 +23,7 @@ class Degrees:
 
 
 def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
-    """The degrees with -1 filled in; checks.violations() finds degrees that do not fit the world size."""
+    """The degrees with -1 filled in; run/rules.py finds degrees that do not fit the world size."""
     others = (
         parallelism.pipeline_parallel_degree
         * parallelism.data_parallel_replicate_degree
@@ -38,7 +38,7 @@ def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
     )
-    assert others * degrees.dp_shard == world_size, f"{degrees} do not multiply to {world_size}; see violations()"
+    assert others * degrees.dp_shard == world_size, f"{degrees} do not multiply to {world_size}; see run/rules.py"
     return degrees
 
 

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data.feed import Feed, Note, Share, share_of_rank
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.prepared import PreparedDataset
+from torchtitan_clone.data.row_reader import BatchSlice, Note, RowReader, slice_of_rank
 from torchtitan_clone.data.sources import find_source, hub_id
-from torchtitan_clone.data.streaming import HubDataset, merged_position, open_hub
+from torchtitan_clone.data.streaming import HubDataset, merge_positions, open_hub
+from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("torchtitan_clone")
 
-Dataset = PreparedDataset | HubDataset
+Dataset = TokenDataset | HubDataset
 AllGatherObject = Callable[[Any], list[Any]]
 
 WORKER_GRACE_SECONDS = 60
@@ -55,7 +55,7 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dat
     """
     if dataset := hub_id(training):
         return open_hub(dataset, training=training, data=data, tokenizer=tokenizer)
-    return PreparedDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
+    return TokenDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
 
 
 @overload
@@ -89,15 +89,15 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
     `all_gather_object` collects an object from every rank, for the state of hub data with more than one of them.
     Validation reads in this process, whatever num_workers is.
     """
-    share_of_part = partial(
-        share_of_rank,
+    slice_of_part = partial(
+        slice_of_rank,
         rank,
         num_ranks=num_ranks,
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         multiple=local_batch_size,
     )
-    share = share_of_part()
+    share = slice_of_part()
     packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking, tokens=tokens)
     if split == "validation":
         return ValidationLoader(dataset, share=share, packer=packer)
@@ -108,7 +108,7 @@ def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads
         )
     return Loader(
         dataset,
-        share_of_part=share_of_part,
+        slice_of_part=slice_of_part,
         packer=packer,
         seed=seed,
         num_workers=num_workers,
@@ -126,14 +126,14 @@ class Loader:
         self,
         dataset: Dataset,
         *,
-        share_of_part: Callable[..., Share],
+        slice_of_part: Callable[..., BatchSlice],
         packer: "_Packer",
         seed: int,
         num_workers: int,
         all_gather_object: AllGatherObject,
     ) -> None:
         self._dataset = dataset
-        self._share_of_part = share_of_part
+        self._share_of_part = slice_of_part
         self._division = {"part": 0, "parts": 1}
         self._seed = seed
         self._num_workers = num_workers
@@ -153,7 +153,7 @@ class Loader:
         self._notes: list[Note] = []
         self._batch: Batch | None = None
         self._share = self._share_of_part(**self._division)
-        self._feed = self._dataset.train_feed(self._share, seed=self._seed, samples=samples, position=position)
+        self._feed = self._dataset.train_reader(self._share, seed=self._seed, samples=samples, position=position)
         self._pieces: Iterator[tuple[np.ndarray, Note]] | None = None
 
     def __iter__(self) -> "Loader":
@@ -185,7 +185,7 @@ class Loader:
         """How far this rank's rows of the batch that was taken reach into hub data; nothing for other data."""
         return self._notes_of_batch
 
-    def take_notes(self, notes: list[Note]) -> None:
+    def set_stream_positions(self, notes: list[Note]) -> None:
         """After `advance`: these are the notes of this rank in all parts into which the batch was divided."""
         self._notes = notes
 
@@ -209,7 +209,7 @@ class Loader:
         """Plain data that is the same on every rank; for hub data all ranks must call this together."""
         if self._notes:
             notes_of_ranks = self._all_gather_object(self._notes)
-            self._position = merged_position(note for notes in notes_of_ranks for note in notes)
+            self._position = merge_positions(note for notes in notes_of_ranks for note in notes)
             self._notes = []
         return {"samples": self._samples, **self._order, **self._position}
 
@@ -240,8 +240,8 @@ class ValidationLoader:
     The last global batch is filled up with rows without targets, so that all ranks have equally many batches.
     """
 
-    def __init__(self, dataset: Dataset, *, share: Share, packer: "_Packer") -> None:
-        self._feed = dataset.validation_feed(share)
+    def __init__(self, dataset: Dataset, *, share: BatchSlice, packer: "_Packer") -> None:
+        self._feed = dataset.validation_reader(share)
         self._packer = packer
 
     def __len__(self) -> int:
@@ -267,7 +267,7 @@ class _Packer:
         return batch.pin_memory() if self._pin else batch
 
 
-def _start(feed: Feed, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]:
+def _start(feed: RowReader, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]:
     """Read the feed here, or in processes that take turns to deliver their part of a batch."""
     if num_workers == 0:
         return iter(feed)

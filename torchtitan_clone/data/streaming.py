@@ -19,8 +19,8 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data.feed import Feed, Note, Share
 from torchtitan_clone.data.fingerprint import digest_of
+from torchtitan_clone.data.row_reader import BatchSlice, Note, RowReader
 from torchtitan_clone.data.sources import BadRows, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class HubDataset:
             "held_out_fraction": self.held_out_fraction,
         }
 
-    def train_feed(self, share: Share, *, seed: int, samples: int, position: Mapping[str, Any]) -> "_StreamFeed":
+    def train_reader(self, share: BatchSlice, *, seed: int, samples: int, position: Mapping[str, Any]) -> "_StreamFeed":
         """Rows from a position on; the order is the dataset's, whatever the seed."""
         cursors = [tuple(cursor) for cursor in position.get("cursors", [])]
         if cursors and len(cursors) != share.global_batch_size:
@@ -68,7 +68,7 @@ class HubDataset:
             self, share=share, cursors=cursors or [(0, 0, 0)] * share.global_batch_size, bookmark=bookmark
         )
 
-    def validation_feed(self, share: Share) -> "_HeldOutFeed":
+    def validation_reader(self, share: BatchSlice) -> "_HeldOutFeed":
         """Rows of the held-out documents."""
         return _HeldOutFeed(dataset=self, share=share)
 
@@ -181,10 +181,12 @@ class _Segments:
             num_tokens -= min(num_tokens, len(tokens))
 
 
-class _StreamFeed(Feed):
+class _StreamFeed(RowReader):
     """Rows of streams without end. A note is the cursor of each stream and one bookmark that lies before them all."""
 
-    def __init__(self, dataset: HubDataset, *, share: Share, cursors: Sequence[Cursor], bookmark: Bookmark) -> None:
+    def __init__(
+        self, dataset: HubDataset, *, share: BatchSlice, cursors: Sequence[Cursor], bookmark: Bookmark
+    ) -> None:
         super().__init__(share)
         self._dataset, self._cursors, self._bookmark = dataset, cursors, bookmark
 
@@ -221,7 +223,7 @@ class _StreamFeed(Feed):
             streams[row].append(tokens, epoch=epoch, document=document)
 
 
-def merged_position(notes: Iterable[Note]) -> dict[str, Any]:
+def merge_positions(notes: Iterable[Note]) -> dict[str, Any]:
     """The notes of all ranks as plain data: the cursor of every stream, and the bookmark before them all."""
     cursors: dict[int, Cursor] = {}
     bookmarks: list[Bookmark] = []
@@ -237,7 +239,7 @@ class _HeldOutFeed:
     """All held-out documents once, as one stream from which every rank takes its rows."""
 
     dataset: HubDataset
-    share: Share
+    share: BatchSlice
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
         """Yield the rank's rows of each global batch, and how many at their end only fill it up."""

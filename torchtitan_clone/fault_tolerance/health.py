@@ -20,7 +20,7 @@ SLOWER_LINK = 3
 """Times what is usual from which on a link is: between machines some are longer than others."""
 
 
-class HangWatch:
+class Heartbeat:
     """Writes the stacks of all threads, and the last collectives, where this process has not moved for long.
 
     Once per hang; it ends nothing: the collective's timeout does that.
@@ -59,7 +59,7 @@ class HangWatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepParts:
+class StepBreakdown:
     """Seconds of one step of one rank, and of its link: those in which a few MiB from rank `source` arrived after it.
 
     A rank that others wait for has little `communication` itself: that is mostly waiting. None where it is not known.
@@ -78,14 +78,16 @@ class StepParts:
         return None if self.communication is None else self.total - self.data - self.communication
 
 
-def step_parts(*, data: float, total: float, communication: float | None, source: int, link: float) -> StepParts:
+def step_breakdown(
+    *, data: float, total: float, communication: float | None, source: int, link: float
+) -> StepBreakdown:
     """Of this process's step."""
-    return StepParts(
+    return StepBreakdown(
         host=socket.gethostname(), data=data, total=total, communication=communication, source=source, link=link
     )
 
 
-def describe_stragglers(ranks: list[StepParts]) -> list[str]:
+def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
     """A line for each rank that is much slower than the median in a part of its own, and by how much."""
     lines = []
     for part in ("data", "computation"):
@@ -102,7 +104,7 @@ def describe_stragglers(ranks: list[StepParts]) -> list[str]:
     return lines
 
 
-def describe_slow_links(ranks: list[StepParts], *, noise_seconds: float) -> list[str]:
+def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> list[str]:
     """A line for each link that is much slower than others of its kind, or for the rank at which two of them meet."""
     is_local = [ranks[parts.source].host == parts.host for parts in ranks]
     usual = {

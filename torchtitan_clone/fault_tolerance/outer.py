@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.shards import local_part
+from torchtitan_clone.ops.dtensor_shards import local_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ OUTER_OPTIMIZERS = {
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Global weights and momentum, to be saved with the training state; nothing where there is no outer optimizer.
 
-    The global weights are not known yet: a checkpoint fills them, or else `settle_outer` does.
+    The global weights are not known yet: a checkpoint fills them, or else `init_outer_weights` does.
     """
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
@@ -39,12 +39,12 @@ def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Ten
     return state
 
 
-def settle_outer(state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor]) -> None:
+def init_outer_weights(state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor]) -> None:
     """Global weights that were not loaded are those that the run starts with."""
     for name, parameter in parameters.items():
         target = state.get(f"outer/global/{name}")
-        if target is not None and bool(local_part(target).isnan().any()):
-            local_part(target).copy_(local_part(parameter.detach()))
+        if target is not None and bool(local_shard(target).isnan().any()):
+            local_shard(target).copy_(local_shard(parameter.detach()))
 
 
 def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> list[list[str]]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.manager import FTManager
 from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, split_into_fragments
-from torchtitan_clone.shards import local_part
+from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+from torchtitan_clone.ops.dtensor_shards import local_shard
 
 
-class SemiSyncManager(FTManager):
-    """As FTManager, but what the groups do together they do once a round."""
+class SemiSyncGroup(TorchFTGroup):
+    """As TorchFTGroup, but what the groups do together they do once a round."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class SemiSyncManager(FTManager):
         outer: Mapping[str, Tensor],
         **others: Any,
     ):
-        self._parameters = {name: local_part(p) for name, p in parameters.items()}
-        self._outer_state = {name: local_part(tensor) for name, tensor in outer.items()}
+        self._parameters = {name: local_shard(p) for name, p in parameters.items()}
+        self._outer_state = {name: local_shard(tensor) for name, tensor in outer.items()}
         self._outer = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method or ""]
         self._delay, self._alpha = fault_tolerance.fragment_sync_delay, fault_tolerance.fragment_update_alpha
         self._fragments = split_into_fragments(list(parameters), fault_tolerance)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtitan_clone.blockwise import document_attention, document_starts
+from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128

@@ -1,4 +1,4 @@
-"""Feed-forward layers. Legend: B batch, T tokens, D model, F hidden."""
+"""RowReader-forward layers. Legend: B batch, T tokens, D model, F hidden."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan_clone.blockwise import document_attention
 from torchtitan_clone.config.schema import ActivationCheckpoint
+from torchtitan_clone.ops.blockwise_attention import document_attention
 from torchtitan_clone.parallel.context import context_attention
 
 _aten = torch.ops.aten

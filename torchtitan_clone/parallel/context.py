@@ -21,7 +21,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from torchtitan_clone.blockwise import Gradients, attend_, attend_backward_, document_starts, empty_attention
+from torchtitan_clone.ops.blockwise_attention import (
+    Gradients,
+    attend_,
+    attend_backward_,
+    document_starts,
+    empty_attention,
+)
 
 Method = Literal["allgather", "alltoall", "ring"]
 

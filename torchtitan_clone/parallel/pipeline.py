@@ -17,10 +17,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.pipeline import SCHEDULES, Stages
 from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.parallel.forward_backward import ForwardBackward, Rows
 from torchtitan_clone.parallel.mesh import Mesh
-from torchtitan_clone.parallel.step import ForwardBackward, Rows
+from torchtitan_clone.parallel.stages import SCHEDULES, Stages
 
 
 class _Stage(PipelineStage):
@@ -143,17 +143,17 @@ def _build_schedule(stages: list[Any], *, parallelism: Parallelism, microbatches
 
 
 def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) -> str:
-    """The pipeline in one line, for passes of so many rows. ConfigError as idle_share() says."""
+    """The pipeline in one line, for passes of so many rows. ConfigError as bubble_fraction() says."""
     name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     microbatches = rows // parallelism.pipeline_parallel_microbatch_size
-    idle = idle_share(parallelism, stages=stages, microbatches=microbatches)
+    idle = bubble_fraction(parallelism, stages=stages, microbatches=microbatches)
     return (
         f"{name}, {len(stages.ranks)} stages on {parallelism.pipeline_parallel_degree} ranks, {microbatches} "
         f"micro-batches a pass: bubble {idle:.1%}"
     )
 
 
-def idle_share(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
+def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
     """The pipeline's bubble: which share of a pass its ranks wait for one another, all stages taken to be equal.
 
     A backward counts for two forwards, its half for inputs or weights for one; sending counts for nothing.
@@ -170,7 +170,7 @@ def idle_share(parallelism: Parallelism, *, stages: Stages, microbatches: int) -
     ]
     try:
         schedule = _build_schedule(places, parallelism=parallelism, microbatches=microbatches)
-        return _idle_share(schedule.pipeline_order, last_stage=len(stages.ranks) - 1)
+        return _bubble_fraction(schedule.pipeline_order, last_stage=len(stages.ranks) - 1)
     except (AssertionError, ValueError, RuntimeError) as error:
         if not path:
             raise
@@ -184,7 +184,7 @@ def idle_share(parallelism: Parallelism, *, stages: Stages, microbatches: int) -
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def _idle_share(order: Mapping[int, Sequence[Any]], *, last_stage: int) -> float:
+def _bubble_fraction(order: Mapping[int, Sequence[Any]], *, last_stage: int) -> float:
     """The same for the actions of each rank in their order; None among them is no action."""
     waiting = {rank: [part for action in line if action for part in action.sub_actions or [action]]
                for rank, line in order.items()}  # fmt: skip

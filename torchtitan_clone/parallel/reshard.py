@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.shards import Box, Part, Parts, local_part, parts_of_all_ranks
+from torchtitan_clone.ops.dtensor_shards import Box, Part, Parts, gather_shard_map, local_shard
 
 
 def move(
@@ -23,7 +23,7 @@ def move(
     `tensors` are this rank's, `sources` those of all. They are emptied one by one, so that besides what a rank had or
     will have no more than a few tensors take memory at any time.
     """
-    targets = parts_of_all_ranks(wanted)
+    targets = gather_shard_map(wanted)
     for name in _alternating(sources):
         source = tensors.pop(name, None)
         target = _allocated(wanted[name], like=sources[name], device=device) if name in wanted else None
@@ -63,12 +63,12 @@ def _exchange(
     device = "cpu" if part.device_type == "cpu" else torch.device(part.device_type, torch.cuda.current_device())
     pieces = [torch.empty(0, dtype=part.dtype, device=device)]
     if source is not None:
-        local = local_part(source)
+        local = local_shard(source)
         pieces += [local[sources[rank].window(box)].flatten() for box in given if box is not None]
     incoming = torch.empty(sum(map(_numel, taken)), dtype=part.dtype, device=device)
     dist.all_to_all_single(incoming, torch.cat(pieces), list(map(_numel, taken)), list(map(_numel, given)))
     if target is not None:
-        local = local_part(target)
+        local = local_shard(target)
         for box, piece in zip(taken, incoming.split(list(map(_numel, taken))), strict=True):
             if box is not None:
                 window = local[targets[rank].window(box)]
@@ -92,6 +92,6 @@ def _numel(box: Box | None) -> int:
 
 def _free(tensor: Tensor) -> None:
     """Gives the memory back although modules may still refer to the tensor."""
-    storage = local_part(tensor).untyped_storage()
+    storage = local_shard(tensor).untyped_storage()
     if storage.resizable():
         storage.resize_(0)

@@ -1,0 +1,279 @@
+"""What a save costs the training, in every mode, beside torch's own save and async_save of the same state.
+
+    python benchmarks/checkpoint.py
+    python benchmarks/checkpoint.py --gib=0.1 --saves=2
+
+Every mode is a process of its own that trains a stack of matrices with AdamW, saves, and trains on while the save is in
+flight. `blocked` is what the loop waits for a save, `of dcp.save` its share of what torch's save blocks; `staging` is
+the copy of the state and `memcpy` one of as many bytes at once, first beside training, then each `alone`. The
+rate is compared with a plain write and fsync of the same bytes to the same disk just before; `slower` is how much
+longer steps last while a save is in flight; `memory` what the process and its writer hold more than before the first
+save. Medians over the saves but the first, which is shown apart. Files are deleted after each save, so that all modes
+write to the same blocks of the disk.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+TORCH_SAVE, TORCH_ASYNC = "dcp.save", "dcp.async_save"
+OURS = ("disabled", "async", "async_with_pinned_mem")
+LAYERS = 12
+
+
+def main() -> None:
+    """Runs the modes one after the other and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.4, help="size of the state: weights and two moments")
+    parser.add_argument("--saves", type=int, default=3, help="saves of each mode; the first is not in the medians")
+    parser.add_argument("--rows", type=int, default=64, help="rows of a batch: how long a step lasts")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the one for temporary files")
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.mode:
+        print(json.dumps(measure(options)))
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        rows = {mode: in_own_process(mode, options, folder) for mode in (TORCH_SAVE, TORCH_ASYNC, *OURS)}
+    print_table(rows)
+
+
+def in_own_process(mode: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The figures of one mode."""
+    sizes = [f"--gib={options.gib}", f"--saves={options.saves}", f"--rows={options.rows}"]
+    command = [sys.executable, __file__, *sizes, f"--mode={mode}", f"--folder={folder}/{mode}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One mode, in this process."""
+    import torch
+
+    from torchtitan_clone.config.schema import Comm
+    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    torch.manual_seed(0)
+    with process_group(Comm(), launch=launch, device=device):
+        loop = Loop(gib=options.gib, rows=options.rows, device=device)
+        usual = statistics.median(loop.step() for _ in range(4))
+        before, (memcpy_beside, memcpy) = memory_gib(os.getpid()), seconds_of_memcpy(loop, device=device)
+        plain_write = seconds_of_plain_write(options.folder, size=loop.bytes)
+        save = saver(options.mode, loop, options.folder)
+        saves, slow = [], []
+        for number in range(options.saves):
+            figures, over = save(number)
+            while not over():
+                slow.append(loop.step())
+            saves.append(figures())
+            shutil.rmtree(options.folder)  # else the next save would have to get new blocks of the disk
+        figures, over = save(options.saves)
+        while not over():
+            time.sleep(0.01)
+        alone = figures()["staging"]
+        after = memory_gib(os.getpid()) + sum(memory_gib(pid) for pid in children(os.getpid()))
+        later = saves[1:] or saves
+        return {
+            "bytes": loop.bytes,
+            "first_blocked": saves[0]["blocked"],
+            **{key: statistics.median(each[key] for each in later) for key in later[0]},
+            "staging_alone": alone,
+            "memcpy": memcpy_beside,
+            "memcpy_alone": memcpy,
+            "plain_write": plain_write,
+            "step": usual,
+            "slower": statistics.median(slow) / usual - 1 if slow else 0.0,
+            "memory_gib": after - before,
+        }
+
+
+class Loop:
+    """A training loop whose state has a given size; `before_update` is called before the weights change."""
+
+    def __init__(self, *, gib: float, rows: int, device: Any):
+        import torch
+
+        width = int((gib * 2**30 / 4 / 3 / LAYERS) ** 0.5)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS))).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.inputs = torch.randn(rows, width, device=device)
+        self.before_update: Callable[[], None] = lambda: None
+        self.synchronize = torch.cuda.synchronize
+        self.step()
+        self.bytes = sum(tensor.nbytes for tensor in self.state().values())
+
+    def state(self) -> dict[str, Any]:
+        """The very tensors, by name."""
+        state = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                state[f"optimizer/{name}/{key}"] = value
+        return state
+
+    def step(self) -> float:
+        """Trains once; the seconds it took."""
+        start = time.perf_counter()
+        self.model(self.inputs).square().mean().backward()
+        self.before_update()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.inputs.is_cuda:
+            self.synchronize()
+        return time.perf_counter() - start
+
+
+def saver(mode: str, loop: Loop, folder: Path) -> Callable[[int], tuple[Callable[[], dict[str, float]], Any]]:
+    """Begins a save; returns how to get its figures and whether it is over."""
+    if mode in OURS:
+        return saver_of_ours(mode, loop, folder)
+    import torch.distributed.checkpoint as dcp
+
+    def save(number: int) -> tuple[Callable[[], dict[str, float]], Any]:
+        start = time.perf_counter()
+        path, ends = folder / str(number), list[float]()
+        if mode == TORCH_SAVE:
+            dcp.save(loop.state(), checkpoint_id=path)
+            ends.append(time.perf_counter())
+        else:
+            future: Any = dcp.async_save(loop.state(), checkpoint_id=path)
+            future.add_done_callback(lambda _: ends.append(time.perf_counter()))
+        blocked = time.perf_counter() - start
+        return lambda: {"blocked": blocked, "total": ends[0] - start, "staging": 0.0}, lambda: bool(ends)
+
+    return save
+
+
+def saver_of_ours(
+    mode: str, loop: Loop, folder: Path
+) -> Callable[[int], tuple[Callable[[], dict[str, float]], Callable[[], bool]]]:
+    """The manager, as the trainer uses it."""
+    from torchtitan_clone.checkpoint.commit import Progress
+    from torchtitan_clone.checkpoint.manager import CheckpointManager
+    from torchtitan_clone.config.schema import Checkpoint
+
+    options: Any = {"async_mode": mode, "keep_latest_k": 0}
+    manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, documents={})
+    loop.before_update = manager.wait_for_staging
+    manager.prepare()
+    for _ in range(6):  # as long as an interval would be, at the least: what is made ready beside the training is
+        loop.step()
+
+    def save(number: int) -> tuple[Callable[[], dict[str, float]], Callable[[], bool]]:
+        manager.save(Progress(step=number + 1, tokens_seen=0, skipped_steps=0, data={}))
+        reports: list[Any] = []
+
+        def over() -> bool:
+            reports.extend(manager.reports())
+            return bool(reports)
+
+        def figures() -> dict[str, float]:
+            report = reports[0]
+            assert report.error is None, report.error
+            return {"blocked": report.blocked_seconds, "total": report.seconds, "staging": report.staging_seconds}
+
+        return figures, over
+
+    return save
+
+
+def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
+    """Of as many bytes as the loop's state, to memory that is there already: beside its steps, and alone.
+
+    From the device, to pinned memory where that is CUDA; medians of three.
+    """
+    import numpy as np
+    import torch
+
+    source = torch.ones(loop.bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(loop.bytes, dtype=torch.uint8, pin_memory=source.is_cuda)
+
+    def copy() -> None:
+        if source.is_cuda:
+            target.copy_(source)
+        else:  # on one thread, as the copy of the state is taken
+            np.copyto(target.numpy(), source.numpy())
+
+    def copies() -> float:
+        return statistics.median(seconds_of(copy) for _ in range(3))
+
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        beside = threads.submit(copies)
+        while not beside.done():
+            loop.step()
+    return beside.result(), copies()
+
+
+def seconds_of_plain_write(folder: Path, *, size: int) -> float:
+    """Of so many bytes from memory, one after the other, and forced to disk; the second time, on known blocks."""
+    piece = os.urandom(1 << 24)
+    path = folder.with_name("plain")
+
+    def write() -> None:
+        path.unlink(missing_ok=True)
+        with path.open("wb") as file:
+            for _ in range(size // len(piece)):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+
+    write()
+    seconds = seconds_of(write)
+    path.unlink()
+    return seconds
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """How long it takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def memory_gib(pid: int) -> float:
+    """What a process holds in memory, with its part of what it shares."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
+
+
+def children(pid: int) -> list[int]:
+    """Its child processes."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if task.name != str(pid)
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def print_table(rows: dict[str, dict[str, Any]]) -> None:
+    """A line a mode."""
+    size = rows[TORCH_SAVE]["bytes"]
+    step, write = (statistics.median(row[key] for row in rows.values()) for key in ("step", "plain_write"))
+    print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
+    print(
+        f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"
+        f"{'staging s':>11}{'memcpy':>8}{'alone':>7}{'memcpy':>8}{'slower':>8}{'memory GiB':>11}"
+    )
+    for mode, row in rows.items():
+        share, of_plain = row["blocked"] / rows[TORCH_SAVE]["blocked"], row["plain_write"] / row["total"]
+        print(
+            f"{mode:<22}{row['blocked']:>10.4f}{row['first_blocked']:>8.3f}{share:>12.1%}{row['total']:>9.2f}"
+            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}{row['memcpy']:>8.3f}"
+            f"{row['staging_alone']:>7.3f}{row['memcpy_alone']:>8.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""What each axis of the mesh costs: two ranks against one at the same work per rank, and what their collectives should.
+
+    python benchmarks/parallel.py
+    python benchmarks/parallel.py shard tensor --json result.json -- --training.seq_len=1024
+
+One rank is measured twice at once, so that it has as little of the machine to itself as each of two. What a step of two
+ranks should take is the step of one, more by the bubble of a pipeline, and the time of its collectives: their number
+and bytes at the latency and bandwidth that this script measures first, as if nothing overlapped. The last table is of
+training.freeze_schedule. Times are those of the fastest step, the least disturbed on a machine of many. What follows
+`--` are options of all runs. With fewer than two GPUs the ranks run on the CPU; what one GPU loses against a plain
+compiled loop is told by `benchmarks/trainer.py --compile`.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.pipeline import bubble_fraction
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import collect, start_ranks
+from torchtitan_clone.testing.runs import make_corpus
+from torchtitan_clone.trainer import Trainer
+
+WARM_UP_STEPS = 2
+ROWS = 2
+"""Rows that one rank alone trains on in a step."""
+TWICE = {"training.local_batch_size": 2 * ROWS}
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2, **TWICE}
+CASES = {
+    "replicate": {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1},
+    "shard": {},
+    "tensor": {"parallelism.tensor_parallel_degree": 2, **TWICE},
+    "pipeline": PIPELINE,
+    **{
+        f"context {method}": {
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.context_parallel_rotate_method": method,
+            **TWICE,
+        }
+        for method in ("allgather", "alltoall", "ring")
+    },
+}
+_DATA_2 = f"pipeline_parallel_degree = 1, local_batch_size = {ROWS}"
+FREEZING = {
+    "nothing frozen, pipeline 2": PIPELINE,
+    "half frozen, pipeline 2": PIPELINE | {"training.freeze_schedule": "[{step = 1, layers = 3}]"},
+    "half frozen, then data 2": PIPELINE | {"training.freeze_schedule": f"[{{step = 1, layers = 3, {_DATA_2}}}]"},
+}
+CUDA = torch.cuda.device_count() > 1
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")} if CUDA else None
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("axes", nargs="*", help="words of which a case has one; all without any")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run that count")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    words = sys.argv[1:]
+    split = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:split])
+    with tempfile.TemporaryDirectory() as folder:
+        results = _measure_all(Path(folder), arguments, words[split + 1 :])
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str]) -> dict:
+    logging.disable()
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    common = _options(folder, arguments.steps) | dict(word.removeprefix("--").split("=", 1) for word in others)
+
+    def run(changes: dict, *, ranks: int) -> list[dict]:
+        argv = [f"--{key}={value}" for key, value in (common | changes).items()]
+        # One rank takes turns with nobody: two such runs at once, each in its folder.
+        started = [
+            start_ranks(measure_steps, ranks, [*argv, f"--job.run_name={run}"], arguments.steps, env=ENVIRONMENT)
+            for run in range(3 - ranks)
+        ]
+        return [answer for some in started for answer in collect(some, timeout=400)]
+
+    links = collect(start_ranks(measure_links, 2, env=ENVIRONMENT))[0]
+    _print_links(links)
+    columns = f"{'one rank':>9}{'two':>9}{'ratio':>8}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
+    print(f"\n{'seconds a step':20}{columns}")
+    cases = {}
+    for name, changes in CASES.items():
+        if not arguments.axes or any(word in name for word in arguments.axes):
+            # Anew for each, because a machine's speed drifts.
+            one = min(answer["seconds"] for answer in run({"training.global_batch_size": ROWS}, ranks=1))
+            cases[name] = _compare(run(changes, ranks=2), one=one, links=links)
+            _print_case(name, cases[name])
+    if not arguments.axes or "freezing" in arguments.axes:
+        print(f"\n{'':28}{'seconds a step':>15}")
+        for name, changes in FREEZING.items():
+            cases[name] = {"seconds": max(answer["seconds"] for answer in run(changes, ranks=2))}
+            print(f"{name:28}{cases[name]['seconds']:15.3f}", flush=True)
+    return {"torch": torch.__version__, "links": links, "cases": cases}
+
+
+def _options(folder: Path, steps: int) -> dict:
+    return {
+        "job.dump_folder": folder,
+        "training.dataset_path": make_corpus(folder / "data" / "corpus"),
+        "data.cache_folder": folder / "cache",
+        "training.seq_len": 512,
+        "training.local_batch_size": ROWS,
+        "training.global_batch_size": 2 * ROWS,
+        "training.mixed_precision_param": "bfloat16" if CUDA else "float32",
+        "training.steps": steps + 10,
+        "lr_scheduler.warmup_steps": 1,
+        "activation_checkpoint.mode": "none",
+        "checkpoint.enable": "false",
+        "parallelism.pipeline_parallel_schedule": "1F1B",
+    }
+
+
+def measure_steps(argv: list[str], steps: int) -> dict:
+    """A rank's seconds of its fastest step, its collectives in one, and the share of it that a pipeline idles."""
+    config, launch = load_config(argv), Launch.from_environment()
+    device = pick_device(launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(plan, launch=launch)
+    with process_group(config.comm, launch=launch, device=device):
+        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        numbers = range(1, WARM_UP_STEPS + steps + 1)
+        seconds = [_seconds(partial(trainer.train_step, number)) for number in numbers]
+        with CollectiveTrace(trainer._mesh.group_names()) as trace:
+            trainer.train_step(len(seconds) + 1)
+    rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+    idle = 0.0
+    if config.parallelism.pipeline_parallel_degree > 1:
+        idle = bubble_fraction(config.parallelism, stages=plan.stages, microbatches=rows)
+    return {"seconds": min(seconds[WARM_UP_STEPS:]), "collectives": trace.rows(), "idle": idle}
+
+
+def measure_links() -> dict:
+    """Of each collective between two ranks: seconds of a small one, and seconds of each byte of a large one."""
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    found = {}
+    with process_group(load_config([]).comm, launch=launch, device=device):
+        for name, build in COLLECTIVES.items():
+            small, large = 2**14, 2**24
+            times = []
+            for size in (small, large):
+                call = build(torch.zeros(size // 4, device=device), launch.rank)
+                times.append(min(_seconds(call) for _ in range(20)))
+            per_byte = max(0.0, (times[1] - times[0]) / (large - small))
+            found[name] = {"call": times[0], "byte": per_byte}
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _send_or_receive(whole: torch.Tensor, rank: int) -> Callable[[], object]:
+    return lambda: dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
+    "all_gather": lambda whole, rank: lambda: dist.all_gather_into_tensor(whole, whole.chunk(2)[rank].clone()),
+    "reduce_scatter": lambda whole, rank: lambda: dist.reduce_scatter_tensor(whole.chunk(2)[rank].clone(), whole),
+    "all_reduce": lambda whole, _: lambda: dist.all_reduce(whole),
+    "all_to_all": lambda whole, _: lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+    "send": _send_or_receive,
+}
+"""By name, from the larger side of a collective: what calls it."""
+
+
+def _compare(answers: list[dict], *, one: float, links: dict) -> dict:
+    """The slower rank's step, and what it should take."""
+    calls = [row for row in max(answers, key=_bytes)["collectives"] if row["collective"] in links]
+    costs = (links[row["collective"]]["call"] * row["count"] + links[row["collective"]]["byte"] * row["bytes"]
+             for row in calls)  # fmt: skip
+    cost = sum(costs)
+    return {
+        "seconds": max(answer["seconds"] for answer in answers),
+        "one_rank_seconds": one,
+        "expected_seconds": one / (1 - answers[0]["idle"]) + cost,
+        "collective_seconds": cost,
+        "calls": sum(row["count"] for row in calls),
+        "bytes": sum(row["bytes"] for row in calls),
+        "collectives": calls,
+    }
+
+
+def _bytes(answer: dict) -> int:
+    return sum(row["bytes"] for row in answer["collectives"])
+
+
+def _print_links(links: dict) -> None:
+    print(f"{'between two ranks':20}{'microseconds a call':>20}{'MB/s':>10}")
+    for name, link in links.items():
+        print(f"{name:20}{link['call'] * 1e6:20,.0f}{1e-6 / max(link['byte'], 1e-15):10,.0f}")
+
+
+def _print_case(name: str, case: dict) -> None:
+    one, two, expected = case["one_rank_seconds"], case["seconds"], case["expected_seconds"]
+    sizes = f"{case['calls']:7,}{case['bytes'] / 2**20:8.1f}{case['collective_seconds']:9.3f}"
+    print(f"{name:20}{one:9.3f}{two:9.3f}{two / one:8.3f}{expected / one:11.3f}{sizes}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""TOML files written for torchtitan v0.2 load, or the error names the key and says why."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.sources import TABLES
+from torchtitan_clone.config.torchtitan_compat import FOREIGN_KEYS
+
+SMALL = """
+[job]
+dump_folder = "./outputs"
+description = "small llama3"
+print_config = false
+
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_trace"
+profile_freq = 10
+enable_memory_snapshot = false
+save_memory_snapshot_folder = "memory_snapshot"
+
+[metrics]
+log_freq = 1
+disable_color_printing = false
+enable_tensorboard = false
+save_tb_folder = "tb"
+enable_wandb = false
+
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "./tests/assets/tokenizer"
+
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+
+[training]
+local_batch_size = 8
+seq_len = 2048
+max_norm = 1
+steps = 10
+dataset = "c4_test"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "1F1B"
+context_parallel_degree = 1
+context_parallel_rotate_method = "allgather"
+
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 10
+last_save_model_only = false
+export_dtype = "float32"
+async_mode = "disabled"
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+
+[compile]
+enable = false
+components = ["model", "loss"]
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output"]
+
+[validation]
+enable = false
+dataset = "c4_validation"
+freq = 5
+steps = 10
+"""
+
+LARGE = """
+[model]
+name = "llama3"
+flavor = "405B"
+hf_assets_path = "./assets/hf/Llama-3.1-405B"
+converters = ["float8"]
+
+[training]
+local_batch_size = 2
+seq_len = 8192
+
+[parallelism]
+tensor_parallel_degree = 8
+enable_async_tensor_parallel = true
+
+[checkpoint]
+async_mode = "async"
+last_save_model_only = true
+
+[activation_checkpoint]
+mode = "full"
+
+[compile]
+enable = true
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = true
+filter_fqns = ["output"]
+
+[comm]
+trace_buf_size = 20000
+
+[fault_tolerance]
+enable = true
+group_size = 2
+should_quantize = true
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "titan.toml"
+    path.write_text(text)
+    return f"--job.config_file={path}"
+
+
+def test_a_file_that_uses_nothing_foreign_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchtitan_clone"):
+        config = load_config([write(tmp_path, SMALL)])
+    assert (config.training.steps, config.training.max_norm, config.checkpoint.enable) == (10, 1.0, False)
+    left_out = [record.getMessage() for record in caplog.records]
+    assert len(left_out) == 5
+    assert left_out[0].endswith("titan.toml:5: job.print_config = false is left out, it changes nothing here")
+    assert all("is left out, it changes nothing here" in line for line in left_out)
+
+
+def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([write(tmp_path, LARGE)])
+    assert [message.partition("titan.toml:")[2] for message in caught.value.messages] == [
+        '6: model.converters = ["float8"]: there is no quantized training here; set it to []',
+        "36: fault_tolerance.should_quantize = true: nothing is quantized between replica groups",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["--validation.enable", "--validation.dataset=c4"], "validation reads the documents that data.held_out"),
+        (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
+        (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights cannot be trained on"),
+        (["--training.dataloader.num_workers=2"], "set data.num_workers instead"),
+        (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights cannot be trained on"),
+    ],
+)
+def test_foreign_keys_that_are_refused(argv: list[str], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=argv[-1].removeprefix("--").partition("=")[0]) as caught:
+        load_config(argv)
+    (message,) = caught.value.messages
+    assert fragment in message
+
+
+def test_the_table_holds_no_option_of_ours() -> None:
+    """A key that the package learns must leave the table, or its entry is dead."""
+    ours = {f"{table}.{key}" for table in TABLES for key in TABLES[table]}
+    assert sorted(ours & FOREIGN_KEYS.keys()) == []
+    assert {key.tunes for key in FOREIGN_KEYS.values()} - {""} <= ours

@@ -1,0 +1,272 @@
+"""Runs that start from and end in the format of the Hugging Face hub, against transformers."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from torchtitan_clone.checkpoint.hf import INDEX_FILE
+from torchtitan_clone.config import load_config
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, options, train
+from torchtitan_clone.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+SPEC = MODELS["llama3"]
+SPLITS = {
+    "one": (1, {}),
+    "fsdp": (2, {}),
+    "tensor": (2, {"parallelism__tensor_parallel_degree": 2}),
+    "pipeline": (2, {"parallelism__pipeline_parallel_degree": 2}),
+    "fsdp and tensor": (4, {"parallelism__tensor_parallel_degree": 2}),
+}
+to_name, from_name = SPEC.hugging_face.to_name, SPEC.hugging_face.from_name
+SCALING = "{factor = 8.0, original_max_seq_len = 32}"
+
+
+def parameters_of_run(argv, trains):
+    """A run's parameters, whole, as far as this rank has them: after its last step, or before its first."""
+    config, launch = load_config(argv), Launch.from_environment()
+    device = pick_device(launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(plan, launch=launch)
+    with process_group(config.comm, launch=launch, device=device):
+        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        if trains:
+            trainer.train()
+        found = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
+        return {to_name(name): t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+
+
+def run_split(corpus, folder, split, *, trains, **changes):
+    """What parameters_of_run gives, from all ranks."""
+    world_size, parallelism = SPLITS[split]
+    argv = options(corpus, folder, **parallelism, **changes)
+    answers = run_ranks(parameters_of_run, world_size, argv, trains)
+    return {name: tensor for answer in answers for name, tensor in answer.items()}
+
+
+def export(corpus, folder, split, **changes):
+    """Trains two steps and exports; the folder of the export, and the weights that were trained."""
+    changes = {"training__steps": 2, "checkpoint__last_save_in_hf": True, **changes}
+    trained = run_split(corpus, folder, split, trains=True, **changes)
+    return folder / "run" / "hf" / "step-2", trained
+
+
+def imported(corpus, folder, split, path, **changes):
+    """What a run that starts from the folder of weights starts with."""
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": path, **changes}
+    return run_split(corpus, folder, split, trains=False, **changes)
+
+
+def weights_in(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(found, expected):
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def our_logits(argv, state, tokens):
+    ours = SPEC.build(SPEC.resolve_args(load_config(argv).model))
+    ours.load_state_dict({from_name(name): value for name, value in state.items()}, strict=False)
+    with torch.no_grad():
+        return ours(tokens, positions_BT=torch.arange(tokens.shape[1]).expand_as(tokens))
+
+
+@pytest.mark.parametrize(
+    ("split", "changes"),
+    [
+        ("one", {"model__args__tied_embeddings": True}),
+        ("fsdp", {"model__args__rope_scaling": SCALING, "model__args__hidden_dim": 100}),
+        ("tensor", {}),
+        ("pipeline", {}),
+        # Rows of blocks that neither axis divides.
+        ("fsdp and tensor", {"model__args__hidden_dim": 101}),
+    ],
+)
+def test_an_export_is_the_run_in_transformers(corpus, tmp_path, split, changes):
+    folder, trained = export(corpus, tmp_path, split, **changes)
+    state = weights_in(folder)
+    assert_equal(state, trained)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    in_memory = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text()))).eval()
+    missing, unexpected = in_memory.load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if "model__args__tied_embeddings" in changes else [], [])
+    tokens = torch.randint(0, 2048, (2, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (loaded(tokens).logits - in_memory(tokens).logits).abs().max().item()
+        assert difference == 0.0
+        ours = our_logits(options(corpus, tmp_path, **changes), state, tokens)
+        torch.testing.assert_close(loaded(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert loaded.dtype == torch.float32
+    tokenizer, expected = AutoTokenizer.from_pretrained(folder), build_tokenizer(None)
+    text = "def f(x):\n    return  x + 1  # naïve\n"
+    assert tokenizer(text)["input_ids"] == expected.encode_batch([text])[0]
+    assert (tokenizer.eos_token_id, loaded.generation_config.eos_token_id) == (expected.eos_id, expected.eos_id)
+    assert loaded.generation_config.bos_token_id is None
+
+
+def test_an_export_starts_runs_of_every_split(corpus, tmp_path):
+    folder, trained = export(corpus, tmp_path / "fsdp", "fsdp")
+    for split in ("one", "fsdp", "tensor", "pipeline"):
+        assert_equal(imported(corpus, tmp_path / "again", split, folder), trained)
+
+
+def test_a_foreign_llama_is_what_the_run_starts_with(corpus, tmp_path):
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=172,
+        vocab_size=2100, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=512, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "llama", max_shard_size="100KB")
+    # Old releases carry this too.
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    save_file(extra, tmp_path / "llama" / "extra.safetensors")
+    index = json.loads((tmp_path / "llama" / INDEX_FILE).read_text())
+    index["weight_map"] |= dict.fromkeys(extra, "extra.safetensors")
+    (tmp_path / "llama" / INDEX_FILE).write_text(json.dumps(index))
+    args = {
+        "n_layers": 3, "n_kv_heads": 2, "hidden_dim": 172, "vocab_size": 2100, "rope_theta": 10000.0,
+        "tied_embeddings": True, "norm_eps": 1e-6, "max_seq_len": 512,
+    }  # fmt: skip
+    changes = {f"model__args__{key}": value for key, value in args.items()}
+    state = imported(corpus, tmp_path, "tensor", tmp_path / "llama", **changes)
+    assert_equal(state, dict(theirs.named_parameters()))
+    tokens = torch.randint(0, 2100, (2, 60), generator=torch.Generator().manual_seed(0))
+    rebuilt = LlamaForCausalLM(config).eval()
+    rebuilt.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        assert (rebuilt(tokens).logits - theirs(tokens).logits).abs().max().item() == 0.0
+        ours = our_logits(options(corpus, tmp_path, **changes), state, tokens)
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_exports_follow_their_own_schedule_and_type(corpus, tmp_path):
+    changes = {"training__steps": 5, "checkpoint__hf_export_interval": 2, "checkpoint__export_dtype": "bfloat16"}
+    code, output = train(options(corpus, tmp_path, **changes), log_folder=tmp_path)
+    assert code == 0, output
+    exports = tmp_path / "run" / "hf"
+    assert sorted(p.name for p in exports.iterdir()) == ["step-2", "step-4"]
+    assert {tensor.dtype for tensor in weights_in(exports / "step-4").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(exports / "step-4").dtype == torch.bfloat16
+    assert len(losses(tmp_path)) == 5
+
+
+def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):
+    code, output = train(
+        options(corpus, tmp_path / "first", training__steps=20, checkpoint__last_save_in_hf=True), log_folder=tmp_path
+    )
+    assert code == 0, output
+    folder = tmp_path / "first" / "run" / "hf" / "step-20"
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder, "optimizer__lr": 1e-9}
+    argv = options(corpus, tmp_path / "second", **changes, training__steps=2)
+    code, output = train(argv, log_folder=tmp_path)
+    assert code == 0, output
+    assert losses(tmp_path / "second")[1] < losses(tmp_path / "first")[1] - 0.5
+    # Resumed, it goes on from its own checkpoint and no longer needs the folder.
+    folder.rename(folder.with_name("gone"))
+    longer = options(corpus, tmp_path / "second", **changes, training__steps=3)
+    code, output = train(longer, log_folder=tmp_path)
+    assert code == 0, output
+    assert "resumed after step 2" in output
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragments"),
+    [
+        ({"model__args__n_layers": 3}, ["model.args.n_layers is 3", "set model.args.n_layers = 2"]),
+        ({"model__args__n_heads": 8, "model__args__norm_eps": 1e-6}, ["n_heads = 4", "norm_eps = 1e-05"]),
+        ({"model__args__tied_embeddings": True}, ["set model.args.tied_embeddings = false"]),
+        ({"checkpoint__initial_load_path": "nowhere"}, ["nowhere: there is no such folder"]),
+        ({"checkpoint__initial_load_in_hf": False}, ["initial_load_in_hf"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_anything_starts(corpus, tmp_path, exported, changes, fragments):
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": exported, **changes}
+    code, output = train(options(corpus, tmp_path / "runs", **changes), log_folder=tmp_path)
+    assert code == 2
+    assert all(fragment in output for fragment in fragments), output
+    assert "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda state: state.pop("lm_head.weight"), "lacks lm_head.weight"),
+        (lambda state: state.update(bias=torch.zeros(1)), "holds bias, which llama3 has not"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(65)}), "has shape [65], and the model's has [64]"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(64).to(torch.int8)}), "has type I8"),
+    ],
+)
+def test_other_tensors_are_refused_by_name(corpus, tmp_path, exported, change, fragment):
+    state = weights_in(exported)
+    change(state)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text((exported / "config.json").read_text())
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder}
+    code, output = train(options(corpus, tmp_path / "runs", **changes), log_folder=tmp_path)
+    assert (code, "Traceback" in output) == (2, False)
+    assert fragment in output, output
+
+
+def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
+    """It is changed on purpose for longer sequences."""
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": exported}
+    argv = options(corpus, tmp_path, **changes, model__args__rope_theta=1e6, training__steps=2)
+    code, output = train(argv, log_folder=tmp_path)
+    assert code == 0, output
+    assert "model.args.rope_theta is 1000000.0, but config.json asks for 500000.0" in output
+
+
+def script(name, *arguments):
+    """Runs a script in this process, with its command line; its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [name, *map(str, arguments)])
+        return runpy.run_path(str(ROOT / "scripts" / name))["main"]()
+
+
+def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, capsys):
+    changes = {"model__args__tied_embeddings": True, "checkpoint__export_dtype": "bfloat16"}
+    folder, _ = export(corpus, tmp_path, "fsdp", **changes)
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "converted", "--export_dtype=bfloat16") == 0
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "converted").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "converted" / name).read_bytes() == (folder / name).read_bytes(), name
+    with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
+    assert "another digest" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_path, exported, capsys):
+    assert script("convert_from_hf.py", exported, tmp_path / "seed") == 0
+    common = {"job__config_file": tmp_path / "seed" / "model.toml", "checkpoint__initial_load_path": tmp_path / "seed"}
+    found = run_split(corpus, tmp_path, "tensor", trains=False, **common)
+    assert_equal(found, weights_in(exported))
+    code = script("convert_from_hf.py", tmp_path / "nowhere", tmp_path / "other")
+    assert (code, "no such folder" in capsys.readouterr().err) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def exported(corpus, tmp_path_factory):
+    """An export of one rank."""
+    return export(corpus, tmp_path_factory.mktemp("exported"), "one")[0]

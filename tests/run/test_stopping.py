@@ -1,0 +1,175 @@
+"""Requests to stop, by signals and by time, at every moment of a run."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_run_that_is_to_be_requeued_says_so_until_it_is_complete(corpus, tmp_path):
+    def run(name):
+        return options(corpus, tmp_path / name, training__steps=40, preemption__requeue=True)
+
+    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
+    for number, after in ((signal.SIGUSR1, 3), (signal.SIGUSR2, 11), (signal.SIGINT, 19), (signal.SIGTERM, 27)):
+        stopped = Ranks(run("stopped"), world_size=2, log_folder=tmp_path)
+        wait_for_step(tmp_path / "stopped", after)
+        stopped.signal(number, ranks=[1])
+        stopped.signal(number)
+        code, output = stopped.wait()
+        assert code == 75
+        assert f"stopped by {number.name}: step" in output
+    assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_signal_ends_a_validation(corpus, tmp_path):
+    changes = {"validation__enable": True, "validation__freq": 1, "validation__local_batch_size": 1}
+    argv = options(corpus, tmp_path, data__held_out_fraction=0.8, **changes)
+    run = Ranks(argv, world_size=2, log_folder=tmp_path)
+    wait_for_step(tmp_path, 1)
+    run.signal(signal.SIGTERM, ranks=[1])
+    code, output = run.wait()
+    assert code == 0
+    assert "stopped by a signal to another rank: step 1 is saved" in output
+    assert "validation loss" not in output
+
+
+def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path):
+    def run(name, **changes):
+        sizes = {"training__local_batch_size": 1, "training__global_batch_size": 96, "training__steps": 3}
+        return options(corpus, tmp_path / name, **sizes, **changes)
+
+    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
+    step_seconds = min(row["step_seconds"] for row in rows(tmp_path / "whole") if "loss" in row)
+    deadline = step_seconds / 2
+    stopped = Ranks(run("stopped", preemption__deadline_seconds=deadline), world_size=2, log_folder=tmp_path)
+    wait_for_step(tmp_path / "stopped", 2)
+    stopped.signal(signal.SIGUSR1)
+    time.sleep(deadline / 4)
+    for later in (signal.SIGTERM, signal.SIGUSR1):  # those change nothing
+        stopped.signal(later)
+    code, output = stopped.wait()
+    assert code == 0
+    assert "stopped by SIGUSR1: step 2 is saved" in output
+    assert list(losses(tmp_path / "stopped")) == [1, 2]
+    assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
+    ledger = [row for row in rows(tmp_path / "stopped") if row.get("event") == "goodput"][-1]
+    assert ledger["steps_thrown_away"] == 1
+    assert ledger["thrown_away_seconds"] > deadline / 2
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_a_run_ends_before_its_time_is_up(corpus, tmp_path):
+    changes = {"checkpoint__interval": 50, "checkpoint__keep_latest_k": 1}
+    argv = options(corpus, tmp_path, **changes, training__steps=100_000, training__max_seconds=8, metrics__log_freq=10)
+    start = time.monotonic()
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    assert code == 0
+    assert time.monotonic() - start < 12  # with the start and the end of the processes
+    (step,) = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
+    assert int(step) > 10
+
+
+HANDLERS = """
+import signal, sys
+from torchtitan_clone import train
+installed = []
+signal.signal = lambda number, _: installed.append((signal.Signals(number).name, "torch" in sys.modules))
+train.main(["--no_such.option=1"])
+print(sorted(installed))
+"""
+
+
+def test_handlers_are_there_before_torch():
+    command = [sys.executable, "-c", HANDLERS]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{[(name, False) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
+
+
+@pytest.mark.parametrize("moment", ["handlers are there", "torch is imported"])
+def test_a_signal_before_there_is_anything_ends_the_process_at_once(corpus, tmp_path, moment):
+    argv = options(corpus, tmp_path / "runs", preemption__requeue=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_clone.train", *argv],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not handles(process.pid, signal.SIGUSR1):
+        assert process.poll() is None
+    while moment.startswith("torch") and "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped by SIGUSR1 before the first step" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_two_nodes_train_as_one_and_stop_together(corpus, tmp_path):
+    sizes = {"training__local_batch_size": 4, "training__steps": 40}
+    assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
+
+    def start() -> list[subprocess.Popen]:
+        port = free_port()
+        argv = [f"--job.config_file={os.devnull}", *options(corpus, tmp_path / "two", **sizes)]
+        common = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NO_SETUP": "1"}
+        common |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [REPOSITORY / "run_train.sh", *argv]
+        nodes = [os.environ | common | {"NODE_RANK": str(node)} for node in range(2)]
+        return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in nodes]
+
+    nodes = start()
+    wait_for_step(tmp_path / "two", 5)
+    nodes[1].send_signal(signal.SIGTERM)
+    output, _ = nodes[0].communicate(timeout=60)
+    assert "stopped by a signal to another rank: step" in output
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    nodes = start()
+    output, _ = nodes[0].communicate(timeout=60)
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    assert "training is complete" in output
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def handles(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", status)
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("is_one_late", [False, True])
+def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_step(corpus, tmp_path, is_one_late):
+    argv = options(corpus, tmp_path, preemption__requeue=True)
+    assert train(argv, log_folder=tmp_path)[0] == 0  # prepares the data
+    longer = options(corpus, tmp_path, preemption__requeue=True, training__steps=20)
+    run = Ranks(longer, world_size=2, log_folder=tmp_path / "second")
+    while not all(handles(pid, signal.SIGUSR1) for pid in run.pids):
+        time.sleep(0.0005)
+    if is_one_late:  # it ends without having met the other, which waits for it
+        run.signal(signal.SIGSTOP, ranks=[1])
+    while "rows" not in run.output:  # the line about the run, after which the process group starts
+        time.sleep(0.001)
+    run.signal(signal.SIGUSR1)
+    if is_one_late:
+        run.signal(signal.SIGCONT, ranks=[1])
+    code, output = run.wait()
+    assert code == 75
+    assert "before the first step" in output or "step 11 is saved" in output

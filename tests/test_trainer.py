@@ -1,0 +1,261 @@
+"""Whole runs in real processes: they learn, stop, resume and refuse as they should."""
+
+import resource
+import signal
+from itertools import count, pairwise
+
+import pytest
+import torch
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
+from torchtitan_clone.trainer import Trainer
+
+
+def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_path):
+    run = options(corpus, tmp_path, training__steps=40)
+    code, output = train(run, log_folder=tmp_path)
+    assert code == 0
+    assert "training is complete: step 40 of 40" in output
+    curve = losses(tmp_path)
+    assert curve[40] < curve[1] - 1.0
+    row = rows(tmp_path)[0]
+    keys = (
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "step_seconds",
+        "data_seconds",
+        "tokens_seen",
+        "time",
+    )
+    assert not set(keys) - set(row)
+    assert row["tokens_seen"] == 8 * 64
+    code, output = train(run, log_folder=tmp_path)
+    assert code == 0
+    assert "is complete: step 40" in output
+    code, output = train(options(corpus, tmp_path, training__steps=42), log_folder=tmp_path)
+    assert code == 0
+    assert list(losses(tmp_path)) == list(range(1, 43))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stopped_and_killed_runs_continue_to_the_last_bit(corpus, tmp_path, world_size):
+    def run(name, **changes):
+        return options(corpus, tmp_path / name, training__steps=80, checkpoint__interval=10, **changes)
+
+    common = {"world_size": world_size, "log_folder": tmp_path}
+    assert train(run("whole"), **common)[0] == 0
+    expected = losses(tmp_path / "whole")
+    assert list(expected) == list(range(1, 81))
+
+    stopped = Ranks(run("stopped"), **common)
+    wait_for_step(tmp_path / "stopped", 5)
+    # One rank is asked; all must stop at the same step.
+    stopped.signal(signal.SIGTERM, ranks=[world_size - 1])
+    code, output = stopped.wait()
+    assert code == 0
+    assert "stopped by" in output
+    assert 5 <= max(losses(tmp_path / "stopped")) < 80
+    code, output = train(run("stopped"), **common)
+    assert code == 0
+    assert "resumed after step" in output
+    assert losses(tmp_path / "stopped") == expected
+
+    killed = Ranks(run("killed"), **common)
+    wait_for_step(tmp_path / "killed", 25)
+    killed.signal(signal.SIGKILL)
+    killed.join()
+    assert 25 <= max(losses(tmp_path / "killed")) < 80
+    code, output = train(run("killed"), **common)
+    assert code == 0
+    assert "resumed after step" in output
+    assert losses(tmp_path / "killed") == expected
+    assert list(losses(tmp_path / "killed")) == list(range(1, 81))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (2, {}),
+        (4, {"training__local_batch_size": 1}),
+        (4, {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 2}),
+        (2, {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}),
+        (2, {"parallelism__fsdp_reshard_after_forward": "never", "activation_checkpoint__mode": "full"}),
+        (2, {"training__enable_cpu_offload": True, "parallelism__fsdp_reshard_after_forward": "always"}),
+        (1, {"training__local_batch_size": 1, "optimizer__implementation": "foreach", "debug__deterministic": True}),
+        (1, {"model__args__tied_embeddings": True}),
+    ],
+    ids=["2", "4", "hsdp", "replicate", "never+full ac", "offload+always", "accumulate", "tied"],
+)
+def test_every_data_axis_gives_the_losses_of_one_rank(corpus, tmp_path, world_size, changes):
+    model = {key: value for key, value in changes.items() if key.startswith("model")}
+    assert train(options(corpus, tmp_path / "one", **model), log_folder=tmp_path)[0] == 0
+    code, output = train(options(corpus, tmp_path / "many", **changes), world_size=world_size, log_folder=tmp_path)
+    assert code == 0, output
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        expected, found = ([row[name] for row in rows(tmp_path / run) if name in row] for run in ("one", "many"))
+        assert len(expected) == 10
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_run_resumes_on_other_numbers_of_ranks(corpus, tmp_path):
+    assert train(options(corpus, tmp_path / "whole", training__steps=9), log_folder=tmp_path)[0] == 0
+    for steps, world_size in ((3, 2), (6, 1), (9, 4)):
+        argv = options(corpus, tmp_path / "moving", training__steps=steps, training__local_batch_size=2)
+        code, output = train(argv, world_size=world_size, log_folder=tmp_path)
+        assert code == 0, output
+    # The learning rate depends on training.steps, so only what does not is compared: the data and the tokens.
+    assert [row["tokens_seen"] for row in rows(tmp_path / "moving") if "loss" in row] == [
+        row["tokens_seen"] for row in rows(tmp_path / "whole") if "loss" in row
+    ]
+
+
+def test_validation_is_the_same_on_any_number_of_ranks(corpus, tmp_path):
+    found = []
+    for world_size in (1, 2):
+        changes = {"validation__enable": True, "validation__freq": 5, "validation__local_batch_size": 3}
+        argv = options(corpus, tmp_path / str(world_size), **changes)
+        code, output = train(argv, world_size=world_size, log_folder=tmp_path)
+        assert code == 0, output
+        found.append([row for row in rows(tmp_path / str(world_size)) if "validation_loss" in row])
+    assert [row["step"] for row in found[0]] == [5, 10]
+    assert found[0][1]["validation_loss"] < found[0][0]["validation_loss"]
+    for one, two in zip(*found, strict=True):
+        assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
+        assert two["validation_targets"] == one["validation_targets"]
+
+
+def limited_file_size(argv, logs, limit):
+    """A rank whose files cannot grow past the limit, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return train_rank(argv, logs)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(corpus, tmp_path):
+    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
+    logs = [tmp_path / "rank0.log"]
+    longer = options(corpus, tmp_path, training__steps=6, checkpoint__interval=1)
+    assert run_ranks(limited_file_size, 1, longer, logs, 50_000) == [1]
+    output = logs[0].read_text()
+    assert "step 3 could not be saved" in output
+    assert "File too large" in output
+    assert max(losses(tmp_path)) == 6
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")] == ["step-2"]
+    code, output = train(longer, log_folder=tmp_path)
+    assert code == 0
+    assert "resumed after step 2" in output
+
+
+def test_training_that_diverges_stops_with_an_error(corpus, tmp_path):
+    argv = options(corpus, tmp_path, optimizer__lr=1e30, training__steps=50, training__max_skipped_steps=3)
+    code, output = train(argv, log_folder=tmp_path)
+    assert code == 1
+    assert "not finite for 4 steps in a row" in output
+    assert "Traceback" not in output
+    last = rows(tmp_path)[-1]
+    assert last["step"] < 10
+
+
+def test_old_checkpoints_are_purged(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=7, checkpoint__interval=2, checkpoint__keep_latest_k=2)
+    assert train(argv, log_folder=tmp_path)[0] == 0
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")) == ["step-6", "step-7"]
+
+
+def test_training_from_the_resolved_config_repeats_the_run(corpus, tmp_path):
+    assert train(options(corpus, tmp_path, checkpoint__enable=False), log_folder=tmp_path)[0] == 0
+    expected = losses(tmp_path)
+    resolved = tmp_path / "run" / "config.toml"
+    again = [f"--job.config_file={resolved}", f"--job.dump_folder={tmp_path / 'again'}"]
+    assert train(again, log_folder=tmp_path)[0] == 0
+    assert losses(tmp_path / "again") == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "fragment"),
+    [
+        ({"training__seq_length": 3}, "seq_len"),
+        ({"training__steps": "abc"}, "training.steps"),
+        ({"training__global_batch_size": 7}, "global_batch_size"),
+        ({"training__seq_len": 100_000}, "seq_len"),
+        ({"training__dataset_path": "nowhere"}, "nowhere"),
+        ({"model__hf_assets_path": "nowhere"}, "nowhere"),
+        ({"model__flavor": "9B"}, "known: debugmodel"),
+        ({"model__args__vocab_size": 100}, "vocab"),
+        ({"optimizer__name": "SGD"}, "known: AdamW"),
+        ({"parallelism__data_parallel_shard_degree": 3}, "WORLD_SIZE"),
+        ({"lr_scheduler__decay_type": "step"}, "known: linear"),
+    ],
+)
+def test_bad_input_gets_one_error_and_makes_no_folder(corpus, tmp_path, changes, fragment):
+    runs = tmp_path / "runs"
+    code, output = train(options(corpus, runs, **changes), log_folder=tmp_path)
+    assert code == 2
+    assert fragment in output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) < 20
+    assert not runs.exists()
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_told_at_once(corpus, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = train(options(corpus, tmp_path / "file" / "runs"), log_folder=tmp_path)
+    assert (code, "Traceback" in output) == (2, False)
+    assert "job.dump_folder: nothing can be written to" in output
+
+
+def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
+    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
+    code, output = train(options(corpus, tmp_path, model__args__n_layers=3), log_folder=tmp_path)
+    assert code == 2
+    assert "model.args.n_layers 2 -> 3" in output
+    code, output = train(options(corpus, tmp_path, training__seq_len=32), log_folder=tmp_path)
+    assert code == 2
+    assert "seq_len" in output
+    changed = options(corpus, tmp_path, training__seq_len=32, training__steps=4, checkpoint__allow_data_change=True)
+    assert train(changed, log_folder=tmp_path)[0] == 0
+
+
+def test_two_ranks_say_an_error_once(corpus, tmp_path):
+    argv = options(corpus, tmp_path / "runs", training__steps=0)
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    assert code == 2
+    assert output.count("training.steps") == 1
+
+
+def run_with_a_bad_step(argv, bad_step):
+    """Trains with hidden states that turn to NaN in one step; a weight's values as each step sees them."""
+    config, launch = load_config(argv), Launch.from_environment()
+    device = pick_device(launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(plan, launch=launch)
+    seen = []
+    with process_group(config.comm, launch=launch, device=device):
+        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+        steps = count(1)
+
+        def poison(module, _, out):
+            seen.append(trainer.parameters["output.weight"].to_local().detach().clone())
+            return out * float("nan") if next(steps) == bad_step and launch.rank == 0 else out
+
+        trainer.parts[0].norm.register_forward_hook(poison)
+        trainer.train()
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(corpus, tmp_path, world_size):
+    argv = options(corpus, tmp_path, training__local_batch_size=8 // world_size, training__steps=6)
+    for seen in run_ranks(run_with_a_bad_step, world_size, argv, 3):
+        changed = [not torch.equal(before, after) for before, after in pairwise(seen)]
+        assert changed == [True, True, False, True, True]
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
+    assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]

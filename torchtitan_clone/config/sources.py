@@ -1,0 +1,149 @@
+"""What the user wrote, key by key, with the place of each: TOML files, their `extends` chains, the command line."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import tomli
+
+from torchtitan_clone.config.schema import Config
+
+COMMAND_LINE = "command line"
+Key = tuple[str, ...]
+"""A key split at its dots: ("training", "steps")."""
+TABLES: dict[str, dict[str, Any]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
+"""Annotation of every option, by table and key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A value and where the user wrote it."""
+
+    value: Any
+    origin: str
+    """ "file:line", or "command line"."""
+
+
+Settings = dict[Key, Setting]
+"""By key, split at the dots; tables are taken apart down to their last key."""
+
+
+def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
+    """The settings of a command line; what is no option goes to `problems`."""
+    settings: Settings = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
+            problems.append(f'{COMMAND_LINE}: "{word}" is no option; write --table.key=value{hint}')
+            continue
+        path = ("job", "dry_run") if name == "dry-run" else tuple(name.split("."))
+        origin = COMMAND_LINE
+        if equals:
+            value = _parse_value(text, annotation=_annotation(path))
+        elif words and not words[0].startswith("--") and name != "dry-run":
+            value = _parse_value(words.pop(0), annotation=_annotation(path))
+        else:
+            value, origin = True, f"{COMMAND_LINE}, where no value follows"
+        merge_into(settings, dict(_flatten(value, path=path, origin_of=lambda _, origin=origin: origin)))
+    return settings
+
+
+def _parse_value(text: str, *, annotation: Any) -> Any:
+    """A command line value: as TOML where it is TOML and no string is wanted, else as the string it is."""
+    try:
+        parsed = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError:
+        return text
+    wants_string = annotation in (str, str | None)
+    if len(parsed) > 1 or (wants_string and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings, problems: list[str]) -> None:
+    """Lay the files of an `extends` chain over `settings` in place: first the one that extends nothing, `path` last."""
+    if path.resolve() in [file.resolve() for file in chain]:
+        problems.append(f"{origin}: job.extends leads in a circle: {' -> '.join(map(str, [*chain, path]))}")
+        return
+    try:
+        own = _read_file(path)
+    except OSError as error:
+        problems.append(f"{origin}: cannot read {path}: {error.strerror}")
+        return
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        problems.append(_malformed(path, error))
+        return
+    if (base := own.get(("job", "extends"))) and isinstance(base.value, str):
+        file = path.parent / base.value
+        read_chain(file, origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
+    if misplaced := own.pop(("job", "config_file"), None):
+        problems.append(f"{misplaced.origin}: job.config_file belongs on the command line; write job.extends here")
+    merge_into(settings, own)
+
+
+def _read_file(path: Path) -> Settings:
+    text = path.read_bytes().decode()
+    lines = _key_lines(text)
+
+    def origin_of(key: Key) -> str:
+        return f"{path}:{next(lines[key[:end]] for end in range(len(key), -1, -1) if key[:end] in lines)}"
+
+    return dict(_flatten(tomli.loads(text), path=(), origin_of=origin_of))
+
+
+def _malformed(path: Path, error: tomli.TOMLDecodeError | UnicodeDecodeError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return f"{path}:{line}: not UTF-8: byte {error.object[error.start]:#04x}; save the file as UTF-8"
+    found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
+    line = found[1] if found and found[1] else len(path.read_bytes().splitlines())
+    return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
+
+
+_KEY_PART = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""
+_KEY = rf"(?:{_KEY_PART})(?:\s*\.\s*(?:{_KEY_PART}))*"
+
+
+def _key_lines(text: str) -> dict[Key, int]:
+    """Line of each key and of each [table]; the parser does not tell."""
+    lines: dict[Key, int] = {(): 1}
+    table: Key = ()
+    for number, line in enumerate(text.split("\n"), start=1):
+        if header := re.match(rf"\s*\[+\s*({_KEY})\s*\]", line):
+            table = _key_parts(header[1])
+            lines.setdefault(table, number)
+        elif key := re.match(rf"\s*({_KEY})\s*=", line):
+            lines.setdefault((*table, *_key_parts(key[1])), number)
+    return lines
+
+
+def _key_parts(key: str) -> Key:
+    return tuple(part.strip("\"'") for part in cast("list[str]", re.findall(_KEY_PART, key)))
+
+
+def _flatten(value: Any, *, path: Key, origin_of: Callable[[Key], str]) -> Iterator[tuple[Key, Setting]]:
+    if isinstance(value, dict) and value:
+        for key, item in cast("dict[str, Any]", value).items():
+            yield from _flatten(item, path=(*path, key), origin_of=origin_of)
+    elif path:
+        yield path, Setting(value=value, origin=origin_of(path))
+
+
+def merge_into(settings: Settings, upper: Settings) -> None:
+    """Add `upper` to `settings` in place: a value replaces a table of the same name, a table replaces a value."""
+    for path, setting in upper.items():
+        below = [other for other in settings if other[: len(path)] == path]
+        if setting.value == {} and below:
+            continue
+        for other in [*below, *(path[:end] for end in range(1, len(path)))]:
+            settings.pop(other, None)
+        settings[path] = setting
+
+
+def _annotation(path: Key) -> Any:
+    return TABLES[path[0]].get(path[1]) if len(path) == 2 and path[0] in TABLES else None

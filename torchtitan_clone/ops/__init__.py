@@ -1,0 +1,1 @@
+"""Mathematics below the packages: attention in blocks, cross-entropy, slices of DTensors."""

@@ -1,0 +1,90 @@
+"""How long a rank spends in collectives, its own part of them and its wait for others together; and in a link alone."""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchtitan_clone.parallel.trace import collective_name, let_look_inside
+
+LINK_BYTES = 4 << 20
+"""What is sent to measure a link."""
+LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
+"""By which times of equally fast links may differ: gloo's threads have to wait for a core."""
+_ROUNDS = 3
+
+
+class CollectiveTimer(TorchDispatchMode):
+    """Sums the seconds of the collectives that run inside it, each of which is waited for at once.
+
+    Nothing overlaps inside, so that what is not communication is this rank's own work. Results are the same.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if collective_name(func) is None:
+            return func(*args, **(kwargs or {}))
+        _synchronize(self._device)
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.ScriptObject):
+                dist.Work.unbox(value).wait()
+            elif isinstance(value, torch.Tensor) and func.namespace == "_c10d_functional":
+                torch.ops._c10d_functional.wait_tensor(value)
+        _synchronize(self._device)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+let_look_inside(CollectiveTimer)
+
+
+def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
+    """From which rank this one receives in a ring of all ranks, and the seconds for LINK_BYTES; a collective.
+
+    Neighbours in the ring are on different machines where there are several. A rank sends or receives, never both at
+    once, so that a slow link shows at its own end only. The best of a few times counts.
+    """
+    local_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(local_ranks, local_rank)
+    ring = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
+    place, last = ring.index(dist.get_rank()), len(ring) - 1
+    before, after = ring[place - 1], ring[(place + 1) % len(ring)]
+    # The links from every second place at once; the one that closes a ring of odd length comes last.
+    turns = [2 if start == last and last % 2 == 0 else start % 2 for start in range(len(ring))]
+    buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(1 + _ROUNDS):
+        for turn in sorted(set(turns)):
+            if turn == turns[place]:
+                _time(dist.P2POp(dist.isend, buffer, after), device=device)
+            elif turn == turns[place - 1]:
+                times.append(_time(dist.P2POp(dist.irecv, buffer, before), device=device))
+            else:
+                _time(None, device=device)
+    return before, min(times[1:])  # the first one connects
+
+
+def _time(transfer: dist.P2POp | None, *, device: torch.device) -> float:
+    """Seconds of this rank's transfer, if it has one, from when all ranks are here."""
+    # On the device: NCCL hangs where a transfer of some ranks is the first use of the group.
+    dist.all_reduce(torch.zeros(1, device=device))
+    _synchronize(device)
+    start = time.perf_counter()
+    for work in dist.batch_isend_irecv([transfer]) if transfer else ():
+        work.wait()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

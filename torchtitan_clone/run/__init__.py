@@ -1,0 +1,1 @@
+"""What ties the packages together into one run, one noun a file."""

@@ -1,0 +1,343 @@
+"""Rules between the configuration, the mesh and the model, checked before any process group starts.
+
+Every rule is a function of plain values that yields messages: what is wrong with which value, and what to change.
+Rules within the tables are in config/checks.py.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan_clone.config import Config, Degrees, resolved_degrees
+from torchtitan_clone.config.checks import find_bound_errors, find_config_errors
+from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
+from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
+from torchtitan_clone.run.phases import phases
+
+_PIPELINE = "parallelism.pipeline_parallel_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the rules ask of a model."""
+
+    max_seq_len: int
+    vocab_size: int
+    heads: dict[str, int]
+    """Numbers of heads that must be divisible, by the name of the model's argument."""
+    n_layers: int
+    tied_embeddings: bool
+
+
+def find_run_errors(
+    config: Config, *, world_size: int, model: ModelFacts, tokenizer_vocab_size: int | None, device_type: str
+) -> list[str]:
+    """Returns one message for each broken rule, those within the tables included.
+
+    `tokenizer_vocab_size` is None where no tokenizer is loaded.
+    """
+    found = find_config_errors(config, device_type=device_type)
+    found += _model_limits(config, model, tokenizer_vocab_size)
+    if any(find_bound_errors(config)):  # the other rules compute with these values
+        return found
+    mesh_errors = _mesh_errors(config, world_size=world_size, model=model) or [*_freeze_schedule(config, model)]
+    if mesh_errors:
+        return found + mesh_errors
+    for phase in phases(config, world_size)[1:]:
+        of_phase = _mesh_errors(phase.config, world_size=world_size, model=model)
+        entry = f"training.freeze_schedule, with the options of its entry at step {phase.first_step}"
+        found += [f"{entry}: {message}" for message in of_phase]
+    return found
+
+
+def _mesh_errors(config: Config, *, world_size: int, model: ModelFacts) -> list[str]:
+    """Returns the broken rules of one mesh; a run has several where a freeze schedule changes it."""
+    degrees = list(_degrees(config.parallelism, world_size))
+    found: list[str] = []
+    if not degrees:
+        groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
+        found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
+    return [
+        *found,
+        *find_pipeline_errors(config, n_layers=model.n_layers, tied_embeddings=model.tied_embeddings),
+        *degrees,
+        *_tensor(config, model.heads),
+        *_context(config, model.heads),
+    ]
+
+
+AXES = {
+    "replicate": "data_parallel_replicate_degree",
+    "shard": "data_parallel_shard_degree",
+    "tensor": "tensor_parallel_degree",
+    "pipeline": "pipeline_parallel_degree",
+    "context": "context_parallel_degree",
+}
+
+
+def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
+    """The degrees multiply to the world size; with a shard degree of -1 they divide it."""
+    degrees = {axis: getattr(parallelism, option) for axis, option in AXES.items()}
+    fixed = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"shard": 1}
+    product = math.prod(fixed.values())
+    rest_is_sharded = degrees["shard"] == -1
+    if world_size == product or (rest_is_sharded and world_size % product == 0):
+        return
+    remedies: list[str] = []
+    for axis, degree in fixed.items():
+        rest, remainder = divmod(world_size, product // degree)
+        if remainder == 0:
+            values = nearest_divisors(rest, degree) if rest_is_sharded else [rest]
+            remedies.append(f"parallelism.{AXES[axis]} to {either(values)}{' or -1' if axis == 'shard' else ''}")
+    factors = " x ".join(f"{axis} {degree}" for axis, degree in fixed.items())
+    total = f" = {product}" if len(fixed) > 1 else ""
+    verb = "does not divide" if rest_is_sharded else "is not"
+    setting = f"set {' or '.join(remedies)}, or " if remedies else ""
+    ranks = either(nearest_multiples(product, world_size) if rest_is_sharded else [product])
+    yield f"parallelism: {factors}{total} {verb} WORLD_SIZE {world_size}; {setting}launch {ranks} ranks."
+
+
+def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
+    degree = config.parallelism.tensor_parallel_degree
+    sizes = {} if config.parallelism.context_parallel_degree > 1 else {"training.seq_len": config.training.seq_len}
+    sizes |= {f"model.args.{key}": size for key, size in heads.items()}
+    for key, size in sizes.items():
+        if size % degree:
+            yield (
+                f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
+                f"({either(nearest_divisors(size, degree))}), or {key} to a multiple of it."
+            )
+
+
+def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    method = parallelism.context_parallel_rotate_method
+    if degree == 1:
+        return
+    unit = degree * math.lcm(tensor, 1 if method == "alltoall" else 2)
+    if seq_len % unit:
+        yield (
+            f"parallelism.context_parallel_degree = {degree}: with the rotate method {method} and tensor {tensor}, "
+            f"training.seq_len {seq_len} must be a multiple of {unit}; set it to "
+            f"{either(nearest_multiples(unit, seq_len))}."
+        )
+    for key, count in heads.items():
+        if method == "alltoall" and count % tensor == 0 and count // tensor % degree:
+            yield (
+                f'parallelism.context_parallel_rotate_method = "alltoall": context {degree} x tensor {tensor} does not '
+                f'divide model.args.{key} {count}; set it to "allgather" or "ring", which leave heads whole, or the '
+                "degree to a divisor."
+            )
+
+
+def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[str]:
+    rows, local, ranks = training.global_batch_size, training.local_batch_size, degrees.data * groups
+    at_once = local * ranks
+    if rows == -1 or rows % at_once == 0:
+        return
+    remedy = f"set training.global_batch_size to {either(nearest_multiples(at_once, rows))}"
+    if rows % ranks == 0:
+        remedy += f", or training.local_batch_size to {either(nearest_divisors(rows // ranks, local))}"
+    yield (
+        f"training.global_batch_size = {rows}: not a multiple of training.local_batch_size {local} x data-parallel "
+        f"degree {degrees.data}{f' x replica groups {groups}' if groups > 1 else ''} = {at_once}; {remedy}."
+    )
+
+
+def _model_limits(config: Config, model: ModelFacts, tokenizer_vocab_size: int | None) -> Iterator[str]:
+    max_seq_len, vocab_size = model.max_seq_len, model.vocab_size
+    name = f"{config.model.name} {config.model.flavor}"
+    if config.training.seq_len > max_seq_len:
+        yield (
+            f"training.seq_len = {config.training.seq_len}: {name} takes sequences of up to {max_seq_len} tokens; "
+            f"set it to at most {max_seq_len}, or raise model.args.max_seq_len."
+        )
+    if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab_size:
+        tokenizer = config.model.hf_assets_path or "this package"
+        yield (
+            f"model.args.vocab_size = {vocab_size}: the tokenizer of {tokenizer} has {tokenizer_vocab_size} tokens; "
+            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the model's own tokenizer."
+        )
+
+
+def _freeze_schedule(config: Config, model: ModelFacts) -> Iterator[str]:
+    """Checks the entries against each other; every phase must obey all other rules too."""
+    step, layers, degree = 0, 0, config.parallelism.pipeline_parallel_degree
+    for freeze in config.training.freeze_schedule:
+        point = f"training.freeze_schedule, step {freeze.step}"
+        if freeze.step <= step:
+            yield f"{point}: must be above {step}; put the steps in rising order, from 1 on."
+        if not layers < freeze.layers < model.n_layers:
+            yield (
+                f"{point}: layers = {freeze.layers} must be above {layers} and below model.args.n_layers "
+                f"{model.n_layers}; each point freezes more blocks, and the last block always learns."
+            )
+        if (wanted := freeze.pipeline_parallel_degree) is not None:
+            if wanted < 1 or degree % wanted:
+                yield (
+                    f"{point}: pipeline_parallel_degree = {wanted} does not divide the degree before, {degree}; a "
+                    "pipeline can shrink to a divisor, for example 1."
+                )
+                return
+            degree = wanted
+        if freeze.local_batch_size is not None and freeze.local_batch_size < 1:
+            yield f"{point}: local_batch_size = {freeze.local_batch_size} must be at least 1."
+        step, layers = freeze.step, freeze.layers
+    if config.training.freeze_schedule and config.fault_tolerance.enable:
+        yield (
+            "training.freeze_schedule: a replica group that heals takes over tensors of the others, which may have "
+            "another mesh by then; leave it out, or set fault_tolerance.enable to false."
+        )
+    if config.training.freeze_schedule and model.tied_embeddings:
+        yield (
+            "training.freeze_schedule: freezes the embedding, which is the output's weight too, and that has to learn; "
+            "set model.args.tied_embeddings to false."
+        )
+
+
+def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool) -> list[str]:
+    """One message for each broken rule; none where there is no pipeline."""
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_degree == 1:
+        return []
+    # The later rules compute with what the earlier ones check.
+    if unusable := [*_pipeline_schedule(parallelism)] or [*_num_stages(parallelism, n_layers)]:
+        return unusable
+    split = _stage_modules if parallelism.module_fqns_per_model_part else _stage_layers
+    found = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
+    stages = num_stages(parallelism, n_layers=n_layers)
+    found += _microbatches(parallelism, stages, "training.local_batch_size", config.training.local_batch_size)
+    if config.validation.enable:
+        found += _microbatches(parallelism, stages, "validation.local_batch_size", config.validation.local_batch_size)
+    return found
+
+
+def _pipeline_schedule(parallelism: Parallelism) -> Iterator[str]:
+    name, path = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
+    ranks = parallelism.pipeline_parallel_degree
+    if not path:
+        if name not in SCHEDULES:
+            yield f'{_PIPELINE}schedule = "{name}": no such schedule; known: {", ".join(SCHEDULES)}.'
+        return
+    try:
+        found = 1 + max(read_schedule_file(path).ranks)
+    except (OSError, ValueError) as error:
+        yield f'{_PIPELINE}schedule_csv = "{path}": cannot be used: {error}; see the option\'s help.'
+        return
+    if found != ranks:
+        yield (
+            f'{_PIPELINE}schedule_csv = "{path}": gives work to {found} ranks, not to those of {_PIPELINE}degree '
+            f"{ranks}; set the degree to {found}."
+        )
+
+
+def _tied_stages(parallelism: Parallelism, tied_embeddings: bool) -> Iterator[str]:
+    if tied_embeddings:
+        yield (
+            f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: the first stage holds the embedding and the "
+            "last the output, so they cannot be one weight; set model.args.tied_embeddings to false or the degree to 1."
+        )
+
+
+def _num_stages(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
+    """The number of stages is what the schedule can place."""
+    if parallelism.pipeline_parallel_schedule_csv:
+        stages = len(read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks)
+        named = parallelism.module_fqns_per_model_part
+        if named is not None and len(named) != stages:
+            yield (
+                f"parallelism.module_fqns_per_model_part: has {len(named)} parts, the schedule's file {stages} stages; "
+                "make them as many."
+            )
+        return
+    ranks = parallelism.pipeline_parallel_degree
+    stages = num_stages(parallelism, n_layers=n_layers)
+    exactly = SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank
+    if stages == exactly * ranks if exactly else stages and stages % ranks == 0:
+        return
+    wanted = f"{exactly * ranks}" if exactly else f"a multiple of {ranks}"
+    option = "module_fqns_per_model_part" if parallelism.module_fqns_per_model_part is not None else (
+        "pipeline_parallel_layers_per_stage"
+    )  # fmt: skip
+    yield (
+        f"parallelism.{option}: gives {stages} stages; {parallelism.pipeline_parallel_schedule} on {ranks} ranks needs "
+        f"{wanted}; change it or leave it out."
+    )
+
+
+def _stage_layers(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
+    """Every stage has work; the first and the last have some without a layer too."""
+    stages = num_stages(parallelism, n_layers=n_layers)
+    if n_layers < stages - 2:
+        yield (
+            f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: model.args.n_layers {n_layers} over {stages} "
+            f"stages leaves one without a layer; set the degree or the stages a rank lower."
+        )
+
+
+def _stage_modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
+    parts = parallelism.module_fqns_per_model_part or []
+    named, wanted = [name for part in parts for name in part], model_modules(n_layers)
+    if named == wanted and all(parts):
+        return
+    unknown = [name for name in named if name not in wanted]
+    missing = [name for name in wanted if name not in named]
+    if unknown:
+        what = f"the model has no {', '.join(unknown)}"
+    elif missing:
+        what = f"no part has {', '.join(missing)}"
+    else:
+        what = "a part is empty, or a module stands twice or out of order"
+    yield (
+        f"parallelism.module_fqns_per_model_part: {what}; name every module once, in the model's order: "
+        f"tok_embeddings, layers.0 to layers.{n_layers - 1}, norm, output."
+    )
+
+
+def _splits_backward(config: Config) -> Iterator[str]:
+    parallelism, compile = config.parallelism, config.compile
+    if not splits_backward(parallelism):
+        return
+    schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    if parallelism.fsdp_reshard_after_forward == "always":
+        yield (
+            f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights apart, and '
+            'torch loses those of weights that were freed in between; set it to "default" or "never".'
+        )
+    if compile.enable and "model" in compile.components:
+        yield (
+            f"compile.components: {schedule} computes gradients of inputs and weights apart, and a compiled block "
+            'gives both at once; set compile.components to ["loss"], or the schedule to Interleaved1F1B.'
+        )
+
+
+def _microbatches(parallelism: Parallelism, stages: int, option: str, rows: int) -> Iterator[str]:
+    """The rows of a pass make as many micro-batches as the schedule needs."""
+    size, ranks = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
+    count, rest = divmod(rows, size)
+    if rest:
+        yield (
+            f"{option} = {rows}: not a multiple of {_PIPELINE}microbatch_size {size}; set it to "
+            f"{rows - rest + size}, or the micro-batch size to 1."
+        )
+        return
+    if path := parallelism.pipeline_parallel_schedule_csv:
+        wanted = read_schedule_file(path).microbatches
+        if count != wanted:
+            yield f"{option} = {rows}: makes {count} micro-batches, {path} runs {wanted}; set it to {wanted * size}."
+        return
+    name = parallelism.pipeline_parallel_schedule
+    needs = SCHEDULES[name].microbatches
+    if needs == "one a stage" and count < stages:
+        yield (
+            f"{option} = {rows}: makes {count} micro-batches of {size}, and {name} needs one for each of its {stages} "
+            f"stages; set it to at least {stages * size}, or {_PIPELINE}schedule to GPipe."
+        )
+    rounds = max(1, count // ranks)
+    if needs == "equal rounds" and count % rounds:
+        yield (
+            f"{option} = {rows}: makes {count} micro-batches of {size}, and {name} needs a multiple of its {rounds} "
+            f"rounds; set it to {count // ranks * ranks * size} or {(count // ranks + 1) * ranks * size}."
+        )
