@@ -28,8 +28,9 @@ Bound = tuple[str, Callable[[Any], bool]]
 
 def find_config_errors(config: Config, *, device_type: str) -> list[str]:
     """Returns one message for each rule within the tables that is broken."""
+    out_of_bounds = list(find_bound_errors(config))
     found = [
-        *find_bound_errors(config),
+        *out_of_bounds,
         *_precision(config.training),
         *_selective(config.activation_checkpoint),
         *_compile(config.compile),
@@ -41,7 +42,9 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
         *_async_tensor(config, device_type),
         *_slurm(config.slurm),
     ]
-    return found + list(_schedule(config.lr_scheduler, config.training.steps))
+    if not out_of_bounds:  # the rule computes with these values
+        found += _schedule(config.lr_scheduler, config.training.steps)
+    return found
 
 
 def _at_least(low: int) -> Bound:

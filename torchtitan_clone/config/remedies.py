@@ -16,5 +16,6 @@ def nearest_multiples(number: int, target: int) -> list[int]:
 
 
 def either(numbers: list[int]) -> str:
+    """Returns the numbers as \"1, 2 or 3\"."""
     *head, last = map(str, numbers)
     return f"{', '.join(head)} or {last}" if head else last
