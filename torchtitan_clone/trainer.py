@@ -188,7 +188,7 @@ class Trainer:
         parts = [parallelized_part(plan, stage=stage, mesh=mesh) for stage in stages]
         optimizer_state = move_state(old_state, parts=parts, device=self._device)
         self._take(parts, plan=plan, mesh=mesh)
-        self.optimizer.take_state(optimizer_state)
+        self.optimizer.load_state_dict(optimizer_state)
         old_mesh.close()
         gc.collect()  # modules and their hooks refer to one another
         self._loader, self._validation_loader = open_loaders(plan, dataset=self._run.dataset, rank=self._launch.rank)

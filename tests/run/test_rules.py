@@ -141,7 +141,18 @@ FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
 SEMI_SYNC = [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.semi_sync_method=diloco"]
 
+GROUPS = "--optimizer.groups"
+GROUP_OUT_OF_BOUNDS = {"lr": "0.0", "weight_decay": "-0.1", "beta1": "1.0", "beta2": "-0.5", "eps": "nan"}
+
 RULES = [
+    *(
+        (
+            [f"{GROUPS}=[{{pattern = 'norm*'}}, {{pattern = '*', {key} = {value}}}]"],
+            {},
+            f'optimizer.groups, pattern "*": {key} = {value} must be {BOUNDS[f"optimizer.{key}"][0]}.',
+        )
+        for key, value in GROUP_OUT_OF_BOUNDS.items()
+    ),
     *(
         ([f"--slurm.time={time}"], {}, f'slurm.time = "{time}": must be as Slurm writes it')
         for time in ("1 hour", "1-", "12:00:00:00", "0")

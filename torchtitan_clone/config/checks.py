@@ -17,6 +17,7 @@ from torchtitan_clone.config.schema import (
     Compile,
     Config,
     LRScheduler,
+    Optimizer,
     Profiling,
     Slurm,
     Training,
@@ -138,6 +139,16 @@ def find_bound_errors(config: Config) -> Iterator[str]:
         value = getattr(getattr(config, table), key)
         if not holds(value):
             yield f"{name} = {toml_like(value)}: must be {wording}."
+    yield from _group_bound_errors(config.optimizer)
+
+
+def _group_bound_errors(optimizer: Optimizer) -> Iterator[str]:
+    """The bounds of an option of the table hold for the entries of optimizer.groups too."""
+    for group in optimizer.groups:
+        for key, value in vars(group).items():
+            bound = BOUNDS.get(f"optimizer.{key}")
+            if bound and value is not None and not bound[1](value):
+                yield f'optimizer.groups, pattern "{group.pattern}": {key} = {toml_like(value)} must be {bound[0]}.'
 
 
 def _async_tensor(config: Config, device_type: str) -> Iterator[str]:

@@ -115,25 +115,50 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimizerGroup:
+    """An entry of optimizer.groups: settings of the parameters whose name a pattern matches."""
+
+    pattern: str
+    """Parameter names as a checkpoint has them, for example "layers.*.attention.wq.weight"; * stands for any
+    characters (dots too), ? for one, [0-3] for one of these."""
+    name: str | None = None
+    """Key of optim.OPTIMIZERS; unset: optimizer.name."""
+    lr: float | None = None
+    """Peak learning rate of the schedule; unset: optimizer.lr."""
+    weight_decay: float | None = None
+    """Weight decay of all these parameters, vectors too; unset: optimizer.weight_decay, by its rule."""
+    beta1: float | None = None
+    """Decay rate per step of the mean of gradients; unset: optimizer.beta1."""
+    beta2: float | None = None
+    """Decay rate per step of the mean of squared gradients; unset: optimizer.beta2."""
+    eps: float | None = None
+    """Added to the denominator of the update; unset: optimizer.eps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """How gradients change weights."""
 
     name: str = "AdamW"
-    """Key of optim.OPTIMIZERS."""
+    """Key of optim.OPTIMIZERS (AdamW, Adam)."""
     lr: float = 8e-4
-    """Highest learning rate."""
+    """Peak learning rate of the schedule."""
     beta1: float = 0.9
-    """Decay of the running mean of gradients."""
+    """Decay rate per step of the mean of gradients."""
     beta2: float = 0.95
-    """Decay of the running mean of squared gradients."""
+    """Decay rate per step of the mean of squared gradients."""
     eps: float = 1e-8
     """Added to the denominator of the update."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; on matrices only unless decay_all_parameters."""
+    """Weight decay (decoupled in AdamW), for matrices only unless decay_all_parameters."""
     decay_all_parameters: bool = False
-    """Decay the vectors (norm weights, biases) too."""
+    """Decay vectors (norm weights, biases) too."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Which of torch's implementations runs."""
+    groups: list[OptimizerGroup] = field(default_factory=list[OptimizerGroup])
+    """Settings by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3, weight_decay = 0.0}]; an
+    entry can set name, lr, weight_decay, beta1, beta2 and eps. The first pattern that matches a parameter wins, a
+    pattern that matches none is an error, and parameters without a match have the settings of this table."""
 
 
 @dataclass(frozen=True, kw_only=True)

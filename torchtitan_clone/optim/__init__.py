@@ -1,6 +1,16 @@
 """Optimizers and learning-rate schedules, each named in one dict."""
 
-from torchtitan_clone.optim.container import OPTIMIZERS, OptimizerContainer, build_optimizer
+from torchtitan_clone.optim.container import OptimizerContainer, build_optimizer
+from torchtitan_clone.optim.groups import find_optimizer_errors
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, OptimizerKind
 from torchtitan_clone.optim.schedule import SCHEDULES, build_schedule
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerContainer", "build_optimizer", "build_schedule"]
+__all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "OptimizerContainer",
+    "OptimizerKind",
+    "build_optimizer",
+    "build_schedule",
+    "find_optimizer_errors",
+]

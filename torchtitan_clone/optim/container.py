@@ -1,107 +1,98 @@
-"""The optimizer, with its state known by parameter name.
+"""The optimizers of a model, with their state known by parameter name.
 
-Names, not positions, are what a checkpoint holds: so the state survives another split of the model over ranks.
+Names, not positions, are what a checkpoint holds, so that the state can be loaded with another split of the model.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer
-
-
-def _adam_arguments(optimizer: Optimizer) -> dict:
-    return {
-        "lr": optimizer.lr,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "fused": optimizer.implementation == "fused",
-        "foreach": optimizer.implementation == "foreach",
-    }
-
-
-OPTIMIZERS: dict[str, Callable[[list[dict], Optimizer], torch.optim.Optimizer]] = {
-    "AdamW": lambda groups, optimizer: torch.optim.AdamW(groups, **_adam_arguments(optimizer)),
-    "Adam": lambda groups, optimizer: torch.optim.Adam(groups, **_adam_arguments(optimizer)),
-}
+from torchtitan_clone.optim.groups import ResolvedGroup, find_unknown_optimizers, resolve_groups
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
 
 
 class OptimizerContainer:
-    """One torch optimizer over named parameters."""
+    """One torch optimizer for each name of OPTIMIZERS that a parameter group has; none on a rank without parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, names: Mapping[Tensor, str], lr: float):
-        self._optimizer = optimizer
-        self._names = names
-        self._lr = lr
+    def __init__(self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]):
+        groups = resolve_groups(optimizer, parameters=named_parameters)
+        self.torch_optimizers = _build_torch_optimizers(groups)
+        self._parameters = named_parameters
+        self._settings = {name: group.settings for group in groups for name in group.parameters}
+        self._lr = optimizer.lr
+        self._lr_factor = 1.0
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step."""
-        return self._optimizer.param_groups[0]["lr"]
+        """Learning rate of the next step, for parameters whose group sets none."""
+        return self._lr * self._lr_factor
 
     def set_lr_factor(self, factor: float) -> None:
-        """Sets the learning rate to this share of optimizer.lr."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._lr * factor
+        """Sets the learning rate of every group to `factor` times the peak learning rate of that group."""
+        self._lr_factor = factor
+        for torch_optimizer in self.torch_optimizers.values():
+            for group in torch_optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
 
     def step(self) -> None:
-        """Changes the weights by their gradients."""
-        self._optimizer.step()
+        """Updates the parameters from their gradients."""
+        for torch_optimizer in self.torch_optimizers.values():
+            torch_optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drops the gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+        """Sets the gradients to None."""
+        for torch_optimizer in self.torch_optimizers.values():
+            torch_optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state's own tensors, not copies, by "parameter name/state name"; made first where a step has not yet."""
-        if not self._optimizer.state:
-            self._materialize()
-        return {
-            f"{name}/{key}": value
-            for parameter, name in self._names.items()
-            for key, value in self._optimizer.state[parameter].items()
-        }
+        """Returns the state's own tensors, not copies, by "parameter name/state name".
 
-    def take_state(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with these tensors as its state, named as in state_dict()."""
-        by_name: dict[str, dict[str, Tensor]] = {}
+        A parameter that has taken no step yet gets its initial state.
+        """
+        return {f"{name}/{key}": value for name in self._parameters for key, value in self._state(name).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Installs these tensors themselves, not copies, as the state; named as in state_dict()."""
+        by_parameter: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state.items():
             parameter_name, _, key = name.rpartition("/")
-            by_name.setdefault(parameter_name, {})[key] = tensor
-        for parameter, name in self._names.items():
-            self._optimizer.state[parameter] = by_name[name]
+            by_parameter.setdefault(parameter_name, {})[key] = tensor
+        for name, parameter in self._parameters.items():
+            self._torch_optimizer(name).state[parameter] = by_parameter[name]
 
-    def _materialize(self) -> None:
-        """Lets torch make the state: one step of zero gradients at a learning rate of zero, then zero it."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        for state in self._optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """State of one parameter, initialized where no step has done so."""
+        parameter, settings = self._parameters[name], self._settings[name]
+        state = self._torch_optimizer(name).state[parameter]
+        if not state:
+            state.update(OPTIMIZERS[settings.name].init_state(parameter.detach(), settings))
+        return state
+
+    def _torch_optimizer(self, name: str) -> torch.optim.Optimizer:
+        return self.torch_optimizers[self._settings[name].name]
 
 
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
-    """The optimizer that `optimizer.name` names, over these parameters; ConfigError for an unknown one.
+    """Builds the optimizers of those of a rank's parameters that require gradients; ConfigError for an unknown name.
 
-    Weight decay applies to matrices only, unless `decay_all_parameters`.
+    Weight decay applies to matrices only, unless `decay_all_parameters` or the group's own weight_decay says otherwise.
+    Patterns are checked before, by find_optimizer_errors(), against the parameters of all ranks.
     """
-    if optimizer.name not in OPTIMIZERS:
-        raise ConfigError([f'optimizer.name = "{optimizer.name}": no such optimizer; known: {", ".join(OPTIMIZERS)}'])
-    names: dict[Tensor, str] = {
-        parameter: name for name, parameter in named_parameters.items() if parameter.requires_grad
-    }
-    matrices = [p for p in names if p.ndim >= 2 or optimizer.decay_all_parameters]
-    vectors = [p for p in names if p.ndim < 2 and not optimizer.decay_all_parameters]
-    # A group may be empty: all that a rank of a pipeline has may be frozen.
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return OptimizerContainer(OPTIMIZERS[optimizer.name](groups, optimizer), names=names, lr=optimizer.lr)
+    if unknown := find_unknown_optimizers(optimizer):
+        raise ConfigError(unknown)
+    trainable = {name: parameter for name, parameter in named_parameters.items() if parameter.requires_grad}
+    return OptimizerContainer(optimizer, named_parameters=trainable)
+
+
+def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, torch.optim.Optimizer]:
+    """Builds one torch optimizer per name, whose param groups are the groups of that name in their order."""
+    by_name: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)
+        # "initial_lr" is what torch's own schedulers call the learning rate that they scale.
+        param_group = {"params": [*group.parameters.values()], **arguments, "initial_lr": arguments["lr"]}
+        by_name.setdefault(group.settings.name, []).append(param_group)
+    return {name: OPTIMIZERS[name].build(param_groups) for name, param_groups in by_name.items()}

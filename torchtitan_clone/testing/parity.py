@@ -112,7 +112,7 @@ def train_in_parallel(argv):
             if not gradients:
                 gradients.update({name: full_tensor(p.grad).clone() for name, p in trainer.parameters.items()})
 
-        trainer.optimizer._optimizer.register_step_pre_hook(keep_gradients)
+        trainer.optimizer.torch_optimizers[config.optimizer.name].register_step_pre_hook(keep_gradients)
         trainer.train()
         return gradients, {name: full_tensor(p.detach()) for name, p in trainer.parameters.items()}
 

@@ -1,0 +1,165 @@
+"""Which group a parameter belongs to, the settings it has there, and what is refused before a run starts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.optim import OPTIMIZERS, OptimizerKind, find_optimizer_errors
+from torchtitan_clone.optim.groups import resolve_groups
+
+SHAPES = {"tok_embeddings.weight": (64, 8)}
+SHAPES |= {
+    f"layers.{layer}.{name}": shape
+    for layer in range(3)
+    for name, shape in {"attention.wq.weight": (8, 8), "attention_norm.weight": (8,), "experts.w1": (4, 8, 8)}.items()
+}
+SHAPES |= {"norm.weight": (8,), "output.weight": (64, 8)}
+PARAMETERS = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in SHAPES.items()}
+VECTORS = [name for name, shape in SHAPES.items() if len(shape) == 1]
+
+
+def options(*groups, **changes):
+    """The table with these groups, each a dict."""
+    return Optimizer(groups=[OptimizerGroup(**group) for group in groups], **changes)
+
+
+def resolved(*groups, **changes):
+    """Settings of every parameter, by name."""
+    found = resolve_groups(options(*groups, **changes), parameters=PARAMETERS)
+    assert all(group.parameters for group in found)
+    assert sorted(name for group in found for name in group.parameters) == sorted(PARAMETERS)
+    return {name: group.settings for group in found for name in group.parameters}
+
+
+def test_without_groups_matrices_come_first_and_vectors_are_not_decayed():
+    matrices, vectors = resolve_groups(options(weight_decay=0.2), parameters=PARAMETERS)
+    assert [*vectors.parameters] == VECTORS
+    assert [*matrices.parameters] == [name for name in PARAMETERS if name not in VECTORS]
+    assert (matrices.settings.weight_decay, vectors.settings.weight_decay) == (0.2, 0.0)
+    (everything,) = resolve_groups(options(weight_decay=0.2, decay_all_parameters=True), parameters=PARAMETERS)
+    assert [*everything.parameters] == [*PARAMETERS]
+    assert everything.settings.weight_decay == 0.2
+
+
+def test_the_first_match_wins():
+    one, every = {"pattern": "layers.1.*", "lr": 0.1}, {"pattern": "layers.*", "lr": 0.2}
+    rates = {name: settings.lr for name, settings in resolved(one, every, lr=0.3).items()}
+    assert rates == {
+        name: 0.1 if name.startswith("layers.1.") else 0.2 if name.startswith("layers.") else 0.3 for name in PARAMETERS
+    }
+    assert resolved(every, one, lr=0.3)["layers.1.experts.w1"].lr == 0.2
+
+
+def test_patterns_match_full_names_and_their_case():
+    group = {"pattern": "*.W1", "lr": 0.1}, {"pattern": "weight", "lr": 0.1}, {"pattern": "layers.[02].*.w?", "lr": 0.5}
+    rates = {name for name, settings in resolved(*group).items() if settings.lr == 0.5}
+    assert rates == {"layers.0.experts.w1", "layers.2.experts.w1"}
+    assert 0.1 not in {settings.lr for settings in resolved(*group).values()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), {"name": "Adam", "lr": 0.5, "weight_decay": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 0.5}.items()
+)
+def test_a_group_sets_one_setting_and_has_the_others_of_the_table(key, value):
+    plain, changed = resolved(weight_decay=0.2), resolved({"pattern": "output.*", key: value}, weight_decay=0.2)
+    different = {
+        (name, field)
+        for name in PARAMETERS
+        for field in vars(plain[name])
+        if getattr(plain[name], field) != getattr(changed[name], field)
+    }
+    assert different == {("output.weight", key)}
+    assert getattr(changed["output.weight"], key) == value
+
+
+def test_a_groups_own_weight_decay_applies_to_its_vectors():
+    settings = resolved({"pattern": "layers.0.*", "weight_decay": 0.4}, {"pattern": "layers.1.*", "lr": 0.5})
+    assert settings["layers.0.attention_norm.weight"].weight_decay == 0.4
+    assert settings["layers.0.attention.wq.weight"].weight_decay == 0.4
+    assert settings["layers.1.attention_norm.weight"].weight_decay == 0.0
+    assert settings["layers.1.attention.wq.weight"].weight_decay == Optimizer().weight_decay
+    assert settings["layers.2.attention_norm.weight"].weight_decay == 0.0
+    settings = resolved({"pattern": "layers.*", "weight_decay": 0.0}, decay_all_parameters=True)
+    assert settings["layers.0.attention.wq.weight"].weight_decay == 0.0
+    assert settings["norm.weight"].weight_decay == Optimizer().weight_decay
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (
+            options({"pattern": "layers.*.attention.wk.weight"}),
+            [
+                'optimizer.groups, pattern "layers.*.attention.wk.weight": matches no parameter of the model; did you '
+                "mean layers.*.attention.wq.weight?"
+            ],
+        ),
+        (
+            options({"pattern": "*", "lr": 0.1}, {"pattern": "zzz"}),
+            [
+                'optimizer.groups, pattern "zzz": matches no parameter of the model; known: tok_embeddings.weight, '
+                "layers.*.attention.wq.weight, layers.*.attention_norm.weight, layers.*.experts.w1, norm.weight, "
+                "output.weight"
+            ],
+        ),
+        (
+            options({"pattern": "*norm*"}, {"pattern": "norm.weight"}),
+            [
+                'optimizer.groups, pattern "norm.weight": every parameter that it matches belongs to an earlier group, '
+                "and the first match wins; list it before that group, or remove it"
+            ],
+        ),
+        (options(name="Lion"), ['optimizer.name = "Lion": no such optimizer; known: AdamW, Adam']),
+        (
+            options({"pattern": "*", "name": "adamw"}, {"pattern": "x*"}, name="Lion"),
+            [
+                'optimizer.name = "Lion": no such optimizer; known: AdamW, Adam',
+                'optimizer.groups, pattern "*": name = "adamw": no such optimizer; known: AdamW, Adam',
+                'optimizer.groups, pattern "x*": matches no parameter of the model; known: tok_embeddings.weight, '
+                "layers.*.attention.wq.weight, layers.*.attention_norm.weight, layers.*.experts.w1, norm.weight, "
+                "output.weight",
+            ],
+        ),
+        (options(), []),
+        (options({"pattern": "norm.weight"}, {"pattern": "*norm*"}), []),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(changed, expected):
+    assert find_optimizer_errors(changed, parameters=PARAMETERS) == expected
+
+
+@pytest.fixture
+def muon():
+    """An optimizer that takes matrices only, entered for the time of a test."""
+    OPTIMIZERS["Muon"] = OptimizerKind(
+        build=torch.optim.Muon,
+        arguments=lambda settings: {"lr": settings.lr, "momentum": settings.beta1},
+        init_state=lambda parameter, settings: {"momentum_buffer": torch.zeros_like(parameter)},
+        matrices_only=True,
+    )
+    yield
+    del OPTIMIZERS["Muon"]
+
+
+@pytest.mark.usefixtures("muon")
+def test_an_optimizer_for_matrices_is_refused_for_vectors():
+    assert find_optimizer_errors(options(name="Muon"), parameters=PARAMETERS) == [
+        'optimizer "Muon" updates matrices only, and is assigned layers.*.attention_norm.weight, norm.weight; name '
+        "another optimizer for them in optimizer.groups"
+    ]
+    vectors_elsewhere = options({"pattern": "*norm.weight", "name": "AdamW"}, name="Muon")
+    assert find_optimizer_errors(vectors_elsewhere, parameters=PARAMETERS) == []
+
+
+def test_groups_stand_in_the_file_as_tables(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[optimizer]\nlr = 1\n[[optimizer.groups]]\npattern = 'norm*'\nlr = 2\n"
+        "[[optimizer.groups]]\npattern = '*.w1'\nname = 'Adam'\nbeta1 = 0.5\n"
+    )
+    groups = [OptimizerGroup(pattern="norm*", lr=2.0), OptimizerGroup(pattern="*.w1", name="Adam", beta1=0.5)]
+    assert load_config([f"--job.config_file={file}"]).optimizer == Optimizer(lr=1.0, groups=groups)

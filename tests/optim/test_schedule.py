@@ -1,0 +1,29 @@
+"""The learning-rate curve."""
+
+import pytest
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import LRScheduler
+from torchtitan_clone.optim import build_schedule
+
+
+def test_warmup_stable_decay():
+    factor = build_schedule(LRScheduler(warmup_steps=10, decay_ratio=0.2, min_lr_factor=0.1), steps=100)
+    assert [factor(s) for s in (1, 5, 10, 50, 80, 81)] == pytest.approx([0.1, 0.5, 1, 1, 1, 1])
+    assert factor(91) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert factor(100) == pytest.approx(0.1 + 0.9 * 0.05)
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - 0.5**0.5)])
+def test_decay_shapes(shape, middle):
+    factor = build_schedule(LRScheduler(warmup_steps=0, decay_type=shape), steps=100)
+    values = [factor(s) for s in range(1, 101)]
+    assert values[0] == 1
+    assert values[50] == pytest.approx(middle)
+    assert values == sorted(values, reverse=True)
+    assert 0 < values[-1] < 0.02
+
+
+def test_an_unknown_shape_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="known: linear, cosine, sqrt"):
+        build_schedule(LRScheduler(decay_type="step"), steps=10)
