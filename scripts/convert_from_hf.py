@@ -10,45 +10,39 @@ needs the memory of one tensor. A run can also read the folder itself, see check
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import write_weights_checkpoint
 from torchtitan_clone.config import Config, ConfigError, to_toml
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model
-from torchtitan_clone.data.tokenizer import TOKENIZER_FILE
-from torchtitan_clone.models import find_model
-from torchtitan_clone.run.hub import open_initial_weights
+from torchtitan_clone.models import ModelSpec, find_model
+from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 
-def convert(source: Path, folder: Path, *, model: Model, dtype: torch.dtype) -> Model:
+def convert(source: Path, folder: Path, *, spec: ModelSpec, dtype: torch.dtype) -> Model:
     """Writes folder/step-0; returns the model with the arguments of the folder's config.json."""
-    spec = find_model(model)
-    wanted = spec.hugging_face.from_config(open_weight_folder(source).config)
-    model = replace(
-        model,
-        args={name: value for name, value in wanted.items() if value is not None},
-        hf_assets_path=str(source) if (source / TOKENIZER_FILE).is_file() else None,
-    )
+    model = model_of_folder(open_weight_folder(source), spec=spec)
     args = spec.resolve_args(model)
     if problems := args.violations():
         raise ConfigError(problems)
-    with torch.device("meta"):
-        parameters = {name: p.detach().to(dtype) for name, p in spec.build(args).named_parameters()}
-    weights = open_initial_weights(source, spec=spec, model_args=args, parameters=parameters)
+    state = {
+        name: tensor.detach().to(exported_dtype(tensor.dtype, wanted=dtype))
+        for name, tensor in spec.state_on_meta(args).items()
+    }
+    weights = open_initial_weights(source, spec=spec, model_args=args, state=state)
 
     def read(name: str) -> torch.Tensor:
-        whole = torch.empty_like(parameters[name], device="cpu")
-        weights.fill({name: whole})
-        return whole
+        complete = torch.empty_like(state[name], device="cpu")
+        weights.fill({name: complete})
+        return complete
 
-    config = Config(model=model)
-    documents = {"config.toml": to_toml(config)}
-    write_weights_checkpoint(folder / "step-0", meta=parameters, read=read, documents=documents)
+    documents = {"config.toml": to_toml(Config(model=model))}
+    write_weights_checkpoint(folder / "step-0", meta=state, read=read, documents=documents)
     return model
 
 
@@ -67,8 +61,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as training.dtype")
     options = parser.parse_args()
     try:
-        model = Model(name=options.model, flavor="debugmodel")
-        model = convert(options.source, options.folder, model=model, dtype=getattr(torch, options.dtype))
+        spec = find_model(Model(name=options.model))
+        model = convert(options.source, options.folder, spec=spec, dtype=getattr(torch, options.dtype))
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ and the tokenizer. It needs the memory of one tensor, and appears complete or no
 import argparse
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
 
 
@@ -32,19 +34,19 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
         model = replace(model, hf_assets_path=hf_assets_path)
     spec = find_model(model)
     args = spec.resolve_args(model)
-    with torch.device("meta"):
-        parameters = dict(spec.build(args).named_parameters())
-    found, to_name = weights.meta(), spec.hugging_face.to_name
-    if absent := [name for name in parameters if name not in found]:
+    state, found = spec.state_on_meta(args), weights.meta()
+    if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
-    ours = {to_name(name): name for name in parameters}
+    sources = sources_of(spec.hub_pieces(state))
+    # Several tensors of the hub may be made of one of ours.
+    read = lru_cache(maxsize=1)(weights.read)
     write_weights(
         folder,
         entries=[
-            entry_for(name, dtype=exported_dtype(found[our].dtype, wanted=dtype), shape=found[our].shape)
-            for name, our in ours.items()
+            entry_for(name, dtype=exported_dtype(found[ours].dtype, wanted=dtype), shape=piece.shape)
+            for name, ((ours, piece), *_) in sources.items()
         ],
-        read=lambda entry: weights.read(ours[entry.name]).to(entry.torch_dtype),
+        read=lambda entry: assemble_source(sources[entry.name], read=read, dtype=entry.torch_dtype),
         files=export_files(
             spec=spec,
             model_args=args,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.models import MODELS
+from torchtitan_clone.models import find_model
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.stopping import StopRequest
@@ -21,7 +21,6 @@ from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-SPEC = MODELS["llama3"]
 SPLITS = {
     "one": (1, {}),
     "fsdp": (2, {}),
@@ -29,7 +28,6 @@ SPLITS = {
     "pipeline": (2, {"parallelism__pipeline_parallel_degree": 2}),
     "fsdp and tensor": (4, {"parallelism__tensor_parallel_degree": 2}),
 }
-to_name, from_name = SPEC.hugging_face.to_name, SPEC.hugging_face.from_name
 SCALING = "{factor = 8.0, original_max_seq_len = 32}"
 
 
@@ -44,7 +42,14 @@ def parameters_of_run(argv, trains):
         if trains:
             trainer.train()
         found = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
-        return {to_name(name): t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        found = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        return {hub_name(shape.spec, name): tensor for name, tensor in found.items()}
+
+
+def hub_name(spec, name):
+    """The hub's name of a tensor that is the same there."""
+    (piece,) = spec.hugging_face.pieces(name, shape=())
+    return piece.source
 
 
 def run_split(corpus, folder, split, *, trains, **changes):
@@ -78,8 +83,11 @@ def assert_equal(found, expected):
 
 
 def our_logits(argv, state, tokens):
-    ours = SPEC.build(SPEC.resolve_args(load_config(argv).model))
-    ours.load_state_dict({from_name(name): value for name, value in state.items()}, strict=False)
+    model = load_config(argv).model
+    spec = find_model(model)
+    ours = spec.build(spec.resolve_args(model))
+    for name, parameter in ours.named_parameters():
+        parameter.data = state[hub_name(spec, name)]
     with torch.no_grad():
         return ours(tokens, positions_BT=torch.arange(tokens.shape[1]).expand_as(tokens))
 

@@ -1,11 +1,11 @@
-"""Whole tensors from what the ranks hold of them, one at a time.
+"""Complete tensors of another format from what the ranks hold of ours, one at a time.
 
-Every rank says which parts it holds; then, tensor by tensor, those parts travel to the one rank that wants it, as
+Every rank says which parts it holds; then, tensor by tensor, the values travel to the one rank that wants it, as
 bytes over the CPU. It does not matter what split the tensors: shards, replicas, pipeline stages. No rank ever holds
-more than one whole tensor beside its own shards.
+more than one complete tensor beside its own shards.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -14,50 +14,66 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for
 from torchtitan_clone.ops.dtensor_shards import Part, gather_shard_map, local_shard
+from torchtitan_clone.ops.tensor_pieces import Overlap, Pieces, sources_of
 
 
 class FullTensorGather:
-    """The tensors of all ranks by name. To be made, and `collect` to be called, by all ranks in the same order.
+    """Collects tensors that are made up of those that the ranks hold, as `pieces` says for each of ours by name.
 
-    Floating-point tensors come in `dtype`, others in their own.
+    To be made, and `collect` to be called, by all ranks in the same order. Floating-point tensors come in `dtype`,
+    others in their own.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, group: dist.ProcessGroup):
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup
+    ):  # fmt: skip
         self._group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
         self._local = {name: local_shard(tensor) for name, tensor in tensors.items()}
         everyones = gather_shard_map(tensors, group=group)
         self._parts = {name: _without_copies(parts) for name, parts in everyones.items()}
+        self._sources = sources_of(pieces)
 
-    def entries(self, names: Iterable[str]) -> list[Entry]:
-        """The tensors of these names as they come out."""
-        parts = {name: next(iter(self._parts[name].values())) for name in names}
-        return [
-            entry_for(name, dtype=exported_dtype(part.dtype, wanted=self._dtype), shape=part.whole)
-            for name, part in parts.items()
-        ]
+    def entries(self) -> list[Entry]:
+        """Returns the tensors that can be collected."""
+        found: list[Entry] = []
+        for name, users in self._sources.items():
+            ours, piece = users[0]
+            part = next(iter(self._parts[ours].values()))
+            found.append(entry_for(name, dtype=exported_dtype(part.dtype, wanted=self._dtype), shape=piece.shape))
+        return found
 
     def holder(self, name: str) -> int:
-        """A rank that holds some of the tensor."""
-        return next(iter(self._parts[name]))
+        """Returns a rank that holds some of the tensor."""
+        ours, _ = self._sources[name][0]
+        return next(iter(self._parts[ours]))
 
     def collect(self, entry: Entry, *, at: int) -> Tensor | None:
-        """The whole tensor on the CPU of rank `at`, None on the others."""
-        dtype = entry.torch_dtype
-        whole = torch.empty(entry.shape, dtype=dtype) if self._rank == at else None
-        for holder, part in self._parts[entry.name].items():
-            values = None
-            if self._rank == holder:
-                values = self._local[entry.name].detach().to(dtype=dtype).cpu().contiguous()
-                if at != holder:
-                    dist.send(bytes_of(values), dst=at, group=self._group)
-            elif self._rank == at:
-                values = torch.empty(part.size, dtype=dtype)
-                dist.recv(bytes_of(values), src=holder, group=self._group)
-            if whole is not None and values is not None:
-                whole[_region(part)] = values
-        return whole
+        """Returns the complete tensor on the CPU of rank `at`, None on the others."""
+        complete = torch.empty(entry.shape, dtype=entry.torch_dtype) if self._rank == at else None
+        for ours, piece in self._sources[entry.name]:
+            for holder, part in self._parts[ours].items():
+                overlap = piece.overlap(part.whole, offset=part.offset, size=part.size)
+                if overlap is None:
+                    continue
+                if self._rank == holder:
+                    values = overlap.in_box(self._local[ours].detach()).to(dtype=entry.torch_dtype).cpu()
+                    self._deliver(values, at=at, complete=complete, overlap=overlap)
+                elif complete is not None:
+                    self._receive(overlap.in_source(complete), holder=holder)
+        return complete
+
+    def _deliver(self, values: Tensor, *, at: int, complete: Tensor | None, overlap: Overlap) -> None:
+        if complete is None:
+            dist.send(bytes_of(values), dst=at, group=self._group)
+        else:
+            overlap.in_source(complete).copy_(values)
+
+    def _receive(self, wanted: Tensor, *, holder: int) -> None:
+        values = torch.empty(wanted.shape, dtype=wanted.dtype)
+        dist.recv(bytes_of(values), src=holder, group=self._group)
+        wanted.copy_(values)
 
 
 def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
@@ -75,7 +91,3 @@ def _without_copies(parts: Mapping[int, Part]) -> dict[int, Part]:
     whole = next(iter(found.values())).whole
     assert sum(prod(part.size) for part in found.values()) == prod(whole), f"parts are missing: {found}"
     return found
-
-
-def _region(part: Part) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(part.offset, part.size, strict=True))

@@ -1,7 +1,7 @@
 """Folders of weights as the Hugging Face hub has them: files of tensors, an index, config.json and what else belongs.
 
-Names and values are the hub's already: a model's own mapping stands in its folder. Writing needs the memory of one
-tensor, reading that of nothing but the tensors that are filled.
+How our tensors are made up of the hub's is given by their pieces, see ops/tensor_pieces.py. Writing needs the memory of
+one tensor, reading that of nothing but the tensors that are filled.
 """
 
 import json
@@ -23,6 +23,7 @@ from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_en
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
+from torchtitan_clone.ops.tensor_pieces import Piece, Pieces
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -45,21 +46,21 @@ def export_weights(
     folder: Path,
     *,
     tensors: Mapping[str, Tensor],
-    names: Sequence[str],
+    pieces: Pieces,
     dtype: torch.dtype,
     files: Mapping[str, bytes],
     file_bytes: int = FILE_BYTES,
 ) -> ExportReport:
     """Writes the folder from the tensors that the ranks hold; a collective over all ranks.
 
-    `names` are those of all tensors in the order of the files, `files` what else is in the folder. The folder appears
-    complete and read back, or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` is what else is
+    in the folder. The folder appears complete and read back, or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     try:
-        gather = FullTensorGather(tensors, dtype=dtype, group=group)
-        layout = plan_files(gather.entries(names), file_bytes=file_bytes)
+        gather = FullTensorGather(tensors, pieces=pieces, dtype=dtype, group=group)
+        layout = plan_files(gather.entries(), file_bytes=file_bytes)
         error = _export(folder, gather=gather, layout=layout, files=files, group=group)
     finally:
         dist.destroy_process_group(group)
@@ -189,28 +190,26 @@ class WeightFolder:
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies into each tensor, whole or a shard, its part of the one of that name; reads no more than that."""
-        by_file: dict[Path, list[str]] = {}
+    def fill(self, tensors: Mapping[str, Tensor], *, pieces: Pieces) -> None:
+        """Copies into each of our tensors, complete or a shard, its values; reads little more than these."""
+        needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
-            by_file.setdefault(self.files[name], []).append(name)
+            for piece in pieces[name]:
+                needed.setdefault(self.files[piece.source], []).append((name, piece))
+        boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
-            for path, names in by_file.items():
+            for path, parts in needed.items():
                 with open_tensors(path) as file:
-                    for name in names:
-                        _fill(tensors[name], source=file.get_slice(name))
+                    for name, piece in parts:
+                        box, offset = boxes[name]
+                        overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
+                        if overlap is not None:
+                            overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""
         with open_tensors(self.files[name]) as file:
             return file.get_tensor(name)
-
-
-def _fill(tensor: Tensor, *, source: Any) -> None:
-    local, offset = local_shard_and_offset(tensor)
-    if local.numel():
-        region = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
-        local.copy_(source[region])
 
 
 def open_weight_folder(path: Path) -> WeightFolder:

@@ -3,7 +3,7 @@
 The mask is built once for a batch and shared by all layers. What it is depends on the device: CPU has no backward for
 FlexAttention, so attention there runs in blocks of its own. Neither is of size T^2.
 
-Legend: B batch, T tokens, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
+Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
 """
 
 from functools import cache
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from torchtitan_clone.models.rope import rotate
 from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
 
 AttentionMask = BlockMask | Tensor | None
@@ -78,3 +79,32 @@ class CoreAttention(nn.Module):
         else:
             out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
         return out_BNTH.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, and with `qk_norm_eps` an RMSNorm of each head's q and k.
+
+    Source: arXiv 2305.13245; norm of queries and keys, arXiv 2302.05442.
+    """
+
+    def __init__(self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None):
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.core = CoreAttention()
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+        """Returns [B, T, D]."""
+        # The number of heads is inferred from the projection's output, which tensor parallelism makes smaller.
+        q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTNH = self.q_norm(q_BTNH) if self.q_norm is not None else q_BTNH
+        k_BTKH = self.k_norm(k_BTKH) if self.k_norm is not None else k_BTKH
+        out_BTNH = self.core(rotate(q_BTNH, *rope), rotate(k_BTKH, *rope), v_BTKH, mask)
+        return self.wo(out_BTNH.flatten(-2))

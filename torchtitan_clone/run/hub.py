@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,10 @@ from torchtitan_clone.checkpoint.tensor_file import Entry
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
-from torchtitan_clone.data.tokenizer import Tokenizer, tokenizer_files
+from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.spec import ModelSpec
+from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 EXPORT_FOLDER = "hf"
 """Folder of the exports below the run's folder."""
@@ -29,12 +30,12 @@ class InitialWeights:
     """A folder of weights that fits the model."""
 
     folder: WeightFolder
-    hub_names: Mapping[str, str]
+    pieces: Pieces
     warnings: tuple[str, ...]
 
-    def fill(self, parameters: Mapping[str, Tensor]) -> None:
-        """Copies the weights into parameters, whole or shards, by our names."""
-        self.folder.fill({self.hub_names[name]: parameter.detach() for name, parameter in parameters.items()})
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies the weights into parameters and buffers, complete or shards, by our names."""
+        self.folder.fill({name: tensor.detach() for name, tensor in tensors.items()}, pieces=self.pieces)
 
 
 def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
@@ -48,18 +49,37 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
     return Path(path)
 
 
+def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
+    """Returns the `[model]` table that the folder's config.json asks for; ConfigError where the family cannot be so.
+
+    Every argument is in `args` except those that are unset, so that the flavor must leave these unset too.
+    """
+    wanted = spec.hugging_face.from_config(folder.config)
+    args = {name: value for name, value in wanted.items() if value is not None}
+    assets = str(folder.path) if (folder.path / TOKENIZER_FILE).is_file() else None
+    for flavor in spec.flavors:
+        model = Model(name=spec.name, flavor=flavor, args=args, hf_assets_path=assets)
+        if spec.hugging_face.arguments(spec.resolve_args(model)) == wanted:
+            return model
+    unset = ", ".join(name for name in wanted if name not in args)
+    raise ConfigError(f"{folder.path / CONFIG_FILE}: no flavor of {spec.name} leaves {unset} unset, as it asks for")
+
+
 def open_initial_weights(
-    path: Path, *, spec: ModelSpec, model_args: Any, parameters: Mapping[str, Tensor]
+    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor]
 ) -> InitialWeights:
-    """The folder, after everything in it was compared with the model; ConfigError with all that does not fit."""
+    """Returns the folder after comparing it with the model; ConfigError with everything that does not fit.
+
+    `state` has the type and shape of each parameter and persistent buffer.
+    """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
+    pieces = spec.hub_pieces(state)
     if not problems:
-        problems = _compare_tensors(folder, spec=spec, tied=model_args.tied_embeddings, parameters=parameters)
+        problems = _compare_tensors(folder, spec=spec, tied=model_args.tied_embeddings, state=state, pieces=pieces)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
-    names = {name: spec.hugging_face.to_name(name) for name in parameters}
-    return InitialWeights(folder=folder, hub_names=names, warnings=tuple(warnings))
+    return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
 
 
 _MAY_DIFFER_SILENTLY = {"max_seq_len"}
@@ -67,7 +87,7 @@ _MAY_DIFFER = {"rope_theta", "rope_scaling"}
 """What is changed on purpose to train on with longer sequences."""
 
 
-def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Any) -> tuple[list[str], list[str]]:
+def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
     """Problems and warnings: how the model differs from the one that config.json describes."""
     try:
         theirs = spec.hugging_face.from_config(folder.config)
@@ -89,26 +109,26 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Any
 
 
 def _compare_tensors(
-    folder: WeightFolder, *, spec: ModelSpec, tied: bool, parameters: Mapping[str, Tensor]
-) -> list[str]:
+    folder: WeightFolder, *, spec: ModelSpec, tied: bool, state: Mapping[str, Tensor], pieces: Pieces
+) -> list[str]:  # fmt: skip
     hub = spec.hugging_face
-    wanted = {hub.to_name(name): parameter for name, parameter in parameters.items()}
+    wanted = sources_of(pieces)
     missing = [name for name in wanted if name not in folder.entries]
     extra = [name for name in folder.entries if name not in wanted and not hub.is_leftover(name, tied=tied)]
     problems = [f"lacks {_listed(missing)}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} has not"] if extra else []
-    for name, parameter in wanted.items():
-        if name in folder.entries and (problem := _mismatch(folder.entries[name], parameter)):
+    for name, ((ours, piece), *_) in wanted.items():
+        if name in folder.entries and (problem := _mismatch(folder.entries[name], piece.shape, state[ours].dtype)):
             problems.append(problem)
     return problems
 
 
-def _mismatch(entry: Entry, parameter: Tensor) -> str | None:
-    if entry.shape != tuple(parameter.shape):
-        return f"{entry.name} has shape {list(entry.shape)}, and the model's has {list(parameter.shape)}"
-    dtype = entry.torch_dtype
-    both_float = dtype is not None and dtype.is_floating_point and parameter.is_floating_point()
-    if dtype != parameter.dtype and not (both_float and entry.item_bytes > 1):
+def _mismatch(entry: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    if entry.shape != shape:
+        return f"{entry.name} has shape {list(entry.shape)}, and the model's has {list(shape)}"
+    found = entry.torch_dtype
+    both_float = found is not None and found.is_floating_point and dtype.is_floating_point
+    if found != dtype and not (both_float and entry.item_bytes > 1):
         return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on"
     return None
 
@@ -119,7 +139,7 @@ def _listed(names: list[str]) -> str:
 
 
 def export_files(
-    *, spec: ModelSpec, model_args: Any, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
+    *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
     """config.json, generation_config.json and the tokenizer's files, by name."""
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}

@@ -1,7 +1,11 @@
 """Llama 3 and its sizes."""
 
-from torchtitan_clone.models.llama3 import hf
-from torchtitan_clone.models.llama3.model import Llama3, Llama3Args, initial_std
+from functools import partial
+
+from torchtitan_clone.models.decoder import initial_std
+from torchtitan_clone.models.flops import dense_flops_per_token
+from torchtitan_clone.models.llama3.hf import HUB
+from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.llama3.plan import tensor_plan
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
@@ -37,5 +41,11 @@ FLAVORS = {
 }  # fmt: skip
 
 SPEC = ModelSpec(
-    name="llama3", flavors=FLAVORS, build=Llama3, initial_std=initial_std, tensor_plan=tensor_plan, hugging_face=hf
+    name="llama3",
+    flavors=FLAVORS,
+    build=build,
+    initial_std=initial_std,
+    tensor_plan=tensor_plan,
+    hugging_face=HUB,
+    flops_per_token=partial(dense_flops_per_token, build=build),
 )

@@ -1,0 +1,298 @@
+"""The decoder that model families share: plain single-device PyTorch, and what is known about its modules.
+
+A family says what differs: its arguments, what a block is made of, and its tensor-parallel plan.
+
+Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_clone.models.attention import AttentionMask, DocumentMask
+from torchtitan_clone.models.rope import RopeScaling, cos_sin, inverse_frequencies
+
+Rope = tuple[Tensor, Tensor]
+"""Cosine and sine of every position, each [B, T, 1, H]."""
+
+
+class ModelArgs(Protocol):
+    """The arguments that every family has: a frozen dataclass with these and what the family adds."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def tied_embeddings(self) -> bool: ...
+
+    def violations(self) -> list[str]:
+        """Returns one sentence for each value that cannot be."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArgs:
+    """Fields that families share; a family adds `head_dim` and the sizes of its feed-forward."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    n_kv_heads: int | None = None
+    vocab_size: int = 128256
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 131072
+    tied_embeddings: bool = False
+
+    POSITIVE: ClassVar[tuple[str, ...]] = ("dim", "n_layers", "vocab_size", "max_seq_len", "rope_theta")
+    """Names of fields that must be above 0 where they are set."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads."""
+        return self.n_kv_heads or self.n_heads
+
+    def violations(self) -> list[str]:
+        """Returns one sentence for each value that cannot be."""
+        found: list[str] = []
+        if self.kv_heads < 1 or self.n_heads % self.kv_heads:
+            found.append(
+                f"model.args: n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; "
+                "set n_kv_heads to a divisor"
+            )
+        values = {name: getattr(self, name) for name in self.POSITIVE}
+        return found + [
+            f"model.args.{name} = {value} must be above 0"
+            for name, value in values.items()
+            if value is not None and value <= 0
+        ]
+
+
+class LossFn(Protocol):
+    """Computes the sum of the loss over targets from the last hidden states and the output projection."""
+
+    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A module with buffers that must be computed after construction on the meta device."""
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Sets the buffers to their initial values, on `device`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPGroup:
+    """Modules whose weights FSDP gathers and frees together.
+
+    Attributes:
+        modules: the modules of the group.
+        is_block: whether it is one block of `layers`, whose weights can be prefetched by the blocks before it.
+        starts_backward: whether backward starts with it, so that freeing its weights after forward saves nothing.
+        is_lookup: whether its backward does not read its weights.
+    """
+
+    modules: tuple[nn.Module, ...]
+    is_block: bool = False
+    starts_backward: bool = False
+    is_lookup: bool = False
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each with a norm before it and a residual connection around it.
+
+    Where the feed-forward returns its output and sums [A] of auxiliary terms, the block returns these too.
+    """
+
+    def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BTD: Tensor, rope: Rope, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns [B, T, D], or this and sums [A]."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
+        out = self.feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD + out if isinstance(out, Tensor) else (x_BTD + out[0], out[1])
+
+
+class OutputProjection(nn.Module):
+    """Maps hidden states to logits, or directly to the loss, so that all logits need never exist at once.
+
+    The loss is computed here because only during this module's forward does FSDP hold the full weight.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(args.vocab_size, args.dim))
+        nn.init.normal_(self.weight, std=args.dim**-0.5)
+
+    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
+        """Returns logits [B, T, V], or the loss."""
+        if loss_fn is None or targets_BT is None:
+            return F.linear(hidden_BTD, self.weight)
+        return loss_fn(hidden_BTD, self.weight, targets_BT)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
+
+    `build_block(args, layer)` makes the block of a layer. `auxiliary` names the terms that are added to the loss and
+    gives their coefficients; blocks return one sum over this rank's tokens for each, in this order.
+    """
+
+    tok_embeddings: nn.Embedding | None
+    norm: nn.Module | None
+    output: OutputProjection | None
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        *,
+        build_block: Callable[[Any, int], nn.Module],
+        auxiliary: Mapping[str, float] | None = None,
+    ):
+        super().__init__()
+        self.args = args
+        self.auxiliary: Mapping[str, float] = auxiliary or {}
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.attention_mask = DocumentMask()
+        self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = OutputProjection(args)
+        if args.tied_embeddings:
+            self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)
+        self.register_buffer("inv_freq", torch.empty(args.head_dim // 2, dtype=torch.float32), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Computes the rotary frequencies and the initial values of other buffers, in place or on `device`.
+
+        It resets persistent buffers too, so it must be called before their values are loaded.
+        """
+        self.inv_freq = inverse_frequencies(
+            head_dim=self.args.head_dim,
+            theta=self.args.rope_theta,
+            scaling=self.args.rope_scaling,
+            device=device or self.inv_freq.device,
+        )
+        for module in self.modules():
+            if module is not self and isinstance(module, HasBuffers):
+                module.init_buffers(device)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        sums_A: Tensor | None = None,
+        *,
+        positions_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        targets_BT: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns logits [B, T, V], or with `loss_fn` the loss over `targets_BT`.
+
+        `documents_BT` numbers the documents of a row; attention stays within them. None: attention is causal.
+
+        A model with auxiliary terms returns with `loss_fn` a vector [1 + A]: the loss, then the sums of the terms over
+        layers. Its stages pass `(hidden_BTD, sums_A)` on; a later stage gets both in place of the tokens.
+        """
+        rope = cos_sin(positions_BT, self.inv_freq)
+        mask = self.attention_mask(documents_BT)
+        h_BTD = self.tok_embeddings(tokens_BT) if self.tok_embeddings is not None else tokens_BT
+        if self.auxiliary and sums_A is None:
+            sums_A = torch.zeros(len(self.auxiliary), device=h_BTD.device)
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, rope, mask)
+            if not isinstance(h_BTD, Tensor):
+                h_BTD, layer_sums_A = h_BTD
+                sums_A = sums_A + layer_sums_A
+        h_BTD = self.norm(h_BTD) if self.norm is not None else h_BTD
+        if self.output is None:
+            return h_BTD if sums_A is None else (h_BTD, sums_A)
+        out = self.output(h_BTD, targets_BT, loss_fn)
+        return out if loss_fn is None or sums_A is None else torch.cat((out[None], sums_A))
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and output projection are here and share one weight."""
+        embedding, output = self.tok_embeddings, self.output
+        return embedding is not None and output is not None and embedding.weight is output.weight
+
+    def keep_modules(self, names: Iterable[str]) -> None:
+        """Removes the modules that are not among `names`; names of parameters do not change."""
+        kept = set(names)
+        for name in {"tok_embeddings", "norm", "output"} - kept:
+            setattr(self, name, None)
+        for name in list(self.layers):
+            if f"layers.{name}" not in kept:
+                del self.layers[name]
+
+    def fsdp_groups(self) -> list[FSDPGroup]:
+        """Returns the groups in which FSDP shards this model, in the order of forward.
+
+        Modules that share a weight are in one group.
+        """
+        ends = tuple(module for module in (self.norm, self.output) if module is not None)
+        groups = [FSDPGroup(modules=(block,), is_block=True) for block in self.layers.values()]
+        if self.tok_embeddings is not None and self.is_tied:
+            ends = (self.tok_embeddings, *ends)
+        elif self.tok_embeddings is not None:
+            groups.insert(0, FSDPGroup(modules=(self.tok_embeddings,), is_lookup=True))
+        return [*groups, FSDPGroup(modules=ends, starts_backward=True)] if ends else groups
+
+
+def module_names(args: ModelArgs) -> list[str]:
+    """Returns the names of the modules that pipeline stages are made of, in the order of the model."""
+    return ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "norm", "output"]
+
+
+def named_state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and persistent buffers by name, in the order of the model; a tied weight comes once."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def initial_std(args: ModelArgs, name: str) -> float | None:
+    """Returns the standard deviation of a parameter's initial values; None for norms, which start at one.
+
+    What writes to the residual stream starts smaller the deeper its layer.
+    """
+    if "norm" in name:
+        return None
+    if name == "output.weight" or (args.tied_embeddings and name == "tok_embeddings.weight"):
+        return args.dim**-0.5
+    if name == "tok_embeddings.weight":
+        return 1.0
+    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")):
+        layer = int(name.split(".")[1])
+        return 0.02 / (2 * (layer + 1)) ** 0.5
+    return 0.02

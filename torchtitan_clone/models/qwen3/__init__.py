@@ -1,0 +1,33 @@
+"""Qwen3, dense, and its sizes."""
+
+from functools import partial
+
+from torchtitan_clone.models.decoder import initial_std
+from torchtitan_clone.models.flops import dense_flops_per_token
+from torchtitan_clone.models.qwen3.hf import HUB
+from torchtitan_clone.models.qwen3.model import Qwen3Args, build
+from torchtitan_clone.models.qwen3.plan import tensor_plan
+from torchtitan_clone.models.spec import ModelSpec
+
+FLAVORS = {
+    # The shipped tokenizer's vocabulary, and heads that are not dim / n_heads; learns on two CPU cores.
+    "debugmodel": Qwen3Args(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, vocab_size=2048, max_seq_len=8192
+    ),
+    "0.6B": Qwen3Args(dim=1024, n_layers=28, n_heads=16, hidden_dim=3072, tied_embeddings=True),
+    "1.7B": Qwen3Args(dim=2048, n_layers=28, n_heads=16, hidden_dim=6144, tied_embeddings=True),
+    "4B": Qwen3Args(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, tied_embeddings=True),
+    "8B": Qwen3Args(dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
+    "14B": Qwen3Args(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
+    "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
+}
+
+SPEC = ModelSpec(
+    name="qwen3",
+    flavors=FLAVORS,
+    build=build,
+    initial_std=initial_std,
+    tensor_plan=tensor_plan,
+    hugging_face=HUB,
+    flops_per_token=partial(dense_flops_per_token, build=build),
+)

@@ -1,0 +1,57 @@
+"""Qwen3's arguments, and what its blocks are made of: heads of a given size, with norms of queries and keys.
+
+Source: arXiv 2505.09388.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torchtitan_clone.models.attention import Attention
+from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
+from torchtitan_clone.models.feed_forward import SwiGLU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Args(DecoderArgs):
+    """What distinguishes one dense Qwen3 from another."""
+
+    head_dim: int = 128
+    hidden_dim: int = 12288
+    n_kv_heads: int | None = 8
+    vocab_size: int = 151936
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    max_seq_len: int = 40960
+
+    POSITIVE: ClassVar[tuple[str, ...]] = (*DecoderArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        """Hidden size of the feed-forward."""
+        return self.hidden_dim
+
+    def violations(self) -> list[str]:
+        """Returns one sentence for each value that cannot be."""
+        found = super().violations()
+        if self.head_dim % 2:
+            found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
+        return found
+
+
+def build(args: Qwen3Args) -> Decoder:
+    """Returns the model."""
+    return Decoder(args, build_block=build_block)
+
+
+def build_block(args: Qwen3Args, _layer: int) -> TransformerBlock:
+    """Returns the block of a layer."""
+    attention = Attention(
+        dim=args.dim,
+        n_heads=args.n_heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        qk_norm_eps=args.norm_eps,
+    )
+    return TransformerBlock(
+        args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim)
+    )

@@ -1,0 +1,162 @@
+"""One tensor assembled from pieces of others: slices, stacks along a new dimension, transposes, interleaved halves.
+
+A layout is a declaration: for each target tensor, the sources that hold its values. From it follow both directions,
+and what a box of the target, such as a rank's shard, needs of each source. Here the targets are a model's tensors and
+the sources those in a file of another format.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Index = tuple[int | slice, ...]
+"""An index per dimension: an int selects and drops it, a slice may have a positive step; those absent are complete."""
+
+
+class Sliceable(Protocol):
+    """A tensor in a file, of which contiguous regions can be read."""
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A source, and the values that it shares with the target: `target[to] == source[of].transpose(*transpose)`.
+
+    Attributes:
+        source: name of the source tensor.
+        shape: its complete shape.
+        of: which of its values; all by default.
+        to: where they are in the target; everywhere by default.
+        transpose: two dimensions of `source[of]` that are exchanged.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    of: Index = ()
+    to: Index = ()
+    transpose: tuple[int, int] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether target and source are equal."""
+        return not self.of and not self.to and self.transpose is None
+
+    @property
+    def numel(self) -> int:
+        """Number of shared values."""
+        return prod(len(places) for places in _places(self.of, self.shape))
+
+    def overlap(self, shape: Sequence[int], *, offset: Sequence[int], size: Sequence[int]) -> "Overlap | None":
+        """Returns what the source shares with a box of the target of that shape; None where it shares nothing."""
+        target, source = _places(self.to, shape), _places(self.of, self.shape)
+        pairs = list(zip(_kept_dims(self.to, shape), self._source_dims(), strict=True))
+        assert all(len(target[d]) == len(source[s]) for d, s in pairs), f"{self} does not fit into {list(shape)}"
+        for dim, places in enumerate(target):
+            first, last = _within(places, start=offset[dim], stop=offset[dim] + size[dim])
+            if first >= last:
+                return None
+            target[dim] = range(places[first] - offset[dim], places[last - 1] - offset[dim] + 1, places.step)
+            for _, source_dim in (pair for pair in pairs if pair[0] == dim):
+                source[source_dim] = source[source_dim][first:last]
+        return Overlap(
+            target=_index(target, given=self.to),
+            source=_index(source, given=self.of),
+            transpose=self.transpose,
+        )
+
+    def _source_dims(self) -> list[int]:
+        """Dimensions of the source in the order in which `to` has them."""
+        dims = _kept_dims(self.of, self.shape)
+        if self.transpose is not None:
+            a, b = self.transpose
+            dims[a], dims[b] = dims[b], dims[a]
+        return dims
+
+
+Pieces = Mapping[str, Sequence[Piece]]
+"""The pieces of each target tensor, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """The values that a box of a target and a source share; `target` indexes the box, `source` the complete source."""
+
+    target: Index
+    source: Index
+    transpose: tuple[int, int] | None
+
+    def in_box(self, box: Tensor) -> Tensor:
+        """Returns a view of the values in the box."""
+        return box[self.target]
+
+    def in_source(self, source: Tensor) -> Tensor:
+        """Returns a view of the values in the complete source, in the target's order of dimensions."""
+        return self._ordered(source[self.source])
+
+    def read(self, source: Sliceable) -> Tensor:
+        """Reads the values from a file, in the target's order of dimensions; reads their bounding box, no more."""
+        box = source[tuple(slice(i, i + 1) if isinstance(i, int) else slice(i.start, i.stop) for i in self.source)]
+        # Not every file reader can skip values.
+        return self._ordered(box[tuple(0 if isinstance(i, int) else slice(None, None, i.step) for i in self.source)])
+
+    def _ordered(self, values: Tensor) -> Tensor:
+        return values if self.transpose is None else values.transpose(*self.transpose)
+
+
+def _places(index: Index, shape: Sequence[int]) -> list[range]:
+    """Positions in each dimension."""
+    complete = (*index, *[slice(None)] * (len(shape) - len(index)))
+    return [
+        range(i, i + 1) if isinstance(i, int) else range(*i.indices(size))
+        for i, size in zip(complete, shape, strict=True)
+    ]
+
+
+def _kept_dims(index: Index, shape: Sequence[int]) -> list[int]:
+    return [dim for dim in range(len(shape)) if dim >= len(index) or not isinstance(index[dim], int)]
+
+
+def _within(places: range, *, start: int, stop: int) -> tuple[int, int]:
+    """First and last (exclusive) of the positions that are in [start, stop)."""
+    first, last = (-(-(bound - places.start) // places.step) for bound in (start, stop))
+    return max(0, first), min(len(places), last)
+
+
+def _index(places: Sequence[range], *, given: Index) -> Index:
+    dropped = [dim < len(given) and isinstance(given[dim], int) for dim in range(len(places))]
+    return tuple(p.start if drop else slice(p.start, p.stop, p.step) for p, drop in zip(places, dropped, strict=True))
+
+
+def sources_of(pieces: Pieces) -> dict[str, list[tuple[str, Piece]]]:
+    """Returns for each source, in order of first use, the targets with their pieces that make it up."""
+    found: dict[str, list[tuple[str, Piece]]] = {}
+    for target, its_pieces in pieces.items():
+        for piece in its_pieces:
+            found.setdefault(piece.source, []).append((target, piece))
+    for source, users in found.items():
+        shape = users[0][1].shape
+        assert all(piece.shape == shape for _, piece in users), f"{source} is declared with several shapes"
+        covered = sum(piece.numel for _, piece in users)
+        assert covered == prod(shape), f"{source} {list(shape)}: {covered} of its values are declared"
+    return found
+
+
+def assemble_source(
+    users: Sequence[tuple[str, Piece]], *, read: Callable[[str], Tensor], dtype: torch.dtype | None
+) -> Tensor:
+    """Returns a source in `dtype`, given what `sources_of` says of it and how a complete target is read by name."""
+    name, piece = users[0]
+    if piece.is_complete:
+        return read(name).to(dtype)
+    source = torch.empty(piece.shape, dtype=dtype)
+    for name, piece in users:
+        target = read(name)
+        overlap = piece.overlap(target.shape, offset=(0,) * target.ndim, size=target.shape)
+        if overlap is not None:
+            overlap.in_source(source).copy_(overlap.in_box(target))
+    return source
