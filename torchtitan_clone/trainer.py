@@ -541,12 +541,12 @@ class Trainer:
             self._write_export(step)
 
     def _write_export(self, step: int) -> None:
-        plan, to_name = self._shape, self._shape.spec.hugging_face.to_name
+        plan = self._shape
         dtype = getattr(torch, self._config.checkpoint.export_dtype)
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
-            tensors={to_name(name): parameter for name, parameter in self.parameters.items()},
-            names=[to_name(name) for name in plan.parameters],
+            tensors=self.parameters,
+            pieces=plan.spec.hub_pieces(plan.state),
             dtype=dtype,
             files=export_files(
                 spec=plan.spec,
@@ -659,7 +659,7 @@ def build_part(plan: RunPlan, *, stage: int, mesh: Mesh, device: torch.device) -
 
 def parallelized_part(plan: RunPlan, *, stage: int, mesh: Mesh) -> Any:
     """A stage of the model on the meta device, ready to be made real."""
-    config = plan.config
+    config, convert = plan.config, plan.spec.convert
     with torch.device("meta"):
         model = plan.spec.build(plan.model_args).to(getattr(torch, config.training.dtype))
     apply_parallelism(
@@ -667,7 +667,9 @@ def parallelized_part(plan: RunPlan, *, stage: int, mesh: Mesh) -> Any:
         modules=plan.stages.modules[stage],
         frozen=plan.frozen_modules,
         mesh=mesh,
-        tensor_plan=plan.spec.tensor_plan(),
+        tensor_plan=plan.spec.tensor_plan(plan.model_args),
+        kept_operations=plan.spec.kept_operations,
+        convert=None if convert is None else partial(convert, args=plan.model_args),
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,

@@ -3,7 +3,9 @@
 Source: arXiv 1604.06174; selective, arXiv 2205.05198.
 """
 
+from collections.abc import Set
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,44 +13,46 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_clone.config.schema import ActivationCheckpoint
-from torchtitan_clone.ops.blockwise_attention import document_attention
-from torchtitan_clone.parallel.context import context_attention
-
-_aten = torch.ops.aten
-# What selective checkpointing per operation keeps: results that cost much to compute for their size.
-_KEPT = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
-    document_attention._opoverload,
-    context_attention._opoverload,
-}
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
+from torchtitan_clone.parallel import context as context  # defines the operation that is kept
 
 
-def apply_activation_checkpointing(layers: nn.ModuleDict, *, config: ActivationCheckpoint) -> None:
+class KeptOperations(Protocol):
+    """What selective checkpointing per operation keeps, as the model's family says."""
+
+    @property
+    def always(self) -> Set[object]:
+        """Operations whose results cost much to compute for their size."""
+        ...
+
+    @property
+    def alternating(self) -> Set[object]:
+        """Operations of which every second one is recomputed: half the memory for half the work."""
+        ...
+
+
+def apply_activation_checkpointing(
+    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations
+) -> None:
     """Wraps the blocks that `config` selects, in place."""
     every = 1 if config.mode == "full" or config.selective_ac_option == "op" else int(config.selective_ac_option)
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
-    wrap = partial(checkpoint_wrapper, context_fn=_selective_context) if per_op else checkpoint_wrapper
+    wrap = partial(checkpoint_wrapper, context_fn=partial(_selective_context, kept)) if per_op else checkpoint_wrapper
     for index, (name, block) in enumerate(list(layers.items())):
         if config.mode != "none" and index % every == 0:
             layers[name] = wrap(block, preserve_rng_state=True)
 
 
-def _selective_context():
+def _selective_context(kept: KeptOperations):
+    always = kept.always | {torch.ops.torchtitan_clone.context_attention.default}
     products = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
-        if op in _PRODUCTS:
+        if op in kept.alternating:
             phase = "recompute" if ctx.is_recompute else "forward"
             products[phase] += 1
-            # Every second product is recomputed: half the memory of the products for half their work.
             keep = products[phase] % 2 == 1
         else:
-            keep = op in _KEPT
+            keep = op in always
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

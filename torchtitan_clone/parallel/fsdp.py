@@ -1,7 +1,8 @@
 """Data parallelism with FSDP2: weights, gradients and optimizer state are shards of the `fsdp` mesh."""
 
 import warnings
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -9,11 +10,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
-from torchtitan_clone.parallel.tensor import is_tied
+
+
+class FSDPGroup(Protocol):
+    """Modules whose weights are gathered and freed together."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a block, whose weights can be prefetched by the blocks before it."""
+        ...
+
+    @property
+    def starts_backward(self) -> bool:
+        """Whether backward starts with it."""
+        ...
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether its backward does not read its weights."""
+        ...
 
 
 def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Shards every block, the embedding, and norm with output, in place.
+    """Shards the groups of modules that the model names, in place.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the number of targets of all ranks.
     """
@@ -30,22 +51,16 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
     choice = parallelism.fsdp_reshard_after_forward
     # A pipeline's stage is used by many micro-batches, and would be gathered anew for each.
     reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
-    ends = [module for module in (model.norm, model.output) if module is not None]
-    tied = is_tied(model)
-    if model.tok_embeddings is not None and not tied:
-        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
-        # The gradient of a lookup does not take the table.
-        cast("FSDPModule", model.tok_embeddings).set_unshard_in_backward(False)
-    for block in model.layers.values():
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    # Backward starts with the output, so that freeing it after forward would only gather it twice.
-    reshard_ends = choice == "always"
-    if ends:
-        # Two modules that share a weight must be one group.
-        group = [model.tok_embeddings, *ends] if tied else ends
-        fully_shard(group, reshard_after_forward=reshard_ends, **options)
+    groups: Sequence[FSDPGroup] = model.fsdp_groups()
+    for group in groups:
+        # What starts backward would only be gathered twice.
+        reshard_group = choice == "always" if group.starts_backward else reshard
+        modules = list(group.modules)
+        fully_shard(modules if modules[1:] else modules[0], reshard_after_forward=reshard_group, **options)
+        if group.is_lookup:
+            cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    _prefetch(list(model.layers.values()), count=parallelism.fsdp_prefetch_blocks)
+    _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; it matters to in-place operations, and there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():

@@ -40,7 +40,6 @@ from torchtitan_clone.data import (
 )
 from torchtitan_clone.fault_tolerance.protocol import check_replicas
 from torchtitan_clone.models import ModelSpec, find_model
-from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.parallel.mesh import batch_rank, context_rank, describe_mesh
@@ -130,10 +129,14 @@ class RunPlan:
         return self.global_batch_size * self.config.training.seq_len
 
     @cached_property
+    def state(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers of the model by name, in its order and without values."""
+        return self.spec.state_on_meta(self.model_args)
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of the model by name, in its order and without values; a tied one once."""
-        with torch.device("meta"):
-            return dict(self.spec.build(self.model_args).named_parameters())
+        return {name: tensor for name, tensor in self.state.items() if isinstance(tensor, nn.Parameter)}
 
     @property
     def parameter_count(self) -> int:
@@ -143,21 +146,8 @@ class RunPlan:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward for one token; of frozen blocks forward only, a third."""
-        args = self.model_args
-        embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
-        frozen_blocks = tuple(f"{name}." for name in self.frozen_modules[1:])
-        frozen = sum(p.numel() for name, p in self.parameters.items() if name.startswith(frozen_blocks))
-        whole = self._training_flops(self.parameter_count - embedding, n_layers=args.n_layers)
-        return whole - self._training_flops(frozen, n_layers=self.frozen_layers) * 2 / 3
-
-    def _training_flops(self, matmul_parameters: int, *, n_layers: int) -> float:
-        return training_flops_per_token(
-            matmul_parameters=matmul_parameters,
-            n_layers=n_layers,
-            n_heads=self.model_args.n_heads,
-            head_dim=self.model_args.head_dim,
-            seq_len=self.config.training.seq_len,
-        )
+        seq_len = self.config.training.seq_len
+        return self.spec.flops_per_token(self.model_args, seq_len=seq_len, frozen_layers=self.frozen_layers)
 
     @property
     def overview(self) -> str:
@@ -332,7 +322,7 @@ def _initial_weights(plan: RunPlan) -> InitialWeights | None:
         initial_folder(checkpoint)  # it is opened when all ranks are there
         return None
     path = initial_weights_path(checkpoint, plan.config.model)
-    return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, parameters=plan.parameters)
+    return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, state=plan.state)
 
 
 def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:
