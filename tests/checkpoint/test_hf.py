@@ -23,6 +23,7 @@ from torchtitan_clone.checkpoint.hf import (
 )
 from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.testing.harness import run_ranks
 
 FILES = {CONFIG_FILE: b'{"model_type": "x"}', "tokenizer.json": b"{}"}
@@ -31,6 +32,7 @@ PLACEMENTS = {
     "columns": lambda whole: [Shard(whole.ndim - 1) if whole.ndim else Replicate()],
     "copies": lambda _whole: [Replicate()],
 }
+UNCHANGED = {name: [Piece(source=name, shape=tuple(t.shape))] for name, t in mixed_tensors().items()}
 
 
 def split(tensors, how):
@@ -56,14 +58,12 @@ def whole(tensor):
 def export_and_fill(how_written, how_read, folder, dtype):
     """Writes mixed tensors and fills zeros, split in another way, from the folder; returns report and filled."""
     dist.init_process_group("gloo")
-    names = list(mixed_tensors())
-    report = export_weights(
-        folder, tensors=split(mixed_tensors(), how_written), names=names, dtype=dtype, files=FILES, file_bytes=200
-    )
+    tensors = split(mixed_tensors(), how_written)
+    report = export_weights(folder, tensors=tensors, pieces=UNCHANGED, dtype=dtype, files=FILES, file_bytes=200)
     if report.error is not None:
         return report, {}
     filled = split({name: torch.zeros_like(tensor) for name, tensor in mixed_tensors().items()}, how_read)
-    open_weight_folder(folder).fill(filled)
+    open_weight_folder(folder).fill(filled, pieces=UNCHANGED)
     return report, {name: whole(tensor) for name, tensor in filled.items()}
 
 

@@ -1,29 +1,23 @@
-"""Llama 3 against Hugging Face's implementation of the same weights."""
+"""Llama 3 against transformers' implementation of the same weights."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models.twins import assert_logits_equal
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models import MODELS, find_model
 from torchtitan_clone.models.attention import BLOCK, block_mask
-from torchtitan_clone.models.llama3 import hf
-from torchtitan_clone.models.llama3.model import Llama3, Llama3Args
+from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.blockwise_attention import document_starts
 
 ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, rope_theta=10000.0, max_seq_len=256)
 
 
-def hugging_face_twin(model, args):
-    """The same weights in LlamaForCausalLM."""
-    twin = LlamaForCausalLM(LlamaConfig(**hf.to_config(args), attn_implementation="eager"))
-    twin.load_state_dict({hf.to_name(name): value for name, value in model.state_dict().items()})
-    return twin.eval()
 
 
 @pytest.mark.parametrize(
@@ -37,21 +31,12 @@ def hugging_face_twin(model, args):
     ids=["multi-head", "grouped", "tied", "rope scaling"],
 )
 def test_logits_equal_hugging_face(changes):
-    torch.manual_seed(0)
-    args = replace(ARGS, **changes)
-    model = Llama3(args)
-    tokens = torch.randint(0, args.vocab_size, (2, 200))
-    positions = torch.arange(200).expand(2, 200)
-    with torch.no_grad():
-        ours = model(tokens, positions_BT=positions)
-        theirs = hugging_face_twin(model, args)(tokens).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert theirs.std() > 0.1
+    assert_logits_equal(MODELS["llama3"], replace(ARGS, **changes))
 
 
 def test_documents_in_one_row_are_computed_as_if_alone():
     torch.manual_seed(0)
-    model = Llama3(replace(ARGS, n_kv_heads=2))
+    model = build(replace(ARGS, n_kv_heads=2))
     lengths = [5, 1, 30, 12]
     tokens = torch.randint(0, ARGS.vocab_size, (1, sum(lengths)))
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]

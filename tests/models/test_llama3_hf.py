@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models.twins import assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.models.llama3 import hf
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
 
 SPEC = MODELS["llama3"]
+hf = SPEC.hugging_face
 SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, hidden_dim=172)
 
 
@@ -32,23 +33,14 @@ def test_config_goes_to_transformers_and_back(flavor):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_are_those_of_transformers_and_back(tied):
+def test_tensors_are_those_of_transformers(tied):
     args = replace(SMALL, tied_embeddings=tied)
     with torch.device("meta"):
-        ours = dict(SPEC.build(args).named_parameters())
         theirs = dict(LlamaForCausalLM(LlamaConfig(**hf.to_config(args))).named_parameters())
-    assert {hf.to_name(name): value.shape for name, value in ours.items()} == {k: v.shape for k, v in theirs.items()}
-    assert [hf.from_name(hf.to_name(name)) for name in ours] == list(ours)
+    assert_tensors_are(SPEC, args, theirs)
 
 
-def test_other_names_are_not_taken_for_ours():
-    for name in (
-        "model.layers.0.self_attn.q_proj2.weight",
-        "model.layers.0.mlp.weight",
-        "x",
-        "transformer.norm.weight",
-    ):
-        assert hf.from_name(name) is None
+def test_what_may_be_skipped_in_a_file():
     assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", tied=False)
     assert hf.is_leftover("lm_head.weight", tied=True)
     assert not hf.is_leftover("lm_head.weight", tied=False)

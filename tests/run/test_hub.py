@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
@@ -28,6 +36,9 @@ SPLITS = {
     "pipeline": (2, {"parallelism__pipeline_parallel_degree": 2}),
     "fsdp and tensor": (4, {"parallelism__tensor_parallel_degree": 2}),
 }
+QWEN3 = {
+    "model__name": "qwen3", "model__args__multiple_of": None, "model__args__head_dim": 32, "model__args__hidden_dim": 100,
+}  # fmt: skip
 SCALING = "{factor = 8.0, original_max_seq_len = 32}"
 
 
@@ -99,6 +110,8 @@ def our_logits(argv, state, tokens):
         ("fsdp", {"model__args__rope_scaling": SCALING, "model__args__hidden_dim": 100}),
         ("tensor", {}),
         ("pipeline", {}),
+        ("tensor", QWEN3),
+        ("fsdp", {**QWEN3, "model__args__tied_embeddings": True}),
         # Rows of blocks that neither axis divides.
         ("fsdp and tensor", {"model__args__hidden_dim": 101}),
     ],
@@ -108,7 +121,8 @@ def test_an_export_is_the_run_in_transformers(corpus, tmp_path, split, changes):
     state = weights_in(folder)
     assert_equal(state, trained)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    in_memory = LlamaForCausalLM(LlamaConfig(**json.loads((folder / "config.json").read_text()))).eval()
+    config = AutoConfig.for_model(**json.loads((folder / "config.json").read_text()))
+    in_memory = AutoModelForCausalLM.from_config(config).eval()
     missing, unexpected = in_memory.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"] if "model__args__tied_embeddings" in changes else [], [])
     tokens = torch.randint(0, 2048, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -157,6 +171,23 @@ def test_a_foreign_llama_is_what_the_run_starts_with(corpus, tmp_path):
     rebuilt.load_state_dict(state, strict=False)
     with torch.no_grad():
         assert (rebuilt(tokens).logits - theirs(tokens).logits).abs().max().item() == 0.0
+        ours = our_logits(options(corpus, tmp_path, **changes), state, tokens)
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-5)
+
+
+def test_a_foreign_qwen3_is_what_the_run_starts_with(corpus, tmp_path):
+    config = Qwen3Config(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=172,
+        head_dim=32, vocab_size=2100, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=512,
+    )  # fmt: skip
+    theirs = Qwen3ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "qwen3")
+    args = {"hidden_dim": 172, "vocab_size": 2100, "tied_embeddings": True, "max_seq_len": 512}
+    changes = QWEN3 | {f"model__args__{key}": value for key, value in args.items()}
+    state = imported(corpus, tmp_path, "fsdp and tensor", tmp_path / "qwen3", **changes)
+    assert_equal(state, dict(theirs.named_parameters()))
+    tokens = torch.randint(0, 2100, (2, 60), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
         ours = our_logits(options(corpus, tmp_path, **changes), state, tokens)
         torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-5, atol=1e-5)
 
@@ -272,6 +303,16 @@ def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_
     assert_equal(found, weights_in(exported))
     code = script("convert_from_hf.py", tmp_path / "nowhere", tmp_path / "other")
     assert (code, "no such folder" in capsys.readouterr().err) == (2, True)
+
+
+def test_a_qwen3_is_converted_to_a_checkpoint_and_back(corpus, tmp_path, capsys):
+    folder, trained = export(corpus, tmp_path, "fsdp", **QWEN3)
+    assert script("convert_from_hf.py", folder, tmp_path / "seed") == 2
+    assert "model_type = 'qwen3', and llama3 supports only 'llama'" in capsys.readouterr().err
+    assert script("convert_from_hf.py", folder, tmp_path / "seed", "--model=qwen3") == 0
+    assert script("convert_to_hf.py", tmp_path / "seed" / "step-0", tmp_path / "back") == 0
+    assert_equal(weights_in(tmp_path / "back"), trained)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
 
 
 @pytest.fixture(scope="module")

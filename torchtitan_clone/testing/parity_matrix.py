@@ -20,6 +20,10 @@ FEATURES = {
     "full ac": {"activation_checkpoint__mode": "full"},
     "tied": {"model__args__tied_embeddings": True},
 }
+# Heads that are not dim / n_heads; of a key the value None takes back what all cases have.
+QWEN3 = {
+    "model__name": "qwen3", "model__args__head_dim": 32, "model__args__hidden_dim": 172, "model__args__multiple_of": None,
+}  # fmt: skip
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -47,6 +51,10 @@ def all_cases():
             if not (name == "tied" and "pipeline" in axes):
                 cases[f"{' x '.join(axes)}, {name}"] = axes_case(axes, **feature)
     cases["shard x tensor x pipeline x context"] = axes_case(("shard", "tensor", "pipeline", "context"))
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, qwen3"] = axes_case(axes, **QWEN3)
+    cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, compile__enable=True, compile__backend="aot_eager")
+    cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:
         option = {"parallelism__pipeline_parallel_schedule": schedule}
         cases[f"pipeline, {schedule}"] = axes_case(("pipeline",), **option)
@@ -84,4 +92,5 @@ QUICK = (
     "tensor x pipeline x context, masked", "shard x tensor x context, tied", "shard x pipeline, ZBVZeroBubble",
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2",
+    "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
 )  # fmt: skip

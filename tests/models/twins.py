@@ -1,0 +1,41 @@
+"""A family's model and transformers' model of the same weights, side by side."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torchtitan_clone.models.decoder import named_state
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+
+
+def twin_of(spec, model, args):
+    """transformers' model with the weights of ours."""
+    state = {name: tensor.detach() for name, tensor in named_state(model).items()}
+    sources = sources_of(spec.hub_pieces(state))
+    exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
+    config = AutoConfig.for_model(**spec.hugging_face.to_config(args))
+    twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    missing, unexpected = twin.load_state_dict(exported, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"] if args.tied_embeddings else [], [])
+    return twin.eval()
+
+
+def assert_logits_equal(spec, args, *, tokens=200):
+    """The logits of two rows, to rounding."""
+    torch.manual_seed(0)
+    model = spec.build(args)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # else all ones, and a norm in the wrong place would go unnoticed
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    tokens_BT = torch.randint(0, args.vocab_size, (2, tokens))
+    with torch.no_grad():
+        ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))
+        theirs = twin_of(spec, model, args)(tokens_BT).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert theirs.std() > 0.1
+
+
+def assert_tensors_are(spec, args, theirs):
+    """The names and shapes that an export has are those of transformers."""
+    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args)))
+    found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
+    assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}
