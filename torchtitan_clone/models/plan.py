@@ -24,8 +24,8 @@ class TensorPlan:
 
     Attributes:
         styles: torch's ParallelStyle by module name; * matches one component of a name.
-        replicated: names of parameters that stay plain tensors, equal on all ranks of the axis; * as in fnmatch.
-            Every other parameter must become a DTensor.
+        replicated: names of parameters that stay plain tensors; * as in fnmatch. Nothing sums their gradients over the
+            axis, so that each rank must compute the complete gradient. Every other parameter must become a DTensor.
     """
 
     styles: Mapping[str, ParallelStyle]
