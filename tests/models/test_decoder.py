@@ -119,7 +119,7 @@ def test_buffers_are_state_and_are_made_real():
     assert torch.equal(model.inv_freq, build().inv_freq)
     tied = named_state(build(tied_embeddings=True))
     assert "output.weight" not in tied
-    assert list(tied)[0] == "tok_embeddings.weight"
+    assert next(iter(tied)) == "tok_embeddings.weight"
 
 
 def described(model):

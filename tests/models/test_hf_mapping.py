@@ -78,7 +78,7 @@ def test_rules_give_the_hubs_tensors():
 
 
 def test_a_name_without_a_rule_is_an_error():
-    with pytest.raises(KeyError, match="layers.*.bias"):
+    with pytest.raises(KeyError, match=r"layers\.\*\.bias"):
         MAPPING.pieces("layers.3.bias", shape=(3,))
 
 

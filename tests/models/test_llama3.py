@@ -18,8 +18,6 @@ from torchtitan_clone.ops.blockwise_attention import document_starts
 ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, rope_theta=10000.0, max_seq_len=256)
 
 
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -20,10 +20,13 @@ FEATURES = {
     "full ac": {"activation_checkpoint__mode": "full"},
     "tied": {"model__args__tied_embeddings": True},
 }
-# Heads that are not dim / n_heads; of a key the value None takes back what all cases have.
+# Heads that are not dim / n_heads; None removes an option of all cases that the family does not have.
 QWEN3 = {
-    "model__name": "qwen3", "model__args__head_dim": 32, "model__args__hidden_dim": 172, "model__args__multiple_of": None,
-}  # fmt: skip
+    "model__name": "qwen3",
+    "model__args__head_dim": 32,
+    "model__args__hidden_dim": 172,
+    "model__args__multiple_of": None,
+}
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -53,7 +56,8 @@ def all_cases():
     cases["shard x tensor x pipeline x context"] = axes_case(("shard", "tensor", "pipeline", "context"))
     for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes) or 'one rank'}, qwen3"] = axes_case(axes, **QWEN3)
-    cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, compile__enable=True, compile__backend="aot_eager")
+    compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
+    cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:
         option = {"parallelism__pipeline_parallel_schedule": schedule}
