@@ -64,10 +64,10 @@ def test_all_missing_requirements_are_one_config_error(monkeypatch):
     monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(ConfigError) as error:
         check_replica_requirements(enabled, lighthouse=None)
-    for said in (
+    for text in (
         'pip install "torchtitan_clone[ft]"',
         "$TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py",
         "nowhere.invalid does not resolve; add it to /etc/hosts",
         "torchft's servers listen on IPv6",
     ):
-        assert said in str(error.value)
+        assert text in str(error.value)

@@ -1,10 +1,11 @@
 """Replica groups in real processes: the losses equal those of a single run, also after kills, hangs and NaNs."""
 
+import math
 import signal
 
 import pytest
 
-from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster, committed_once
+from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
 
@@ -41,30 +42,22 @@ def died(cluster) -> list[int]:
     return [group for _, group, _ in cluster.deaths]
 
 
-def replicas_after(cluster, group: int, moment: float) -> int:
-    """Number of replica groups in the first attempt that a rank of `group` committed after a time."""
-    lines = [line for line in cluster.records()[f"replica-{group}/rows.rank0.jsonl"] if line["time"] > moment]
-    committed = next(line for line in lines if line.get("committed"))
-    return next(
-        line["num_replicas"]
-        for line in lines
-        if "rows" in line and (line["step"], line["quorum"]) == (committed["step"], committed["quorum"])
-    )
-
-
 def test_two_groups_recover_from_a_kill_and_a_hang(corpus, tmp_path, expected):
     faults = [
-        Fault(kind="kill", place="between", step=15, group=1),
+        Fault(kind="kill", place="between", step=5, group=1),
         Fault(kind="hang", place="forward", step=40, group=1),
     ]
-    with Cluster(corpus, tmp_path, groups=2, **{**SMALL, "fault_tolerance__stall_factor": 5}) as cluster:
-        cluster.start_all(faults=faults).watch_over()
+    changes = {**SMALL, "fault_tolerance__stall_factor": 5}
+    with Cluster(corpus, tmp_path, groups=2, pace=0.06, revive_seconds=math.inf, **changes) as cluster:
+        # The survivor commits steps before the killed group returns.
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.deaths and cluster.step_of(0) > 8)
+        cluster.revive_seconds = 0.0
+        cluster.start(1, faults=cluster.faults_left(1))
+        cluster.watch_over()
         check(cluster, expected)
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL]), (1, [1])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither has a majority" in cluster.log_of(0)
-        # The survivor continued alone: it did not wait for the killed group to return.
-        assert replicas_after(cluster, 0, cluster.deaths[0][0]) == 1
 
 
 def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
@@ -116,7 +109,11 @@ def test_all_groups_resume_from_a_checkpoint(corpus, tmp_path, expected):
     with Cluster(corpus, tmp_path, groups=3, pace=0.04, **SMALL, **timeouts) as cluster:
         cluster.start_all(faults=faults).watch_over(until=lambda: min(map(cluster.step_of, range(3))) > 22)
         assert died(cluster) == [1, 1]
-        assert cluster.stalls(0, 2)[0].seconds < HEARTBEAT_MS / 1000 + 2, cluster.timeline(cluster.stalls(0, 2)[0])
+        # The survivors noticed both deaths by themselves, not by the timeout of a collective.
+        lines = [line for group in (0, 2) for line in cluster.records()[f"replica-{group}/rows.rank0.jsonl"]]
+        failures = [str(line.get("error") or line.get("left")) for line in lines if {"error", "left"} & line.keys()]
+        assert failures
+        assert not [failure for failure in failures if "5000ms" in failure]
         cluster.kill(0, 1, 2)
         assert max(map(cluster.step_of, range(3))) < STEPS
         cluster.start(1)

@@ -1,4 +1,4 @@
-"""What a replica group is told about the run that it belongs to."""
+"""What a replica group needs to know about its run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -155,7 +155,7 @@ def join_replica_group(fault_tolerance: FaultTolerance, *, run: ReplicaContext) 
     Must come last in starting up: once joined, other replica groups wait for this one's heartbeat.
 
     Returns:
-        `SingleReplica` without fault tolerance, else a group whose first `begin_step` meets the others.
+        `SingleReplica` without fault tolerance, else a group whose first `begin_step` joins the others.
     """
     if not fault_tolerance.enable:
         return SingleReplica()
