@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
-from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, await_lighthouse
+from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
@@ -82,7 +82,7 @@ def _train(config: Config, *, stop: StopRequest) -> int:
     options = config.fault_tolerance
     if options.enable:
         with stop.ending_at_once():
-            await_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.process_group_timeout_ms / 1000)
+            wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.process_group_timeout_ms / 1000)
     for line in (config.job.description, plan.overview):
         if line:
             logger.info("%s", line)

@@ -25,9 +25,9 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
-from torchtitan_clone.fault_tolerance.health import Heartbeat, describe_slow_links, describe_stragglers, step_breakdown
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
-from torchtitan_clone.fault_tolerance.protocol import RecoveryState, build_replicas
+from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext, join_replica_group
+from torchtitan_clone.fault_tolerance.watchdog import Heartbeat
 from torchtitan_clone.observe.flops import peak_flops_per_second
 from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
 from torchtitan_clone.observe.profiling import build_profiler
@@ -45,7 +45,14 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
 from torchtitan_clone.parallel.reshard import gather_shard_map, move
 from torchtitan_clone.parallel.runtime import Launch, dump_collectives, set_determinism, set_timeout
-from torchtitan_clone.parallel.stragglers import LINK_NOISE_SECONDS, CollectiveTimer, measure_link
+from torchtitan_clone.parallel.stragglers import (
+    LINK_NOISE_SECONDS,
+    CollectiveTimer,
+    describe_slow_links,
+    describe_stragglers,
+    measure_link,
+    step_breakdown,
+)
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.hub import EXPORT_FOLDER, InitialWeights, export_files
@@ -126,19 +133,21 @@ class Trainer:
         )
         if config.fault_tolerance.enable:
             self._warm_up()
-        # Last: from now on the others count on this group's heart.
-        self._replicas = build_replicas(
+        # Must come last: once joined, other replica groups wait for this one's heartbeat.
+        self._replicas = join_replica_group(
             config.fault_tolerance,
-            device=device,
-            step=self._progress.step,
-            parameters=self.parameters,
-            outer=self._outer,
-            healing=self._healing,
-            sum_over_ranks=sum_over_ranks,
-            is_over=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
-            wants_to_stop=self._wants_to_stop_waiting,
-            identity=identity_of(config),
-            folder=run.plan.records,
+            run=ReplicaContext(
+                device=device,
+                step=self._progress.step,
+                parameters=self.parameters,
+                outer_weights=self._outer,
+                recovery_state=self._healing,
+                sum_over_ranks=sum_over_ranks,
+                is_run_complete=lambda: (self._checkpoints.newest_step() or 0) >= config.training.steps,
+                should_stop=self._wants_to_stop_waiting,
+                identity=identity_of(config),
+                folder=run.plan.records,
+            ),
         )
 
     def _find_progress(self) -> Progress:
@@ -277,15 +286,15 @@ class Trainer:
 
     def _begin_step(self, *, first: bool = False) -> bool:
         """Meets the other replica groups; False where there is nothing to go on for."""
-        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        self._watch.beat(timeout_seconds=self._timeout_seconds)
         start, self._healed = time.perf_counter(), False
-        goes_on = self._replicas.begin()
+        goes_on = self._replicas.begin_step()
         seconds, metrics, step = time.perf_counter() - start, self._metrics, self._progress.step
         if first:  # only now it is known where the run goes on
-            metrics.start(after_step=step, lost=self._replicas.lost_steps())
+            metrics.start(after_step=step, lost=self._replicas.rolled_back_steps())
             metrics.ledger.book("start_up", self._stop.age_seconds - seconds)
         elif self._healed:
-            metrics.forget(after_step=step, lost=self._replicas.lost_steps())
+            metrics.forget(after_step=step, lost=self._replicas.rolled_back_steps())
         metrics.ledger.book("healing" if self._healed else "waiting", seconds)
         return goes_on
 
@@ -298,8 +307,8 @@ class Trainer:
         """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
         training, replicas = self._config.training, self._replicas
         start = time.perf_counter()
-        batch = self._loader.take(part=replicas.part, parts=replicas.parts)
-        replicas.record(self._loader.taken)
+        batch = self._loader.take(part=replicas.replica_index, parts=replicas.num_replicas)
+        replicas.record_samples(self._loader.taken)
         data_seconds = time.perf_counter() - start
         (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._mesh.is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
@@ -324,7 +333,7 @@ class Trainer:
         self.optimizer.zero_grad()
         if committed:
             self._count_step(step, skipped=not healthy)
-            committed = replicas.complete()
+            committed = replicas.complete_step()
         self._step_seconds = time.perf_counter() - start
         return StepResult(
             loss=loss,
@@ -353,10 +362,10 @@ class Trainer:
         local = {name: local_shard(tensor) for name, tensor in self._state().items()}
         return RecoveryState(
             tensors=local,
-            note=lambda: asdict(self._progress_with_data()),
-            take_over=self._take_over,
-            positions=lambda: self._loader.notes,
-            take_positions=self._loader.set_stream_positions,
+            metadata=lambda: asdict(self._progress_with_data()),
+            load_from_peer=self._take_over,
+            stream_positions=lambda: self._loader.notes,
+            set_stream_positions=self._loader.set_stream_positions,
         )
 
     def _take_over(self, note: dict[str, Any]) -> None:
@@ -372,7 +381,7 @@ class Trainer:
         """The batch in parts, on the device. StepInterrupted, on all ranks at the same part, where time has run out."""
         deadline = self._config.preemption.deadline_seconds
         for rows in batch.microbatches(self._shape.config.training.local_batch_size):
-            self._watch.moved(timeout_seconds=self._timeout_seconds)
+            self._watch.beat(timeout_seconds=self._timeout_seconds)
             if deadline is not None and any(sum_over_ranks([self._stop.seconds_since > deadline / 2])):
                 raise StepInterrupted
             yield rows.to(self._device)
@@ -386,10 +395,10 @@ class Trainer:
         """For what may take some ranks much longer than others."""
         before = self._timeout_seconds
         self._set_timeout(self._config.comm.init_timeout_seconds)
-        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        self._watch.beat(timeout_seconds=self._timeout_seconds)
         yield
         self._set_timeout(before)
-        self._watch.moved(timeout_seconds=before)
+        self._watch.beat(timeout_seconds=before)
 
     def _build_clock(self, step: int) -> CollectiveTimer | None:
         """What measures the communication of this step; None for most. It would unpack compiled code and pipelines."""
@@ -424,7 +433,7 @@ class Trainer:
 
     def _wants_to_stop_waiting(self) -> bool:
         """For other replica groups, which is no hang."""
-        self._watch.moved(timeout_seconds=self._timeout_seconds)
+        self._watch.beat(timeout_seconds=self._timeout_seconds)
         return self._wants_to_stop()
 
     def _agree_to_stop(self) -> bool:
@@ -472,7 +481,7 @@ class Trainer:
             for count, batch in enumerate(self._validation_loader, start=1):
                 loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1)
                 num_targets += batch.num_targets
-                self._watch.moved(timeout_seconds=self._timeout_seconds)
+                self._watch.beat(timeout_seconds=self._timeout_seconds)
                 if self._agree_to_stop():
                     return False
                 if count == self._config.validation.steps:
@@ -485,7 +494,7 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> None:
         """Begins to save the step, with `wait` until it is committed; of several replica groups, one does it."""
-        if self._checkpoints.saves and self._replicas.writes:
+        if self._checkpoints.saves and self._replicas.is_writer:
             with self._patience():
                 self._checkpoints.save(self._progress_with_data(), wait=wait)
 
@@ -518,7 +527,7 @@ class Trainer:
         step = self._progress.step
         if step in self._failed_exports:
             return
-        if step == self._config.training.steps and self._checkpoints.saved_step == step and self._replicas.writes:
+        if step == self._config.training.steps and self._checkpoints.saved_step == step and self._replicas.is_writer:
             self._checkpoints.complete(self._progress)
 
     def _load_initial(self, weights: InitialWeights) -> None:
@@ -535,7 +544,7 @@ class Trainer:
 
     def _export(self, step: int) -> None:
         """Writes the weights in the format of the Hugging Face hub; training waits."""
-        if not self._replicas.writes:
+        if not self._replicas.is_writer:
             return
         with self._patience():
             self._write_export(step)
@@ -596,7 +605,7 @@ class Trainer:
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
         saves = self._checkpoints.saves
-        elsewhere = saves and not self._replicas.writes
+        elsewhere = saves and not self._replicas.is_writer
         saved = saves and self._checkpoints.saved_step == step
         if saves and not (saved or elsewhere):
             raise TrainingError(

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from torchtitan_clone.config import Config, ConfigError, load_config
-from torchtitan_clone.fault_tolerance.lighthouse import lighthouse_place
+from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.launch.slurm_script import batch_script, processes_per_node
 from torchtitan_clone.run import preflight
 
@@ -50,7 +50,7 @@ def checked_folder(config: Config) -> Path:
             "scripts/lighthouse.py where all nodes reach it, and set the variable to the address that it prints"
         )
     if config.fault_tolerance.enable:
-        lighthouse_place(str(lighthouse))
+        parse_lighthouse_address(str(lighthouse))
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
     plan = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
     return plan.folder.resolve()

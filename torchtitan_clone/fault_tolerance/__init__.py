@@ -1,1 +1,1 @@
-"""Surviving what happens to a run from outside."""
+"""Fault tolerance: training with replica groups (TorchFT), recovery from a peer, and watchdogs for hangs."""

@@ -1,26 +1,32 @@
-"""The lighthouse: a small server at which the replica groups of a run meet."""
+"""The lighthouse: a small server through which the replica groups of a run find each other and form a quorum."""
 
 import os
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 
+if TYPE_CHECKING:
+    from torchft.coordination import LighthouseServer
+
 TICK_MS = 50
-"""How often it looks whether a quorum is complete."""
+"""Interval at which the lighthouse checks whether a quorum is complete."""
 
 
 class NoLighthouseError(Exception):
-    """It does not answer; it may be on its way."""
+    """The lighthouse does not answer. It may still be starting, so that a retry can succeed."""
 
 
-def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> Any:
-    """Serves in a thread of this process, until `shutdown()`; port 0 takes a free one. `address()` is its URL.
+def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> "LighthouseServer":
+    """Starts the lighthouse in a thread of this process; `address()` is its URL and `shutdown()` ends it.
 
-    The fewest groups that it lets train are those of the run: with fewer, batches would be used up and nothing learnt.
+    Its minimum number of replica groups is the run's: with fewer, the groups would use up samples and commit nothing.
+
+    Args:
+        port: TCP port, or 0 for any free one. ConfigError if it is in use.
     """
     os.environ.setdefault("RUST_LOG", "error")
     try:
@@ -36,16 +42,18 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> Any:
             heartbeat_timeout_ms=fault_tolerance.heartbeat_timeout_ms,
         )
     except RuntimeError as error:
-        raise ConfigError(f"the lighthouse cannot listen at port {port}: {error}; choose another") from None
+        raise ConfigError(f"the lighthouse cannot listen at port {port}: {error}; choose another port") from None
 
 
-def lighthouse_place(address: str) -> tuple[str, int]:
-    """Host and port of an address as the lighthouse prints it; ConfigError if it is none."""
+def parse_lighthouse_address(address: str) -> tuple[str, int]:
+    """Returns host and port of a lighthouse's URL. ConfigError if it has none."""
     url = urlsplit(address)
     try:
-        host, port = url.hostname, url.port
+        host = url.hostname
+        port = url.port
     except ValueError:
-        host = port = None
+        host = None
+        port = None
     if not (host and port):
         raise ConfigError(
             f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"
@@ -53,13 +61,13 @@ def lighthouse_place(address: str) -> tuple[str, int]:
     return host, port
 
 
-def await_lighthouse(address: str, *, seconds: float) -> None:
-    """Returns when a server listens there; NoLighthouseError after so many seconds."""
-    place = lighthouse_place(address)
+def wait_for_lighthouse(address: str, *, seconds: float) -> None:
+    """Waits until a server listens at the address. NoLighthouseError if there is none after `seconds`."""
+    host_and_port = parse_lighthouse_address(address)
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(place, timeout=max(0.1, deadline - time.monotonic())).close()
+            socket.create_connection(host_and_port, timeout=max(0.1, deadline - time.monotonic())).close()
         except OSError as error:
             if time.monotonic() > deadline - 0.2:
                 raise NoLighthouseError(

@@ -1,4 +1,4 @@
-"""The outer optimizer of semi-synchronous training, its state, and the fragments of the model that it steps."""
+"""The outer optimizer of semi-synchronous training, its state, and the fragments of the model that it averages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torchtitan_clone.ops.dtensor_shards import local_shard
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """Gradient descent with Nesterov momentum on the global weights."""
+    """SGD with Nesterov momentum on the global weights."""
 
     lr: float
     momentum: float
@@ -27,9 +27,9 @@ OUTER_OPTIMIZERS = {
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Global weights and momentum, to be saved with the training state; nothing where there is no outer optimizer.
+    """Returns global weights and momentum to be saved with the training state; empty without semi-synchronous training.
 
-    The global weights are not known yet: a checkpoint fills them, or else `init_outer_weights` does.
+    The global weights are NaN until a checkpoint or `init_outer_weights` fills them.
     """
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
@@ -40,15 +40,57 @@ def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Ten
 
 
 def init_outer_weights(state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor]) -> None:
-    """Global weights that were not loaded are those that the run starts with."""
+    """Sets the global weights that were not loaded from a checkpoint to the weights of the model."""
     for name, parameter in parameters.items():
         target = state.get(f"outer/global/{name}")
         if target is not None and bool(local_shard(target).isnan().any()):
             local_shard(target).copy_(local_shard(parameter.detach()))
 
 
+class OuterWeights:
+    """Local shards of the global weights and of their momentum, with the step of the outer optimizer.
+
+    Args:
+        state: as returned by `outer_state`.
+        parameters: the model's parameters by name.
+        local_fraction: fraction of a group's own weights that remains when it adopts the global ones.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        parameters: Mapping[str, Tensor],
+        optimizer: OuterOptimizer,
+        local_fraction: float,
+    ):
+        self._state = {name: local_shard(tensor) for name, tensor in state.items()}
+        self._parameters = {name: local_shard(parameter) for name, parameter in parameters.items()}
+        self._optimizer = optimizer
+        self._local_fraction = local_fraction
+
+    def gradient(self, name: str) -> Tensor:
+        """Returns the outer gradient of this group: how far its weight has moved from the global one."""
+        return self._state[f"outer/global/{name}"] - self._parameters[name].detach()
+
+    @torch.no_grad()
+    def step(self, name: str, *, gradient: Tensor) -> None:
+        """Moves a global weight by the averaged outer gradient, and the group's own weight to the global one."""
+        target = self._state[f"outer/global/{name}"]
+        weight = self._parameters[name]
+        if self._optimizer.momentum:
+            momentum = self._state[f"outer/momentum/{name}"]
+            momentum.mul_(self._optimizer.momentum).add_(gradient)
+            gradient = gradient + self._optimizer.momentum * momentum
+        target.sub_(gradient, alpha=self._optimizer.lr)
+        weight.copy_(target.lerp(weight, self._local_fraction))
+
+
 def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> list[list[str]]:
-    """The parameters of each fragment: as listed, or neighbours in about equal numbers of modules."""
+    """Returns the parameter names of each fragment: as configured, or consecutive modules in about equal numbers.
+
+    ConfigError if the configured fragments do not contain every module exactly once.
+    """
     listed = fault_tolerance.module_fqns_per_model_fragment
     if not listed:
         modules = list(dict.fromkeys(module_of(name) for name in names))
@@ -59,13 +101,14 @@ def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> l
     wrong = [name for name in names if sum(name in fragment for fragment in fragments) != 1]
     if wrong or not all(fragments):
         raise ConfigError(
-            "fault_tolerance.module_fqns_per_model_fragment: every module of the model must stand in one fragment, and "
-            f"none be empty; look at {', '.join(sorted({module_of(name) for name in wrong})) or 'the empty ones'}"
+            "fault_tolerance.module_fqns_per_model_fragment: every module of the model must be in exactly one "
+            "fragment, and no fragment may be empty; check "
+            + (", ".join(sorted({module_of(name) for name in wrong})) or "the empty ones")
         )
     return fragments
 
 
 def module_of(name: str) -> str:
-    """tok_embeddings, layers.0, ..., norm, output."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+    """Returns the module of a parameter: tok_embeddings, layers.0, ..., norm or output."""
+    path = name.split(".")
+    return ".".join(path[:2]) if path[0] == "layers" else path[0]

@@ -1,98 +1,182 @@
-"""What the trainer knows of other replica groups: nothing but these methods, whether there are others or not.
+"""The interface between the trainer and other replica groups.
 
-A *replica group* is one run of this program, with a process group of its own; all replica groups of a run train one
-model. A step is one *attempt* or more: an attempt that is not *committed*, because a group died in it or its gradient
-is not finite, leaves no trace, and the same rows are fed again to the groups that are left.
+A *replica group* is one run of this program with a process group of its own; all replica groups of a run train one
+model. A step takes one or more *attempts*. An attempt that is not *committed*, because a group died during it or
+because its gradient is not finite, changes nothing, and its samples are divided among the remaining groups again.
 """
 
 import os
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.lighthouse import lighthouse_place
+from torchtitan_clone.fault_tolerance.context import RecoveryState, ReplicaContext
+from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
+
+__all__ = [
+    "RecoveryState",
+    "ReplicaContext",
+    "ReplicaGroup",
+    "SingleReplica",
+    "check_replica_requirements",
+    "join_replica_group",
+]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoveryState:
-    """What a replica group that is behind takes over from one that is not."""
+class ReplicaGroup(Protocol):
+    """One replica group as its trainer sees it.
 
-    tensors: dict[str, Tensor]
-    """This rank's part of parameters and optimizer state: the very tensors, which must stay the same objects."""
-    note: Callable[[], dict[str, Any]]
-    """All other state, as plain data."""
-    take_over: Callable[[dict[str, Any]], None]
-    """Called with another group's note just before the tensors get that group's values."""
-    positions: Callable[[], list[Any]]
-    """What only the groups together know: where the data are that this rank has read for the step; plain data."""
-    take_positions: Callable[[list[Any]], None]
-    """Called after the step with those of the same rank of all groups."""
+    Every rank of a group holds one and calls the same methods in the same order::
+
+        while group.begin_step():
+            batch = loader.next_batch(replica_index=group.replica_index, num_replicas=group.num_replicas)
+            group.record_samples(loader.sample_range)
+            ...  # backward
+            group.sum_gradients(parameters)
+            if group.commit(healthy=is_finite):
+                ...  # optimizer.step
+                group.complete_step()
+        group.close()
+
+    An implementation may wrap another one, for example to inject faults.
+    """
+
+    @property
+    def replica_index(self) -> int:
+        """Index of this group among those that take part in the step. Valid until the next `begin_step`."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of groups that take part in the step, among which the global batch is divided."""
+        ...
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this group saves checkpoints and exports weights. True in exactly one group of a quorum."""
+        ...
+
+    def begin_step(self) -> bool:
+        """Waits for the other groups, and loads the state of a peer if this group is behind.
+
+        The set of groups is fixed from here to the next call: a group that joins later waits.
+
+        Returns:
+            False if there is no step to train: other groups have completed the run, or this group was asked to stop
+            while it waited.
+        """
+        ...
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Returns each number summed over the groups. If that fails, returns `values`, and `commit` returns False."""
+        ...
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums the local shards of the gradients over the groups, in place. If that fails, `commit` returns False."""
+        ...
+
+    def record_samples(self, samples: range) -> None:
+        """Records which samples of the global order this rank trains on in the attempt."""
+        ...
+
+    def commit(self, *, healthy: bool) -> bool:
+        """Votes on the attempt and returns whether it is committed, which is the same in all ranks of the group.
+
+        Call it once per attempt, before the optimizer's step.
+
+        Args:
+            healthy: False if loss or gradients of this rank are not finite.
+        """
+        ...
+
+    def complete_step(self) -> bool:
+        """Ends a committed step, after the optimizer's step.
+
+        Returns:
+            False if the step and others before it were rolled back. All state, including what `load_from_peer`
+            restores, is then that of an earlier step.
+        """
+        ...
+
+    def rolled_back_steps(self) -> set[int]:
+        """Returns steps that this group committed but that do not count, since other groups trained them again."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the other groups, which continue to train. Steps that are not yet agreed upon are rolled back."""
+        ...
 
 
 class SingleReplica:
-    """The only replica group: every attempt is a step."""
+    """The replica group of a run without fault tolerance: every attempt is committed."""
 
-    part, parts = 0, 1
-    writes = True
+    replica_index = 0
+    num_replicas = 1
+    is_writer = True
 
-    def begin(self) -> bool:
-        """There is nobody to wait for."""
+    def begin_step(self) -> bool:
+        """Returns True: there is no other group to wait for."""
         return True
 
-    def lost_steps(self) -> set[int]:
-        """Nobody trains a step again behind this group's back."""
-        return set()
-
     def sum(self, values: list[float]) -> list[float]:
-        """The sums over one group are its own values."""
+        """Returns `values`."""
         return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients are summed already."""
+        """Does nothing: the gradients are already those of the global batch."""
 
-    def record(self, rows: range) -> None:
-        """The rows of a step follow from its number."""
+    def record_samples(self, samples: range) -> None:
+        """Does nothing: the samples of a step follow from its number."""
 
     def commit(self, *, healthy: bool) -> bool:
-        """The step counts, even if it is skipped because it is not healthy."""
+        """Returns True: a step that is not healthy counts too, as a skipped one."""
         return True
 
-    def complete(self) -> bool:
-        """Nothing is taken back."""
+    def complete_step(self) -> bool:
+        """Returns True: nothing is rolled back."""
         return True
+
+    def rolled_back_steps(self) -> set[int]:
+        """Returns the empty set."""
+        return set()
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Does nothing."""
 
 
-def build_replicas(fault_tolerance: FaultTolerance, **needs: Any) -> Any:
-    """What the trainer talks to: SingleReplica, or an TorchFTGroup, which documents what it needs."""
+def join_replica_group(fault_tolerance: FaultTolerance, *, run: ReplicaContext) -> ReplicaGroup:
+    """Connects this rank to the lighthouse; a collective over the ranks of the replica group.
+
+    Must come last in starting up: once joined, other replica groups wait for this one's heartbeat.
+
+    Returns:
+        `SingleReplica` without fault tolerance, else a group whose first `begin_step` joins the others.
+    """
     if not fault_tolerance.enable:
         return SingleReplica()
-    os.environ.setdefault("RUST_LOG", "error")  # torchft reads it when it is imported, and tells every quorum without
-    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncGroup
+    os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported; by default it logs every quorum
+    from torchtitan_clone.fault_tolerance.semi_sync import join_semi_sync_group
+    from torchtitan_clone.fault_tolerance.session import ReplicaSession
     from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
     if fault_tolerance.semi_sync_method is not None:
-        return SemiSyncGroup(fault_tolerance, **needs)
-    del needs["parameters"], needs["outer"]
-    return TorchFTGroup(fault_tolerance, **needs)
+        return join_semi_sync_group(fault_tolerance, run=run)
+    return TorchFTGroup(ReplicaSession(fault_tolerance, run=run))
 
 
-def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -> None:
-    """ConfigError where this machine lacks what replica groups need."""
+def check_replica_requirements(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -> None:
+    """Raises ConfigError if this machine lacks something that replica groups need; `lighthouse` is its address."""
     if not fault_tolerance.enable:
         return
     problems = []
     if find_spec("torchft") is None:
         problems.append(
-            'fault_tolerance.enable: the package torchft is not installed; pip install "torchtitan_clone[ft]", '
+            'fault_tolerance.enable: the package torchft is not installed; run pip install "torchtitan_clone[ft]", '
             "or set it to false"
         )
     if not lighthouse:
@@ -101,20 +185,20 @@ def check_replicas(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -
             "address that it prints"
         )
     else:
-        lighthouse_place(lighthouse)
+        parse_lighthouse_address(lighthouse)
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
         problems.append(
-            f"fault_tolerance.enable: other replica groups find this machine by its name, and {socket.gethostname()} "
-            "does not resolve; add it to /etc/hosts or to the name server"
+            f"fault_tolerance.enable: other replica groups connect to this machine by its hostname, and "
+            f"{socket.gethostname()} does not resolve; add it to /etc/hosts or to the name server"
         )
     try:
         socket.create_server(("::", 0), family=socket.AF_INET6).close()
     except OSError as error:
         problems.append(
-            f"fault_tolerance.enable: torchft's servers listen on IPv6, which this machine does not have ({error}); "
-            "enable it in the kernel, an address is not needed"
+            f"fault_tolerance.enable: torchft's servers listen on IPv6, which this machine does not support ({error}); "
+            "enable it in the kernel (no IPv6 address is needed)"
         )
     if problems:
         raise ConfigError(problems)

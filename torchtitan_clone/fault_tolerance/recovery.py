@@ -1,15 +1,14 @@
-"""How a replica group that is behind gets the state of one that is not: tensor by tensor, rank i from rank i.
+"""Recovery of a replica group that is behind: rank i receives the state of a peer's rank i, tensor by tensor.
 
-It goes through the process group in which gradients travel, while all groups wait at the start of a step. Nothing is
-served from a thread that runs beside training, nothing received is unpickled, and what arrives is complete before any
-of it is used: a source that dies half-way leaves the receiver as it was.
+The state is sent through the process group that carries the gradients, while all groups wait at the start of a step:
+no thread serves it beside training and nothing received is unpickled. All of it is received before any of it is used,
+so a peer that dies while sending leaves the receiver unchanged.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,42 +17,52 @@ from torchft.process_group import ProcessGroup
 
 from torchtitan_clone.config import ConfigError
 
+ManagerState = dict[str, object]
+"""What torchft transfers: {"torchft": its own state, "user": {STATE_KEY: metadata}}."""
 
-class UnlikeGroupsError(ConfigError):
-    """Replica groups do not train the same model in the same way."""
+STATE_KEY = "training"
+"""Under which the metadata of training is registered with torchft's manager."""
 
 
-class PeerTransport(CheckpointTransport[Any]):
-    """Sends and receives {"torchft": ..., "user": {KEY: note}} as JSON, and the tensors beside it.
+class ReplicaMismatchError(ConfigError):
+    """Replica groups were not started with the same configuration, or not with different replica ids."""
 
-    `device` is where the process group takes tensors from.
+
+class PeerTransport(CheckpointTransport[ManagerState]):
+    """Sends and receives torchft's state as JSON, followed by the tensors.
+
+    Args:
+        pg: process group of this rank and the same rank of the other replica groups.
+        tensors: local shards by name, sent in this order.
+        device: device of the buffers that `pg` communicates.
     """
-
-    KEY = "training"
 
     def __init__(self, pg: ProcessGroup, *, tensors: Mapping[str, Tensor], device: torch.device):
         self._pg = pg
         self._tensors = tensors
         self._device = device
         shapes = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()]
-        self._kind = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
-        self.received: list[Tensor] = []
+        self._layout_digest = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
+        self._received: list[Tensor] = []
 
     def metadata(self) -> str:
-        """Nothing has to be known to receive."""
+        """Returns a constant: the receiver needs to know nothing in advance."""
         return "none"
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Sends to each of these replica groups, one after another."""
-        header = json.dumps({"step": step, "kind": self._kind, "state": state_dict}).encode()
-        text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: ManagerState, timeout: timedelta) -> None:
+        """Sends the state to each of these replica groups in turn."""
+        header = json.dumps({"step": step, "layout": self._layout_digest, "state": state_dict}).encode()
+        header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for rank in dst_ranks:
-            for tensor in (torch.tensor([len(text)]), text, *self._tensors.values()):
+            for tensor in (torch.tensor([len(header_bytes)]), header_bytes, *self._tensors.values()):
                 if tensor.numel():
                     self._pg.send([tensor.detach().to(self._device).contiguous()], rank, 0).wait(timeout)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Receives into new memory; `apply` copies it to where it belongs."""
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> ManagerState:
+        """Receives the state into new buffers; `copy_received` copies them into the live tensors.
+
+        ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes.
+        """
 
         def receive(tensor: Tensor) -> Tensor:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -63,17 +72,18 @@ class PeerTransport(CheckpointTransport[Any]):
 
         (length,) = receive(torch.zeros(1, dtype=torch.int64)).tolist()
         header = json.loads(bytes(receive(torch.empty(length, dtype=torch.uint8)).tolist()))
-        if header["kind"] != self._kind:
-            raise UnlikeGroupsError(
-                "another replica group has another model, optimizer or number of ranks, and cannot heal this one"
+        if header["layout"] != self._layout_digest:
+            raise ReplicaMismatchError(
+                "another replica group has a different model, optimizer or number of ranks, so this one cannot load "
+                "its state; start all replica groups with the same configuration and the same number of ranks"
             )
         if header["step"] != step:
             raise RuntimeError(f"a replica group sent step {header['step']}, not {step}")
-        self.received = [receive(tensor) for tensor in self._tensors.values()]
+        self._received = [receive(tensor) for tensor in self._tensors.values()]
         return header["state"]
 
-    def apply(self) -> None:
-        """Copies what was received over the live tensors."""
-        for tensor, received in zip(self._tensors.values(), self.received, strict=True):
+    def copy_received(self) -> None:
+        """Copies what was received into the live tensors."""
+        for tensor, received in zip(self._tensors.values(), self._received, strict=True):
             tensor.detach().copy_(received)
-        self.received = []
+        self._received = []

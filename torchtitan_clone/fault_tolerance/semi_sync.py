@@ -1,119 +1,146 @@
-"""Semi-synchronous training: replica groups train apart for a *round* of steps, then agree on weights.
+"""Semi-synchronous training: replica groups train independently for a *round* of steps, then average their weights.
 
-At the end of a round the groups average how far their weights have moved from the *global weights*, which all of them
-hold, and an outer optimizer moves the global weights by that; training goes on from there. LocalSGD is the case in
-which it takes the average as it is. With several *fragments* of the model a round settles one of them, in turn, so that
-less is sent at once; the average may be on its way while a group trains on.
-Source: LocalSGD arXiv 1805.09767, DiLoCo arXiv 2311.08105, streaming arXiv 2501.18512.
+At the end of a round the groups average how far their weights have moved from the *global weights*, of which every
+group has a copy, and an outer optimizer moves the global weights by that average. Training continues from there.
+LocalSGD is the case in which the global weights become the average. With several *fragments* of the model each round
+averages one of them, in turn, which lowers the peak bandwidth. The average may overlap with the round's last steps.
+Source: LocalSGD arXiv 1805.09767, DiLoCo arXiv 2311.08105, Streaming DiLoCo arXiv 2501.18512.
 
-A round is to the other groups what a step is otherwise: it counts in all of them or never was. Each group keeps a copy
-of its state from the start of the round, in host memory, to go back to.
+Between groups a round is what a step is in synchronous training: it is committed by all groups, or rolled back. To roll
+back, every group keeps a copy of its state at the start of the round in host memory.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, split_into_fragments
-from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
-from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.fault_tolerance.collectives import PendingSum
+from torchtitan_clone.fault_tolerance.context import Metadata, ReplicaContext
+from torchtitan_clone.fault_tolerance.outer import OUTER_OPTIMIZERS, OuterWeights, split_into_fragments
+from torchtitan_clone.fault_tolerance.session import ReplicaSession
 
 
-class SemiSyncGroup(TorchFTGroup):
-    """As TorchFTGroup, but what the groups do together they do once a round."""
+def join_semi_sync_group(fault_tolerance: FaultTolerance, *, run: ReplicaContext) -> "SemiSyncGroup":
+    """Connects this rank to the lighthouse; ConfigError if the fragments do not cover the model."""
+    fragments = split_into_fragments(list(run.parameters), fault_tolerance)
+    steps_per_round = fault_tolerance.sync_steps // len(fragments)
+    session = ReplicaSession(fault_tolerance, run=run, steps_per_commit=steps_per_round)
+    return SemiSyncGroup(
+        session, fault_tolerance=fault_tolerance, run=run, fragments=fragments, steps_per_round=steps_per_round
+    )
+
+
+class SemiSyncGroup:
+    """A replica group that commits a round of steps together with the others. Implements `ReplicaGroup`."""
 
     def __init__(
         self,
-        fault_tolerance: FaultTolerance,
+        session: ReplicaSession,
         *,
-        parameters: Mapping[str, Tensor],
-        outer: Mapping[str, Tensor],
-        **others: Any,
+        fault_tolerance: FaultTolerance,
+        run: ReplicaContext,
+        fragments: list[list[str]],
+        steps_per_round: int,
     ):
-        self._parameters = {name: local_shard(p) for name, p in parameters.items()}
-        self._outer_state = {name: local_shard(tensor) for name, tensor in outer.items()}
-        self._outer = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method or ""]
-        self._delay, self._alpha = fault_tolerance.fragment_sync_delay, fault_tolerance.fragment_update_alpha
-        self._fragments = split_into_fragments(list(parameters), fault_tolerance)
-        self._round = fault_tolerance.sync_steps // len(self._fragments)
+        self._session = session
+        self._outer_weights = OuterWeights(
+            run.outer_weights,
+            parameters=run.parameters,
+            optimizer=OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method or ""],
+            local_fraction=fault_tolerance.fragment_update_alpha,
+        )
+        self._fragments = fragments
+        self._steps_per_round = steps_per_round
+        self._delay_steps = fault_tolerance.fragment_sync_delay
         self._steps_in_round = 0
-        self._sent: list[Any] = []
-        self._start: dict[str, Tensor] = {}
-        super().__init__(fault_tolerance, rounds_of_steps=self._round, **others)
+        self._outer_gradients: dict[str, Tensor] = {}
+        self._pending: list[PendingSum] = []
+        self._start_tensors: dict[str, Tensor] = {}
+        self._start_metadata: Metadata = {}
 
-    def begin(self) -> bool:
-        """Meets the other groups at the start of a round."""
-        if self._steps_in_round:
-            self._watch.start()
-            return True
-        if not super().begin():
-            return False
-        self._start = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._healing.tensors.items()}
-        self._start_note = self._healing.note()
+    @property
+    def replica_index(self) -> int:
+        """Index of this group among those in the quorum."""
+        return self._session.quorum.replica_index
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of groups in the quorum."""
+        return self._session.quorum.num_replicas
+
+    @property
+    def is_writer(self) -> bool:
+        """True in the first group of the quorum."""
+        return self.replica_index == 0
+
+    def begin_step(self) -> bool:
+        """Forms a quorum and copies the state at the start of a round; within a round only starts the timeout."""
+        session = self._session
+        if not self._steps_in_round:
+            if not session.quorum.join():
+                return False
+            session.step_timeout.start()
+            self._start_tensors = {
+                name: tensor.detach().to("cpu", copy=True) for name, tensor in session.recovery.tensors.items()
+            }
+            self._start_metadata = session.recovery.metadata()
+        else:
+            session.step_timeout.start()
         return True
 
-    def lost_steps(self) -> set[int]:
-        """Those of the rounds that were lost."""
-        rounds = super().lost_steps()
-        return {step for number in rounds for step in range((number - 1) * self._round + 1, number * self._round + 1)}
-
     def sum(self, values: list[float]) -> list[float]:
-        """A step is this group's own."""
+        """Returns `values`: within a round a step concerns this group only."""
         return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A step is this group's own."""
+        """Does nothing: within a round a step concerns this group only."""
+
+    def record_samples(self, samples: range) -> None:
+        """Writes the samples to the log."""
+        self._session.record_samples(samples)
 
     def commit(self, *, healthy: bool) -> bool:
-        """Whether the step counts in this group; the round may still be taken back."""
-        self._watch.stop()
+        """Returns `healthy`: a step that is not healthy is repeated by this group. The round may be rolled back."""
+        self._session.step_timeout.stop()
         return healthy
 
-    def complete(self) -> bool:
-        """After each step; at the end of a round False if it was taken back, with all that belongs to the state."""
+    def complete_step(self) -> bool:
+        """Averages a fragment at the end of a round. Returns False if the round was rolled back."""
+        session = self._session
         self._steps_in_round += 1
-        names = self._fragments[self._manager.current_step() % len(self._fragments)]
-        if self._steps_in_round == self._round - self._delay:
-            self._moved = [self._global(name) - self._parameters[name].detach() for name in names]
-            self._sent = self._send(self._moved)
-        if self._steps_in_round < self._round:
+        names = self._fragments[session.quorum.num_committed % len(self._fragments)]
+        if self._steps_in_round == self._steps_per_round - self._delay_steps:
+            self._outer_gradients = {name: self._outer_weights.gradient(name) for name in names}
+            self._pending = session.collectives.start_sum(self._outer_gradients.values())
+        if self._steps_in_round < self._steps_per_round:
             return True
-        self._receive(self._sent)
-        positions = self._gather(self._healing.positions())
+        session.collectives.finish_sum(self._pending)
+        positions = session.gather_stream_positions()
         self._steps_in_round = 0
-        if not self._vote():
-            self._go_back()
+        if not session.quorum.vote():
+            self._roll_back()
             return False
-        self._healing.take_positions(positions)
-        for name, moved in zip(names, self._moved, strict=True):
-            self._step(name, moved / self.parts)
+        session.recovery.set_stream_positions(positions)
+        for name, total in self._outer_gradients.items():
+            self._outer_weights.step(name, gradient=total / self.num_replicas)
         return True
 
-    def _global(self, name: str) -> Tensor:
-        return self._outer_state[f"outer/global/{name}"]
-
-    @torch.no_grad()
-    def _step(self, name: str, gradient: Tensor) -> None:
-        """Moves one global weight, and the group's own to it, or only near it."""
-        target, weight = self._global(name), self._parameters[name]
-        if self._outer.momentum:
-            momentum = self._outer_state[f"outer/momentum/{name}"]
-            momentum.mul_(self._outer.momentum).add_(gradient)
-            gradient = gradient + self._outer.momentum * momentum
-        target.sub_(gradient, alpha=self._outer.lr)
-        weight.copy_(target.lerp(weight, self._alpha))
-
-    @torch.no_grad()
-    def _go_back(self) -> None:
-        self._healing.take_over(self._start_note)
-        for name, tensor in self._healing.tensors.items():
-            tensor.detach().copy_(self._start[name])
+    def rolled_back_steps(self) -> set[int]:
+        """Returns the steps of the rounds that other groups trained again without this one."""
+        size = self._steps_per_round
+        rounds = self._session.log.rolled_back_steps()
+        return {step for number in rounds for step in range((number - 1) * size + 1, number * size + 1)}
 
     def close(self) -> None:
-        """A round that has not ended is taken back: the other groups do it again, with all its rows."""
+        """Rolls back an unfinished round, which the other groups train again with all its samples, and disconnects."""
         if self._steps_in_round:
-            self._go_back()
-        super().close()
+            self._roll_back()
+        self._session.close()
+
+    @torch.no_grad()
+    def _roll_back(self) -> None:
+        self._session.recovery.load_from_peer(self._start_metadata)
+        for name, tensor in self._session.recovery.tensors.items():
+            tensor.detach().copy_(self._start_tensors[name])

@@ -1,37 +1,92 @@
-"""A watchdog for a step that does not end."""
+"""Watchdogs: `Heartbeat` reports a process that makes no progress, `StepTimeout` ends one whose step takes too long."""
 
 import faulthandler
+import logging
 import statistics
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 
-RECENT = 64
-"""Steps whose median is the measure."""
-FEWEST = 3
-"""Steps without which there is no measure: the first ones compile and read."""
+logger = logging.getLogger("torchtitan_clone")
+
+REPORT_FRACTION = 0.9
+"""Fraction of a collective's timeout after which a hang is reported: at the timeout the process may be terminated."""
+POLL_SECONDS = 0.2
+"""Interval at which the heartbeat is checked."""
+RECENT_STEPS = 64
+"""Number of steps whose median duration a step is compared with."""
+MIN_STEPS = 3
+"""Steps without a timeout at the start: the first ones compile."""
+
+
+class Heartbeat:
+    """Dumps the stacks of all threads and the recent collectives if this process makes no progress for too long.
+
+    Reports once per hang, and does not end the process: the collective's timeout does.
+
+    Args:
+        folder: where the reports are written, created with the first one.
+        rank: the global rank, part of the file names.
+        dump_collectives: returns the flight recorder's content as JSON.
+    """
+
+    def __init__(self, *, folder: Path, rank: int, dump_collectives: Callable[[], bytes]) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._dump_collectives = dump_collectives
+        self._timeout_seconds = float("inf")
+        self._deadline = float("inf")
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
+
+    def beat(self, *, timeout_seconds: float) -> None:
+        """Marks progress; the next call is due before `timeout_seconds`. Cheap enough for every micro-batch."""
+        self._timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + REPORT_FRACTION * timeout_seconds
+
+    def close(self) -> None:
+        """Stops the reports."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            if time.monotonic() > self._deadline:
+                self._deadline = float("inf")
+                self._report()
+
+    def _report(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stacks = self._folder / f"rank{self._rank}_stacks.txt"
+        with stacks.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        (self._folder / f"rank{self._rank}_collectives.json").write_bytes(self._dump_collectives())
+        seconds = REPORT_FRACTION * self._timeout_seconds
+        logger.warning("no progress for %.0f s; stacks and collectives: %s", seconds, stacks.parent)
 
 
 class StepTimeout:
-    """Ends this process, with the stacks of all threads, when a step takes `factor` median steps and `grace_seconds`.
+    """Dumps all stacks and ends this process if a step takes longer than `factor` median steps plus `grace_seconds`.
 
-    The clock runs in a thread of C: it needs no GIL, so that whatever hangs cannot hold it up.
+    The timer is faulthandler's C thread. It does not need the GIL, so a hang that holds the GIL cannot block it.
     """
 
     def __init__(self, *, factor: float, grace_seconds: float):
         self._factor = factor
         self._grace_seconds = grace_seconds
-        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._start = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Starts the timer of a step."""
         self._start = time.perf_counter()
-        if len(self._seconds) >= FEWEST:
+        if len(self._seconds) >= MIN_STEPS:
             limit = self._factor * statistics.median(self._seconds) + self._grace_seconds
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def stop(self) -> None:
-        """It has ended."""
+        """Cancels the timer and records the duration of the step."""
         faulthandler.cancel_dump_traceback_later()
         self._seconds.append(time.perf_counter() - self._start)

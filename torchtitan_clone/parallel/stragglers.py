@@ -1,6 +1,9 @@
 """How long a rank spends in collectives, its own part of them and its wait for others together; and in a link alone."""
 
+import socket
+import statistics
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,10 @@ LINK_BYTES = 4 << 20
 LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
 """By which times of equally fast links may differ: gloo's threads have to wait for a core."""
 _ROUNDS = 3
+SLOWER = 1.2
+"""A rank is reported as slow if it takes this many times the median."""
+SLOWER_LINK = 3
+"""A link is reported as slow if it takes this many times the usual: between machines some are longer than others."""
 
 
 class CollectiveTimer(TorchDispatchMode):
@@ -88,3 +95,78 @@ def _time(transfer: dist.P2POp | None, *, device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBreakdown:
+    """Seconds of one step of one rank, and of receiving LINK_BYTES from rank `source` in `link`.
+
+    A rank that others wait for has little `communication` itself, which is mostly waiting. None if it is not measured.
+    """
+
+    host: str
+    data: float
+    total: float
+    communication: float | None
+    source: int
+    link: float
+
+    @property
+    def computation(self) -> float | None:
+        """Returns the seconds that remain."""
+        return None if self.communication is None else self.total - self.data - self.communication
+
+
+def step_breakdown(
+    *, data: float, total: float, communication: float | None, source: int, link: float
+) -> StepBreakdown:
+    """Returns the breakdown of a step of this process."""
+    return StepBreakdown(
+        host=socket.gethostname(), data=data, total=total, communication=communication, source=source, link=link
+    )
+
+
+def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
+    """Returns a line for each rank whose data loading or computation is much slower than the median."""
+    lines = []
+    for activity in ("data", "computation"):
+        seconds = [getattr(breakdown, activity) for breakdown in ranks]
+        if None in seconds:
+            continue
+        median = statistics.median_low(seconds)
+        step = max(breakdown.total for breakdown in ranks)
+        lines += [
+            f"rank {rank} ({ranks[rank].host}) is slow in {activity}: {own:.3f} s, "
+            f"median {median:.3f} s, step {step:.3f} s"
+            for rank, own in enumerate(seconds)
+            if own > SLOWER * median and own - median > (SLOWER - 1) * step
+        ]
+    return lines
+
+
+def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> list[str]:
+    """Returns a line for each link that is much slower than others of its kind, or for a rank with two such links."""
+    is_local = [ranks[breakdown.source].host == breakdown.host for breakdown in ranks]
+    usual = {
+        kind: _usual([breakdown.link for breakdown, own in zip(ranks, is_local, strict=True) if own == kind])
+        for kind in set(is_local)
+    }
+    slow = {
+        (breakdown.source, rank): f"{breakdown.link:.4f} s, usual {usual[kind]:.4f} s"
+        for rank, (breakdown, kind) in enumerate(zip(ranks, is_local, strict=True))
+        if breakdown.link > SLOWER_LINK * usual[kind] and breakdown.link - usual[kind] > noise_seconds
+    }
+    lines = []
+    names = [f"rank {rank} ({breakdown.host})" for rank, breakdown in enumerate(ranks)]
+    slow_ranks = {receiver for _, receiver in slow} & {sender for sender, _ in slow}
+    for (sender, receiver), seconds in slow.items():
+        if receiver in slow_ranks:
+            lines.append(f"{names[receiver]} is slow in communication, to receive and to send: {seconds}")
+        elif sender not in slow_ranks:
+            lines.append(f"the link from {names[sender]} to {names[receiver]} is slow: {seconds}")
+    return lines
+
+
+def _usual(seconds: list[float]) -> float:
+    """Returns the lower tercile: of three links, two may be those of one slow rank."""
+    return sorted(seconds)[(len(seconds) - 1) // 3]

@@ -38,7 +38,7 @@ from torchtitan_clone.data import (
     describe_source,
     open_dataset,
 )
-from torchtitan_clone.fault_tolerance.protocol import check_replicas
+from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.context import local_tokens
@@ -264,7 +264,7 @@ def _describe_phase(plan: RunPlan) -> str:
 def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     """Opens the data and finds where the run goes on; ConfigError where the data or the run's folder do not fit."""
     config = plan.config
-    check_replicas(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
+    check_replica_requirements(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
     _check_folder_can_be_written(plan.folder)
     checkpoints = plan.folder / config.checkpoint.folder
     steps = committed_steps(checkpoints)

@@ -31,7 +31,7 @@ class Fault:
 
 # Where a fault strikes: on entry to a method, or with "after" on its return; the count is of calls since the step came.
 PLACES = {
-    "between": ("TorchFTGroup", "begin", "before", 1),
+    "between": ("TorchFTGroup", "begin_step", "before", 1),
     "quorum": ("Manager", "_async_quorum", "after", 1),
     "configure": ("ProcessGroupGloo", "configure", "before", 1),
     "forward": ("TorchFTGroup", "sum", "after", 1),

@@ -1,4 +1,4 @@
-"""Replica groups on streamed data: each stream goes on where it was, whoever reads it."""
+"""Replica groups on streamed data: every stream resumes at its position, whichever group reads it."""
 
 import pytest
 
@@ -16,7 +16,7 @@ ROWS, STEPS, ROUND = 12, 60, 5
 
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory):
-    """Options of a run that streams three files, more than once."""
+    """Options of a run that streams three files for several epochs."""
     rows = texts(300)
     files: dict[str, bytes | str] = {
         f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)
@@ -32,22 +32,22 @@ def changes(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(corpus, tmp_path_factory, changes):
-    """Where one uninterrupted run has been."""
-    folder = tmp_path_factory.mktemp("alone")
+def single(corpus, tmp_path_factory, changes):
+    """Folder of one uninterrupted run without replica groups."""
+    folder = tmp_path_factory.mktemp("single")
     assert train(options(corpus, folder, **changes), log_folder=folder)[0] == 0
     return folder
 
 
 def cursors(folder):
-    """Of all streams at the end."""
+    """Final positions of all streams."""
     progress = expected_progress(Checkpoint(), folder=folder / "run" / "checkpoint")
     assert progress is not None
     assert progress.step == STEPS
     return progress.data["cursors"]
 
 
-def test_streams_go_on_where_they_were_whoever_dies(corpus, tmp_path, changes, alone):
+def test_streams_resume_at_their_position_after_kills(corpus, tmp_path, changes, single):
     faults = [
         Fault(kind="kill", place="all_reduce", step=8, group=1),
         Fault(kind="nan", place="gradients", step=10, group=0),
@@ -63,19 +63,19 @@ def test_streams_go_on_where_they_were_whoever_dies(corpus, tmp_path, changes, a
         assert cluster.log.count("healed from another replica group") >= 2
         assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
         assert committed_once(cluster.records(), steps=STEPS, rows=ROWS) == []
-        expected = losses(alone)
+        expected = losses(single)
         assert len(cluster.losses) == STEPS
         for step, loss in cluster.losses.items():
             assert loss == pytest.approx(expected[step], rel=1e-3), f"step {step}"
-        assert cursors(tmp_path) == cursors(alone)
+        assert cursors(tmp_path) == cursors(single)
 
 
-def test_streams_go_on_where_they_were_after_a_round_is_taken_back(corpus, tmp_path, changes, alone):
-    apart = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
-    with Cluster(corpus, tmp_path, groups=2, **changes, **apart) as cluster:
+def test_streams_resume_at_their_position_after_a_rolled_back_round(corpus, tmp_path, changes, single):
+    semi_sync = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
+    with Cluster(corpus, tmp_path, groups=2, **changes, **semi_sync) as cluster:
         cluster.start_all(faults=[Fault(kind="kill", place="all_reduce", step=3, group=1)]).watch_over()
         assert "the step is repeated" in cluster.log_of(0)
         assert [group for _, group, _ in cluster.deaths] == [1]
         assert committed_once(cluster.records(), steps=STEPS // ROUND, rows=ROWS * ROUND) == []
         assert {rank: len(found) for rank, found in cluster.digests("model/").items()} == {0: 1}
-        assert cursors(tmp_path) == cursors(alone)
+        assert cursors(tmp_path) == cursors(single)

@@ -1,15 +1,11 @@
-"""Replica groups in real processes: they train what one run trains, and go on when one of them dies."""
+"""Replica groups in real processes: the losses equal those of a single run, also after kills, hangs and NaNs."""
 
+import math
 import signal
-import socket
-import sys
 
 import pytest
 
-from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.protocol import check_replicas
-from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster, committed_once
+from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
 
@@ -25,14 +21,14 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    """The losses of one uninterrupted run."""
-    folder = tmp_path_factory.mktemp("alone")
+    """Losses of one uninterrupted run without replica groups."""
+    folder = tmp_path_factory.mktemp("single")
     assert train(options(corpus, folder, **SMALL), log_folder=folder)[0] == 0
     return losses(folder)
 
 
 def check(cluster, expected, *, steps=STEPS) -> None:
-    """All groups finished as one run would have, with the same bits, and each row was trained on once."""
+    """Asserts that all groups finished with equal bits and the expected losses, and trained on each row once."""
     assert set(cluster.finished) == set(range(cluster.groups)), cluster.log
     assert {rank: len(found) for rank, found in cluster.digests().items()} == dict.fromkeys(range(cluster.ranks), 1)
     assert committed_once(cluster.records(), steps=steps, rows=ROWS) == []
@@ -42,27 +38,30 @@ def check(cluster, expected, *, steps=STEPS) -> None:
 
 
 def died(cluster) -> list[int]:
-    """The groups that died, in order."""
+    """Groups that died, in order."""
     return [group for _, group, _ in cluster.deaths]
 
 
-def test_two_groups_go_on_when_one_is_killed_or_hangs_and_it_returns(corpus, tmp_path, expected):
+def test_two_groups_recover_from_a_kill_and_a_hang(corpus, tmp_path, expected):
     faults = [
-        Fault(kind="kill", place="between", step=15, group=1),
+        Fault(kind="kill", place="between", step=5, group=1),
         Fault(kind="hang", place="forward", step=40, group=1),
     ]
-    with Cluster(corpus, tmp_path, groups=2, **{**SMALL, "fault_tolerance__stall_factor": 5}) as cluster:
-        cluster.start_all(faults=faults).watch_over()
+    changes = {**SMALL, "fault_tolerance__stall_factor": 5}
+    with Cluster(corpus, tmp_path, groups=2, pace=0.06, revive_seconds=math.inf, **changes) as cluster:
+        # The survivor commits steps before the killed group returns.
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.deaths and cluster.step_of(0) > 8)
+        cluster.revive_seconds = 0.0
+        cluster.start(1, faults=cluster.faults_left(1))
+        cluster.watch_over()
         check(cluster, expected)
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL]), (1, [1])]
         assert "healed from another replica group: step" in cluster.log_of(1)
-        assert "neither is a majority" in cluster.log_of(0)
-        killed = next(stall for stall in cluster.stalls(0) if stall.start < cluster.deaths[0][0] < stall.end)
-        assert killed.seconds < HEARTBEAT_MS / 1000 + 2, cluster.timeline(killed)
+        assert "neither has a majority" in cluster.log_of(0)
 
 
-def test_kills_everywhere_lose_no_row_and_no_survivor(corpus, tmp_path, expected):
-    """The rank that sends to rank 1 of the group that returns last dies when rank 0 of that has all it needs."""
+def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
+    """Among them: the peer's rank 1 dies while it sends its state, after the peer's rank 0 has sent all of it."""
     faults = [
         Fault(kind="kill", place="all_reduce", step=8, group=1, rank=1),
         Fault(kind="kill", place="heal_target", step=8, group=1, rank=0, returning=True),
@@ -74,13 +73,12 @@ def test_kills_everywhere_lose_no_row_and_no_survivor(corpus, tmp_path, expected
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
         assert died(cluster)[:3] == [1, 1, 0]
-        # The rank that has not raised ends because the other has.
+        # The rank that did not raise ends because the other did.
         assert any(group == 2 and codes[1] == 1 for _, group, codes in cluster.deaths)
         assert len(cluster.deaths) == cluster.log.count("fault: ")
 
 
-def test_what_does_not_kill_is_repeated_or_ended(corpus, tmp_path, expected):
-    """A gradient that is not finite, an exception, a process that hangs while its heart beats."""
+def test_nan_exception_and_hang_are_repeated_or_terminated(corpus, tmp_path, expected):
     faults = [
         Fault(kind="nan", place="gradients", step=10, group=1),
         Fault(kind="exception", place="forward", step=20, group=0),
@@ -95,15 +93,15 @@ def test_what_does_not_kill_is_repeated_or_ended(corpus, tmp_path, expected):
             assert "step 10: loss" in cluster.log_of(group)
         assert "the step is repeated: loss or gradient is not finite" in cluster.log
         assert "RuntimeError: injected" in cluster.log_of(0)
-        assert "Timeout (0:00:" not in cluster.log_of(0)  # it ends at once
+        assert "Timeout (0:00:" not in cluster.log_of(0)  # it exits at once
         assert "Timeout (0:00:" in cluster.log_of(2)  # faulthandler's, with the stacks below
         assert "in strike" in cluster.log_of(2)
 
 
-def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus, tmp_path, expected):
-    """Before that one dies in a sum, and again while the others wait for it to connect: they stall for its heart only.
+def test_all_groups_resume_from_a_checkpoint(corpus, tmp_path, expected):
+    """Group 1 resumes first and trains steps again that the others had committed: these must roll them back.
 
-    Group 1 comes back first and trains steps again that the others had committed: these must forget them.
+    Before that it is killed in an all-reduce, and again while the others connect to it.
     """
     last = {"kind": "kill", "group": 1, "step": 8}
     faults = [Fault(place="all_reduce", **last), Fault(place="configure", returning=True, **last)]
@@ -111,7 +109,11 @@ def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus
     with Cluster(corpus, tmp_path, groups=3, pace=0.04, **SMALL, **timeouts) as cluster:
         cluster.start_all(faults=faults).watch_over(until=lambda: min(map(cluster.step_of, range(3))) > 22)
         assert died(cluster) == [1, 1]
-        assert cluster.stalls(0, 2)[0].seconds < HEARTBEAT_MS / 1000 + 2, cluster.timeline(cluster.stalls(0, 2)[0])
+        # The survivors noticed both deaths by themselves, not by the timeout of a collective.
+        lines = [line for group in (0, 2) for line in cluster.records()[f"replica-{group}/rows.rank0.jsonl"]]
+        failures = [str(line.get("error") or line.get("left")) for line in lines if {"error", "left"} & line.keys()]
+        assert failures
+        assert not [failure for failure in failures if "5000ms" in failure]
         cluster.kill(0, 1, 2)
         assert max(map(cluster.step_of, range(3))) < STEPS
         cluster.start(1)
@@ -127,8 +129,8 @@ def test_all_die_and_go_on_from_disk_and_who_comes_late_has_nothing_to_do(corpus
         assert "is complete: step 60" in cluster.log_of(1)
 
 
-def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corpus, tmp_path, expected):
-    """It comes back with a minimum of its own: then it is the group that sees that they are too few."""
+def test_groups_below_the_minimum_wait_for_peers_and_the_lighthouse(corpus, tmp_path, expected):
+    """The lighthouse is restarted with a smaller minimum: then the group itself must notice that there are too few."""
     changes = {**SMALL, "fault_tolerance__min_replica_size": 2, "comm__train_timeout_seconds": 4}
     faults = [
         Fault(kind="kill", place="commit", step=15, group=1),
@@ -137,23 +139,23 @@ def test_too_few_groups_wait_and_the_lighthouse_may_be_away_or_ask_for_less(corp
     with Cluster(corpus, tmp_path, groups=2, revive_seconds=2.5, **changes) as cluster:
         cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 25)
         assert "waiting for replica groups" in cluster.log_of(0)
-        assert cluster.stalls(0)[0].seconds > 2
         cluster.least = 1
         cluster.restart_lighthouse(seconds=5)
         cluster.watch_over()
         check(cluster, expected)
         assert died(cluster) == [1, 1]
-        assert "1 are there, fault_tolerance.min_replica_size = 2; the lighthouse was started with a" in cluster.log
+        assert "1 in the quorum, but fault_tolerance.min_replica_size = 2; the lighthouse was started" in cluster.log
         attempts = [line for line in cluster.records()["replica-0/rows.rank0.jsonl"] if "rows" in line]
-        assert len(attempts) <= STEPS + 4  # nothing is fed while it is alone
-        assert "nothing has moved" not in cluster.log  # to wait is no hang
+        assert {line["num_replicas"] for line in attempts} == {2}
+        assert len(attempts) <= STEPS + 4  # no samples are used up while it waits
+        assert "no progress for" not in cluster.log  # waiting is not reported as a hang
 
 
-def test_a_group_with_other_options_or_the_number_of_another_is_sent_away(corpus, tmp_path):
-    """Two have one number also where a group was taken for dead, and replaced, that had only stood still."""
+def test_a_mismatched_or_duplicate_group_is_rejected(corpus, tmp_path):
+    """A group with the id of another is rejected too if it was suspended, taken for dead, and replaced."""
     with Cluster(corpus, tmp_path, groups=2, pace=0.03, **{**SMALL, "training__steps": 80}) as cluster:
 
-        def is_sent_away(group) -> bool:
+        def is_rejected(group) -> bool:
             cluster.watch_over(until=lambda: group.codes != [None])
             return group.codes == [2]
 
@@ -162,10 +164,10 @@ def test_a_group_with_other_options_or_the_number_of_another_is_sent_away(corpus
         cluster.env["TORCHFT_TIMEOUT_SEC"] = "5"
         for group, changes in {1: {"optimizer__lr": 1e-4}, 2: {"fault_tolerance__replica_id": 0}}.items():
             cluster.start(group, **changes)
-            assert is_sent_away(cluster.running.pop(group))
+            assert is_rejected(cluster.running.pop(group))
         assert "error: replica groups were started with different options" in cluster.log_of(1)
-        assert "$TORCHFT_TIMEOUT_SEC = 5 outranks fault_tolerance.process_group_timeout_ms" in cluster.log_of(1)
-        same = "error: two replica groups run with the same number: fault_tolerance.replica_id = "
+        assert "$TORCHFT_TIMEOUT_SEC = 5 overrides fault_tolerance.process_group_timeout_ms" in cluster.log_of(1)
+        same = "error: two replica groups have the same fault_tolerance.replica_id: "
         assert f"{same}[0, 0]" in cluster.log_of(2)
         del cluster.env["TORCHFT_TIMEOUT_SEC"]
         cluster.start(1)
@@ -175,29 +177,8 @@ def test_a_group_with_other_options_or_the_number_of_another_is_sent_away(corpus
         cluster.watch_over(until=lambda: "healed from another" in cluster.log_of(2))
         old = cluster.running.pop(1)
         old.signal(signal.SIGCONT)
-        assert is_sent_away(old)
+        assert is_rejected(old)
         assert f"{same}[0, 1, 1]" in cluster.log_of(1)
         cluster.watch_over()
         assert cluster.finished == {0: [0], 2: [0]}
         assert cluster.step_of(0) == 80
-
-
-def test_what_a_machine_lacks_is_told_before_anything_starts(monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise OSError("no such family")
-
-    enabled = FaultTolerance(enable=True, group_size=2)
-    check_replicas(enabled, lighthouse="http://here:1")
-    check_replicas(FaultTolerance(), lighthouse=None)
-    monkeypatch.setitem(sys.modules, "torchft", None)
-    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    monkeypatch.setattr(socket, "create_server", refuse)
-    with pytest.raises(ConfigError) as error:
-        check_replicas(enabled, lighthouse=None)
-    for said in (
-        'pip install "torchtitan_clone[ft]"',
-        "$TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py",
-        "nowhere.invalid does not resolve; add it to /etc/hosts",
-        "torchft's servers listen on IPv6",
-    ):
-        assert said in str(error.value)

@@ -1,0 +1,70 @@
+"""The log of what a rank trained on and what was committed, one line of JSON per event."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torchft
+
+from torchtitan_clone.torch_compat import quorum_id
+
+TAIL_BYTES = 1 << 20
+"""How much of the end of each log is read, some thousand steps, to find steps that were rolled back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CommittedAttempt:
+    step: int
+    quorum: int
+    time: float
+    """In seconds since the epoch."""
+
+
+class AttemptLog:
+    """Appends to rows.rank*.jsonl in the folder of this replica group."""
+
+    def __init__(self, folder: Path, *, rank: int, manager: torchft.Manager):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._manager = manager
+        self._file = (folder / f"rows.rank{rank}.jsonl").open("a", buffering=1)
+
+    def write(self, **values: object) -> None:
+        """Appends a line with these values, the step that is being attempted, its quorum, and the time."""
+        step = self._manager.current_step() + (0 if values.get("committed") else 1)
+        row = {"step": step, "quorum": quorum_id(self._manager), "time": time.time()} | values
+        self._file.write(json.dumps(row) + "\n")
+
+    def rolled_back_steps(self) -> set[int]:
+        """Returns the steps that this group committed and other groups committed again later, in another quorum.
+
+        Reads the last TAIL_BYTES of the logs of all groups, so older steps are not found.
+        """
+        own_quorums: dict[int, int] = {}
+        latest: dict[int, tuple[float, int]] = {}
+        for file in self._folder.parent.glob("replica-*/rows.rank0.jsonl"):
+            for attempt in _committed_attempts(file):
+                key = (attempt.time, attempt.quorum)
+                latest[attempt.step] = max(key, latest.get(attempt.step, key))
+                if file.parent == self._folder:
+                    own_quorums[attempt.step] = attempt.quorum
+        return {step for step, quorum in own_quorums.items() if latest[step][1] != quorum}
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _committed_attempts(file: Path) -> Iterator[_CommittedAttempt]:
+    """Yields the committed attempts in the last TAIL_BYTES of a log, skipping lines that are incomplete."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
+        for line in stream.read().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and row.get("committed"):
+                yield _CommittedAttempt(step=row["step"], quorum=row["quorum"], time=row["time"])
