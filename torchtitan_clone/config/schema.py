@@ -393,7 +393,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTolerance:
-    """Replica groups: independent jobs that train one model together and tolerate each other's failures (TorchFT)."""
+    """Replica groups: jobs that train one model together and tolerate each other's failures (TorchFT)."""
 
     enable: bool = False
     """Join a run as one replica group; requires the extra "ft" and a lighthouse at the address $TORCHFT_LIGHTHOUSE."""
