@@ -287,9 +287,12 @@ def _find_excluded_state_errors(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _find_folder_errors(config: Config) -> Iterator[str]:
     """Rejects URLs: pathlib would create a local folder named like the URL."""
-    job, checkpoint = config.job, config.checkpoint
-    folders = {"job.dump_folder": job.dump_folder, "checkpoint.folder": checkpoint.folder}
-    for name, value in (folders | {"checkpoint.initial_load_path": checkpoint.initial_load_path or ""}).items():
+    folders = {
+        "job.dump_folder": config.job.dump_folder,
+        "checkpoint.folder": config.checkpoint.folder,
+        "checkpoint.initial_load_path": config.checkpoint.initial_load_path or "",
+    }
+    for name, value in folders.items():
         if "://" in value:
             yield f'{name} = "{value}": object stores are not supported; set it to a local or mounted folder.'
 

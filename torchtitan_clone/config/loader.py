@@ -74,7 +74,8 @@ def _is_known(path: Key) -> bool:
 
 def _unknown(path: Key) -> str:
     """Describes a key that no table has."""
-    table, key = path[0], path[min(1, len(path) - 1)]
+    table = path[0]
+    key = path[min(1, len(path) - 1)]
     elsewhere = [f"{name}.{key}" for name in TABLES if key in TABLES[name]]
     if table in TABLES:
         hint = did_you_mean(key, TABLES[table], prefix=table)

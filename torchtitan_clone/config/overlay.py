@@ -74,7 +74,8 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 def describe(annotation: object) -> str:
     """Describes the values that a type annotation accepts."""
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin is Literal:
         return " | ".join(toml_like(choice) for choice in args)
     if origin in (types.UnionType, Union):
@@ -108,7 +109,8 @@ def toml_key(key: str) -> str:
 
 def _convert(value: object, annotation: object, *, current: object, at: Path, report: Report) -> object:
     """Returns the value converted to the annotated type, or _REJECTED after a report."""
-    origin, args = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    args = get_args(annotation)
     if origin in (types.UnionType, Union):
         (wanted,) = [arg for arg in args if arg is not type(None)]
         return _convert(value, wanted, current=current, at=at, report=report)

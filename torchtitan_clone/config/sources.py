@@ -48,7 +48,8 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
         elif words and not words[0].startswith("--") and name != "dry-run":
             value = _parse_value(words.pop(0), annotation=_annotation(path))
         else:
-            value, origin = True, f"{COMMAND_LINE}, no value given"
+            value = True
+            origin = f"{COMMAND_LINE}, no value given"
         merge_into(settings, dict(_flatten(value, path=path, origin_of=lambda _, origin=origin: origin)))
     return settings
 

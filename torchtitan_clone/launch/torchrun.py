@@ -75,7 +75,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="torchtitan_clone.launch.torchrun", allow_abbrev=False, add_help=False, exit_on_error=False
     )
-    count, port = _number("NGPU", low=1), _number("MASTER_PORT", low=1, high=65535)
+    count = _number("NGPU", low=1)
+    port = _number("MASTER_PORT", low=1, high=65535)
     parser.add_argument("--nproc-per-node", type=count, required=True, help="number of processes on this node")
     parser.add_argument(
         "--nnodes", type=_number("NNODES", low=1), default=1, help="number of nodes; run this command on each"

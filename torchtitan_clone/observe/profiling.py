@@ -23,7 +23,8 @@ class _Tracer:
         self.folder = folder
         self.rank = rank
         self.step_number = resume_step
-        warmup, active = profiling.profiler_warmup, profiling.profiler_active
+        warmup = profiling.profiler_warmup
+        active = profiling.profiler_active
         self.profile = profiler.profile(
             schedule=profiler.schedule(wait=profiling.profile_freq - warmup - active, warmup=warmup, active=active),
             on_trace_ready=self._export,
