@@ -139,11 +139,11 @@ def find_bound_errors(config: Config) -> Iterator[str]:
         value = getattr(getattr(config, table), key)
         if not holds(value):
             yield f"{name} = {toml_like(value)}: must be {wording}."
-    yield from _group_bound_errors(config.optimizer)
+    yield from _find_group_bound_errors(config.optimizer)
 
 
-def _group_bound_errors(optimizer: Optimizer) -> Iterator[str]:
-    """The bounds of an option of the table hold for the entries of optimizer.groups too."""
+def _find_group_bound_errors(optimizer: Optimizer) -> Iterator[str]:
+    """Applies the bounds of the [optimizer] options to the entries of optimizer.groups."""
     for group in optimizer.groups:
         for key, value in vars(group).items():
             bound = BOUNDS.get(f"optimizer.{key}")
