@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Trains: sets up an environment if there is none, then starts one process per GPU, or one on a machine without.
+# Trains a model: creates .venv on first use, then starts one process per GPU (one CPU process if there is none).
 #
 #   ./run_train.sh
 #   CONFIG_FILE=my.toml NGPU=2 ./run_train.sh --training.steps=20 --optimizer.lr=1e-3
 #
-# Arguments are overrides of the config file. Environment variables:
-#   NGPU         processes on this node (default: the GPUs present, else 1)
-#   CONFIG_FILE  TOML file (default: train_configs/debug_model.toml); --job.config_file=FILE among the arguments wins
-#   LOG_RANK     local ranks whose output is shown (default 0; for example 0,1)
-#   LOG_FOLDER   where the output of the other ranks goes, and stays (default: a temporary folder)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: start this script on each
-#   PYTHON       Python to use (default: see scripts/setup_env.sh); NO_SETUP=1 checks and installs nothing
-# Relative paths count from the folder you are in.
+# Arguments override options of the TOML file; --help lists all options. Environment variables:
+#   NGPU         number of processes on this node (default: number of GPUs, or 1)
+#   CONFIG_FILE  TOML file (default: train_configs/debug_model.toml); --job.config_file=FILE takes precedence
+#   LOG_RANK     local ranks whose output is shown (default: 0), for example 0,1
+#   LOG_FOLDER   folder that keeps the output of the other ranks (default: a temporary folder)
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   multi-node training: run this script on each node
+#   PYTHON       Python interpreter (default: see scripts/setup_env.sh)
+#   NO_SETUP=1   do not check or install packages
+# Relative paths are relative to the working directory.
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/scripts/setup_env.sh"
 
@@ -31,7 +32,7 @@ count_gpus() {
     echo $((listed < present ? listed : present))
 }
 
-has_argument() { # NAME ARGUMENTS...: NAME or NAME=... is among them
+has_argument() { # NAME ARGUMENTS...: succeeds if NAME or NAME=VALUE is among ARGUMENTS
     local name="$1" argument
     shift
     for argument in "$@"; do
@@ -51,12 +52,14 @@ if [ "$NGPU" = 1 ] && [ "$NNODES" = 1 ]; then
     exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
 if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@" || has_argument --comm.mode "$@"; then
-    # One process can tell.
+    # These need no other process.
     WORLD_SIZE=$((NGPU * NNODES)) exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
 if [ "$NNODES" != 1 ]; then
-    [ -n "${NODE_RANK:-}" ] || fail "NNODES is $NNODES and NODE_RANK is not set: which of them this is, from 0"
-    [ -n "${MASTER_ADDR:-}" ] || fail "NNODES is $NNODES and MASTER_ADDR is not set: an address of the node with NODE_RANK=0"
+    [ -n "${NODE_RANK:-}" ] ||
+        fail "NNODES = $NNODES and NODE_RANK is not set; set it to the index of this node, from 0"
+    [ -n "${MASTER_ADDR:-}" ] ||
+        fail "NNODES = $NNODES and MASTER_ADDR is not set; set it to the address of the node with NODE_RANK 0"
     set -- --nnodes="$NNODES" --node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" \
         --master-port="${MASTER_PORT:-29500}" "$@"
 fi

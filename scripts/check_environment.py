@@ -1,9 +1,9 @@
-"""Says whether the Python that runs this file has what pyproject.toml asks for: exit 0, or 1 and a line of what lacks.
+"""Checks that the running Python satisfies pyproject.toml: exit code 0, or 1 and one line of problems.
 
     python scripts/check_environment.py pyproject.toml dev data
 
-The arguments are the file and the extras that are needed too. Only names and version numbers are compared, and nothing
-is imported that could be slow: importing torch alone would take seconds.
+Arguments: the file, and the extras to include. Compares package names and versions only, and imports none of the
+packages, because importing torch takes seconds.
 """
 
 import re
@@ -15,13 +15,13 @@ NEEDED_PYTHON = (3, 11)
 def main() -> None:
     if sys.version_info < NEEDED_PYTHON:
         sys.exit("Python {}.{} is older than {}.{}".format(*sys.version_info[:2], *NEEDED_PYTHON))
-    problems = [lacking(requirement) for requirement in requirements(*sys.argv[1:])]
+    problems = [problem_with(requirement) for requirement in requirements(*sys.argv[1:])]
     if any(problems):
         sys.exit(", ".join(filter(None, problems)))
 
 
 def requirements(pyproject: str, *extras: str) -> "list[str]":
-    import tomllib  # as importlib.metadata, not in every Python that is turned away
+    import tomllib  # here because older Pythons, which main() rejects, lack it
 
     with open(pyproject, "rb") as stream:
         project = tomllib.load(stream)["project"]
@@ -29,16 +29,16 @@ def requirements(pyproject: str, *extras: str) -> "list[str]":
     return project["dependencies"] + optional
 
 
-def lacking(requirement: str) -> str:
-    """What is wrong with the installed version of one requirement; empty if nothing is."""
+def problem_with(requirement: str) -> str:
+    """Returns why a requirement is not satisfied, or an empty string if it is."""
     from importlib import metadata
 
     name = re.findall(r"[\w.-]+", requirement)[0]
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return f"no {name}"
-    return "" if fits(version, requirement) else f"{name} {version} instead of {requirement}"
+        return f"{name} is not installed"
+    return "" if fits(version, requirement) else f"{name} {version} does not satisfy {requirement}"
 
 
 def fits(version: str, requirement: str) -> bool:
@@ -48,7 +48,7 @@ def fits(version: str, requirement: str) -> bool:
 
 
 def numbers(version: str) -> "tuple[int, ...]":
-    """The numbers a version begins with, without zeros at the end: "2.10.0+cpu" is (2, 10)."""
+    """Returns the leading numbers of a version without trailing zeros: "2.10.0+cpu" gives (2, 10)."""
     leading = re.findall(r"[\d.]*\d", version)[0]
     return tuple(int(number) for number in re.sub(r"(\.0)+$", "", leading).split("."))
 

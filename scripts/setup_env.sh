@@ -1,12 +1,12 @@
-# Sourced by the scripts that need Python. `setup_env EXTRAS` ("" or "dev,data") sets $PYTHON to the first of: $PYTHON;
-# the active environment (python3 on PATH) if it has what pyproject.toml asks for; ./.venv; a new ./.venv. An installed
-# torch is never replaced. With NO_SETUP=1 nothing is checked and nothing installed.
+# Sourced by scripts that run Python. `setup_env EXTRAS` ("" or "dev,data") sets $PYTHON to the first usable of: $PYTHON;
+# the active environment (python3 on PATH) if it satisfies pyproject.toml; ./.venv; a new ./.venv. Never replaces an
+# installed torch. With NO_SETUP=1 nothing is checked or installed.
 
 REPO="$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)"
 VENV="$REPO/.venv"
-UNFINISHED="$VENV/unfinished" # there from before the installation until after it
+UNFINISHED="$VENV/unfinished" # exists while an installation is in progress
 PIP_LOG="$VENV/install.log"
-export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" # this checkout, wherever the environment's own package points
+export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}" # import this checkout, not an installed copy
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 
@@ -20,33 +20,33 @@ setup_env() {
     if [ -n "${NO_SETUP:-}" ]; then
         PYTHON="${PYTHON:-python3}"
     elif [ -n "${PYTHON:-}" ]; then
-        local lacking
-        lacking="$(check "$PYTHON" "$extras")" || fail "PYTHON=$PYTHON cannot be used: $lacking"
+        local problems
+        problems="$(check "$PYTHON" "$extras")" || fail "PYTHON=$PYTHON cannot be used: $problems"
     elif check python3 "$extras" >/dev/null; then
         PYTHON=python3
     else
         PYTHON="$VENV/bin/python"
-        [ ! -e "$UNFINISHED" ] && check "$PYTHON" "$extras" >/dev/null || install_alone "$extras"
+        [ ! -e "$UNFINISHED" ] && check "$PYTHON" "$extras" >/dev/null || install_exclusively "$extras"
     fi
     case "$PYTHON" in
     /*) ;;
-    */*) PYTHON="$PWD/$PYTHON" ;; # the scripts change folders
+    */*) PYTHON="$PWD/$PYTHON" ;; # scripts change the working directory
     esac
 }
 
-check() { # PYTHON EXTRAS: succeeds, or prints what is lacking
+check() { # PYTHON EXTRAS: succeeds, or prints what is missing
     # shellcheck disable=SC2086
     "$1" "$REPO/scripts/check_environment.py" "$REPO/pyproject.toml" ${2//,/ } 2>&1
 }
 
-install_alone() { # EXTRAS: one process at a time; the others wait and find the work done
+install_exclusively() { # EXTRAS: one process installs; others wait for it
     exec 9<"$REPO"
     if command -v flock >/dev/null && ! flock --nonblock 9; then
-        say "waiting for another process that is installing"
+        say "waiting for another process that installs packages"
         flock 9
     fi
     if [ -e "$UNFINISHED" ]; then
-        say "an installation was interrupted; starting over"
+        say "removing an incomplete installation"
         rm -rf "$VENV"
     fi
     [ -d "$VENV" ] || make_venv
@@ -57,15 +57,15 @@ install_alone() { # EXTRAS: one process at a time; the others wait and find the 
 
 make_venv() {
     local base
-    base="$(base_python)" || fail "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"
-    say "no environment with torch found; making $VENV with $("$base" --version)"
+    base="$(base_python)" || fail "no Python 3.11 or newer found; install one, or set PYTHON=/path/to/python3.11"
+    say "no environment with torch found; creating $VENV with $("$base" --version)"
     mkdir "$VENV"
     touch "$UNFINISHED"
-    # Debian's Python has no ensurepip unless python3-venv is installed; any pip can install another.
+    # Debian's Python lacks ensurepip without python3-venv; another pip can install pip into the environment.
     "$base" -m venv "$VENV" >"$PIP_LOG" 2>&1 ||
         { "$base" -m venv --without-pip "$VENV" &&
             "$base" -m pip --python "$PYTHON" install --quiet pip; } >>"$PIP_LOG" 2>&1 ||
-        fail "cannot make $VENV: $(tail -n 3 "$PIP_LOG")"
+        fail "cannot create $VENV: $(tail -n 3 "$PIP_LOG")"
 }
 
 base_python() {
@@ -81,16 +81,16 @@ base_python() {
 
 install() { # EXTRAS
     local extras="${1:+[$1]}" start=$SECONDS constraints="$VENV/constraints.txt" torch
-    say "installing torchtitan_clone$extras (some minutes; log: $PIP_LOG)"
+    say "installing torchtitan_clone$extras (takes minutes; log: $PIP_LOG)"
     cp "$REPO/scripts/constraints.txt" "$constraints"
     torch="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)" &&
         sed -i "s/^torch==.*/torch==$torch/" "$constraints"
     "$PYTHON" -m pip install --disable-pip-version-check -c "$constraints" -e "$REPO$extras" 2>&1 | show_progress ||
-        fail "installation failed; the end of $PIP_LOG: $(tail -n 5 "$PIP_LOG")"
+        fail "installation failed; last lines of $PIP_LOG: $(tail -n 5 "$PIP_LOG")"
     say "installed in $((SECONDS - start)) s"
 }
 
-show_progress() { # pip's output: all of it to the log, the package at hand to a terminal
+show_progress() { # writes pip's output to the log, and the current package to a terminal
     local line
     while IFS= read -r line; do
         printf '%s\n' "$line" >>"$PIP_LOG"

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,8 @@ from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_sta
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext, join_replica_group
 from torchtitan_clone.fault_tolerance.watchdog import Heartbeat
 from torchtitan_clone.observe.flops import peak_flops_per_second
-from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
+from torchtitan_clone.observe.memory import peak_memory_gib
+from torchtitan_clone.observe.metrics import MetricsWriter, build_metrics
 from torchtitan_clone.observe.profiling import build_profiler
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.dtensor_shards import local_shard
@@ -128,7 +128,6 @@ class Trainer:
             config.profiling,
             folder=run.plan.records,
             rank=launch.rank,
-            device_type=device.type,
             resume_step=self._progress.step,
         )
         if config.fault_tolerance.enable:
@@ -218,11 +217,11 @@ class Trainer:
         goes_on = self._begin_step(first=True)
         garbage = GCControl(self._config.training.gc_freq)
         last_step = 0 if self._config.checkpoint.create_seed_checkpoint else self._config.training.steps
-        interval, attempts, stop = _Interval(), 0, False
+        attempts, stop = 0, False
         with self._profiler:
             while self._progress.step < last_step and not stop and (self._begin_step() if attempts else goes_on):
                 if is_new := self._enter_phase_of(self._progress.step + 1):
-                    interval = _Interval()
+                    self._metrics.restart_interval()
                 step = self._progress.step + 1
                 clock, start = self._build_clock(step), time.perf_counter()
                 try:
@@ -234,7 +233,7 @@ class Trainer:
                     break
                 stop = result.stop
                 attempts += 1
-                interval.add(result.data_seconds)
+                self._metrics.observe_step(data_seconds=result.data_seconds)
                 if is_new or attempts == 1:
                     self._set_timeout(self._config.comm.train_timeout_seconds)
                     self._checkpoints.prepare()
@@ -244,8 +243,7 @@ class Trainer:
                     self._forget_steps(step - self._progress.step)
                     continue
                 if attempts == 1 or step == last_step or step % self._config.metrics.log_freq == 0 or stop:
-                    self._log(result, interval)
-                    interval = _Interval()
+                    self._log(result)
                 if attempts == 1:
                     self._metrics.log_goodput(step)
                 self._metrics.progress(step)
@@ -253,14 +251,14 @@ class Trainer:
                 self._profiler.step()
                 if self._is_validation_due(step) and (step == last_step or not stop):
                     stop = not self._validate(step)
-                    interval = _Interval()
+                    self._metrics.restart_interval()
                 if self._checkpoints.is_due(step, overdue=result.save_overdue):
                     self._save()
-                    interval = _Interval()
+                    self._metrics.restart_interval()
                 self._log_saves()
                 if step < last_step and not stop and self._is_export_due(step):
                     self._export(step)
-                    interval = _Interval()
+                    self._metrics.restart_interval()
         trained = self._progress.step
         self._replicas.close()
         self._forget_steps(trained - self._progress.step)
@@ -572,19 +570,15 @@ class Trainer:
             logger.warning("step %d could not be exported: %s; training goes on without it", step, report.error)
             self._failed_exports.append(step)
 
-    def _log(self, result: StepResult, interval: "_Interval") -> None:
-        self._metrics.log(
-            StepRecord(
-                step=self._progress.step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                tokens_seen=self._progress.tokens_seen,
-                step_seconds=interval.seconds / interval.steps,
-                data_seconds=interval.data_seconds / interval.steps,
-                memory_gib=peak_memory_gib(self._device),
-                skipped_steps=self._progress.skipped_steps,
-            )
+    def _log(self, result: StepResult) -> None:
+        self._metrics.log_step(
+            step=self._progress.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens_seen=self._progress.tokens_seen,
+            skipped_steps=self._progress.skipped_steps,
+            memory_gib=peak_memory_gib(self._device),
         )
 
     def _build_metrics(self, launch: Launch) -> MetricsWriter:
@@ -626,25 +620,6 @@ class Trainer:
             logger.info("stopped by %s after step %d: %s", self._stop_reason, step, what)
         else:
             logger.warning("stopped by %s after step %d, which is not saved", self._stop_reason, step)
-
-
-class _Interval:
-    """Time since the last logged step."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.steps = 0
-        self.data_seconds = 0.0
-
-    def add(self, data_seconds: float) -> None:
-        """Counts one step."""
-        self.steps += 1
-        self.data_seconds += data_seconds
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all its steps."""
-        return time.perf_counter() - self._start
 
 
 def build_parts(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> list[nn.Module]:
@@ -760,10 +735,3 @@ def write_config(plan: RunPlan) -> None:
     partial_file = plan.records / f"{CONFIG_FILE}.partial"
     partial_file.write_text(to_toml(plan.config))
     partial_file.rename(plan.records / CONFIG_FILE)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory in use so far: of the CUDA allocator, or of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,10 +1,9 @@
-"""Submits a run to Slurm; takes the same options as the run, [slurm] among them.
+"""Submits a run to Slurm, with the same options as run_train.sh and those of [slurm].
 
     python scripts/slurm/submit.py --job.config_file=FILE --slurm.nodes=4 --training.steps=1000
-    python scripts/slurm/submit.py --job.config_file=FILE --dry-run     # prints the batch script
+    python scripts/slurm/submit.py --job.config_file=FILE --dry-run  # prints the batch script
 
-Everything is checked before anything is queued. The repository, the Python that runs this and the run's folder must be
-on a file system that all nodes share. What the job does stands in scripts/slurm/job.sh.
+Validates the configuration first. All nodes must share the repository, this Python and the run's folder. See job.sh.
 """
 
 import os
@@ -21,35 +20,34 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def main(argv: list[str]) -> int:
-    """Prints or submits the batch script; exit code 2 where the configuration is wrong."""
+    """Prints or submits the batch script; returns exit code 2 for an invalid configuration."""
     default = os.environ.get("CONFIG_FILE", str(REPOSITORY / "train_configs" / "debug_model.toml"))
     try:
         config = load_config(argv)
         if config.job.config_file is None:
             config = load_config([*argv, f"--job.config_file={default}"])
-        folder = checked_folder(config)
+        folder = validated_folder(config)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    script = batch_script(
-        config, folder=folder, repository=REPOSITORY, python=sys.executable, arguments=job_arguments(argv, config)
-    )
+    arguments = job_arguments(argv, config)
+    script = batch_script(config, folder=folder, repository=REPOSITORY, python=sys.executable, arguments=arguments)
     if config.job.dry_run:
         print(script, end="")
         return 0
     return submit(script, folder=folder)
 
 
-def checked_folder(config: Config) -> Path:
-    """The run's folder, if the run can start on so many ranks; ConfigError where it cannot."""
+def validated_folder(config: Config) -> Path:
+    """Returns the run's folder; raises ConfigError if the run cannot start on the requested nodes."""
     slurm = config.slurm
-    lighthouse = {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE")
-    if config.fault_tolerance.enable and not lighthouse:
-        raise ConfigError(
-            "fault_tolerance.enable: $TORCHFT_LIGHTHOUSE is not set, at which the replica groups meet; start "
-            "scripts/lighthouse.py where all nodes reach it, and set the variable to the address that it prints"
-        )
     if config.fault_tolerance.enable:
+        lighthouse = {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE")
+        if not lighthouse:
+            raise ConfigError(
+                "fault_tolerance.enable = true: $TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py on a host "
+                "that all nodes can reach, and set the variable to the address that it prints"
+            )
         parse_lighthouse_address(str(lighthouse))
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
     plan = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
@@ -57,24 +55,24 @@ def checked_folder(config: Config) -> Path:
 
 
 def job_arguments(argv: list[str], config: Config) -> list[str]:
-    """The arguments of the job: --dry-run is for us, and the file is found from wherever the job starts."""
+    """Returns the arguments of the job: without --dry-run, with an absolute path of the configuration file."""
     file = Path(config.job.config_file or "").resolve()
     return [*(word for word in argv if word != "--dry-run"), f"--job.config_file={file}"]
 
 
 def submit(script: str, *, folder: Path) -> int:
-    """Hands the script to sbatch, and keeps it beside the logs of the job."""
+    """Saves the script beside the job's logs and passes it to sbatch; returns the exit code."""
     logs = folder / "slurm"
     try:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "job.sbatch").write_text(script)
     except OSError as error:
-        sys.stderr.write(f"error: cannot write to {logs}: {error.strerror}; set job.dump_folder\n")
+        sys.stderr.write(f"error: cannot write to {logs}: {error.strerror}; set job.dump_folder to a writable folder\n")
         return 2
     try:
         return subprocess.run(["sbatch", logs / "job.sbatch"], check=False).returncode
     except FileNotFoundError:
-        sys.stderr.write("error: there is no sbatch on this machine; submit where Slurm is installed\n")
+        sys.stderr.write("error: sbatch is not installed on this machine; submit from a login node\n")
         return 1
 
 

@@ -1,4 +1,4 @@
-"""load_config: precedence, extends, strictness, and errors that name the place."""
+"""load_config: precedence, extends, strictness, and errors that name file and line."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torchtitan_clone.config import Config, ConfigError, load_config
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Write a file below an empty current folder; messages then name it as the test does."""
+    """Writes a file into an empty working folder, so that messages contain its relative path."""
     monkeypatch.chdir(tmp_path)
 
     def write_file(name: str, text: str) -> str:
@@ -32,11 +32,11 @@ def message(*argv: str) -> str:
     return only
 
 
-def test_without_arguments_everything_is_default() -> None:
+def test_defaults_without_arguments() -> None:
     assert load_config([]) == Config()
 
 
-def test_file_goes_over_defaults_and_command_line_over_file(write) -> None:
+def test_command_line_overrides_file_overrides_defaults(write) -> None:
     file = write("a.toml", "[training]\nsteps = 5\nseq_len = 64\n")
     config = load_config([file, "--training.steps=7"])
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
@@ -64,12 +64,12 @@ def test_file_goes_over_defaults_and_command_line_over_file(write) -> None:
         (["--training.steps=1", "--training.steps=2"], "training", "steps", 2),
     ],
 )
-def test_command_line_forms(argv: list[str], table: str, key: str, value: object) -> None:
+def test_command_line_syntax(argv: list[str], table: str, key: str, value: object) -> None:
     read = getattr(getattr(load_config(argv), table), key)
     assert (read, type(read)) == (value, type(value))
 
 
-def test_model_args_merge_key_by_key_and_nested(write) -> None:
+def test_model_args_merge_key_by_key(write) -> None:
     file = write("a.toml", "[model.args]\nn_layers = 2\nrope = {factor = 8.0, low = 1}\n")
     config = load_config([file, "--model.args.n_layers=4", "--model.args.rope.low=3", "--model.args.name=x"])
     assert config.model.args == {"n_layers": 4, "rope": {"factor": 8.0, "low": 3}, "name": "x"}
@@ -88,11 +88,11 @@ def test_model_args_merge_key_by_key_and_nested(write) -> None:
         ),
     ],
 )
-def test_values_and_tables_over_each_other(write, text: str, override: str, expected: dict[str, object]) -> None:
+def test_value_and_table_replace_each_other(write, text: str, override: str, expected: dict[str, object]) -> None:
     assert load_config([write("a.toml", f"[model.args]\n{text}\n"), override]).model.args == expected
 
 
-def test_extends_goes_below_and_is_relative_to_its_file(write) -> None:
+def test_extends_is_the_base_and_relative_to_its_file(write) -> None:
     write("base.toml", "[training]\nsteps = 1\nseq_len = 2\nlocal_batch_size = 3\n[model.args]\na = 1\n")
     write("sub/middle.toml", '[job]\nextends = "../base.toml"\n[training]\nsteps = 10\nseq_len = 20\n')
     file = write("sub/top.toml", '[job]\nextends = "middle.toml"\n[training]\nsteps = 100\n[model.args]\nb = 2\n')
@@ -101,13 +101,13 @@ def test_extends_goes_below_and_is_relative_to_its_file(write) -> None:
     assert config.model.args == {"a": 1, "b": 2}
 
 
-def test_extends_in_a_circle(write) -> None:
+def test_circular_extends(write) -> None:
     write("a.toml", '[job]\nextends = "b.toml"\n')
     file = write("b.toml", '[job]\ndescription = "b"\nextends = "a.toml"\n')
-    assert message(file) == "a.toml:2: job.extends leads in a circle: b.toml -> a.toml -> b.toml"
+    assert message(file) == "a.toml:2: job.extends is circular: b.toml -> a.toml -> b.toml"
 
 
-def test_files_that_cannot_be_read(write, tmp_path: Path) -> None:
+def test_unreadable_files(write, tmp_path: Path) -> None:
     assert message("--job.config_file=no.toml") == "command line: cannot read no.toml: No such file or directory"
     file = write("a.toml", '\n[job]\nextends = "no.toml"\n')
     assert message(file) == "a.toml:3: cannot read no.toml: No such file or directory"
@@ -128,38 +128,38 @@ def test_malformed_toml(write, text: str, place: str, fragment: str) -> None:
     assert fragment in found
 
 
-def test_a_file_that_is_not_utf8(write, tmp_path: Path) -> None:
+def test_file_that_is_not_utf8(write, tmp_path: Path) -> None:
     file = write("a.toml", "")
     (tmp_path / "a.toml").write_bytes(b'[job]\ndescription = "\xff"\n')
     assert message(file) == "a.toml:2: not UTF-8: byte 0xff; save the file as UTF-8"
 
 
 UNKNOWN = [
-    ("[training]\nstepz = 1\n", "a.toml:2: training.stepz: there is no such option; did you mean training.steps?"),
-    ("[training]\n\n# c\nlr = 1\n", "a.toml:4: training.lr: there is no such option; did you mean optimizer.lr?"),
+    ("[training]\nstepz = 1\n", "a.toml:2: training.stepz: unknown option; did you mean training.steps?"),
+    ("[training]\n\n# c\nlr = 1\n", "a.toml:4: training.lr: unknown option; did you mean optimizer.lr?"),
     (
         "[checkpoint]\nfreq = 1\n",
-        "a.toml:2: checkpoint.freq: there is no such option; did you mean validation.freq?",
+        "a.toml:2: checkpoint.freq: unknown option; did you mean validation.freq?",
     ),
     (
         "[compile]\nzzz = 1\n",
-        "a.toml:2: compile.zzz: there is no such option; known: enable, components, backend",
+        "a.toml:2: compile.zzz: unknown option; known: enable, components, backend",
     ),
-    ("[trainin]\nsteps = 1\nx = 2\n", "a.toml:2: [trainin]: there is no such table; did you mean training?"),
-    ("training.stepz = 1\n", "a.toml:1: training.stepz: there is no such option; did you mean training.steps?"),
-    ("seq_len = 1\n", "a.toml:1: seq_len: options belong to a table; did you mean training.seq_len?"),
-    ('["training"]\n"stepz" = 1\n', "a.toml:2: training.stepz: there is no such option; did you mean training.steps?"),
+    ("[trainin]\nsteps = 1\nx = 2\n", "a.toml:2: [trainin]: unknown table; did you mean training?"),
+    ("training.stepz = 1\n", "a.toml:1: training.stepz: unknown option; did you mean training.steps?"),
+    ("seq_len = 1\n", "a.toml:1: seq_len: options must be in a table; did you mean training.seq_len?"),
+    ('["training"]\n"stepz" = 1\n', "a.toml:2: training.stepz: unknown option; did you mean training.steps?"),
 ]
 
 
 @pytest.mark.parametrize(("text", "expected"), UNKNOWN)
-def test_unknown_names(write, text: str, expected: str) -> None:
+def test_unknown_keys(write, text: str, expected: str) -> None:
     assert message(write("a.toml", text)) == expected
 
 
-def test_an_unknown_table_without_a_near_name_lists_the_tables(write) -> None:
+def test_unknown_table_without_suggestion_lists_all_tables(write) -> None:
     found = message(write("a.toml", "[zzz]\n"))
-    assert found.startswith("a.toml:1: [zzz]: there is no such table; known: job, model, training")
+    assert found.startswith("a.toml:1: [zzz]: unknown table; known: job, model, training")
 
 
 WRONG_TYPES = [
@@ -186,12 +186,12 @@ def test_wrong_types(write, line: str, expected: str) -> None:
     assert found.endswith(expected)
 
 
-def test_a_wrong_value_that_something_goes_over_is_none(write) -> None:
+def test_overridden_invalid_value_is_not_an_error(write) -> None:
     file = write("a.toml", '[training]\nsteps = "many"\n')
     assert load_config([file, "--training.steps=3"]).training.steps == 3
 
 
-def test_the_place_is_the_file_of_the_chain_that_wrote_it(write) -> None:
+def test_error_names_the_file_of_the_chain_that_set_the_value(write) -> None:
     write("base.toml", '[training]\nseq_len = "long"\n')
     file = write("a.toml", '[job]\nextends = "base.toml"\n[training]\nsteps = "many"\n')
     assert sorted(messages(file, "--optimizer.lr=fast")) == [
@@ -201,7 +201,7 @@ def test_the_place_is_the_file_of_the_chain_that_wrote_it(write) -> None:
     ]
 
 
-def test_all_problems_on_one_screen(write) -> None:
+def test_long_error_lists_are_truncated(write) -> None:
     text = "[training]\n" + "".join(f"wrong{i} = {i}\n" for i in range(40))
     with pytest.raises(ConfigError) as caught:
         load_config([write("a.toml", text), "--training.steps=x"])
@@ -215,19 +215,19 @@ def test_all_problems_on_one_screen(write) -> None:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["mine.toml"], 'command line: "mine.toml" is no option; write --table.key=value; did you mean '),
-        (["-x"], 'command line: "-x" is no option; write --table.key=value'),
-        (["--steps=3"], "command line: steps: options belong to a table; did you mean training.steps or validation"),
-        (["--training.steps"], "command line, where no value follows: training.steps = true: must be an integer"),
+        (["mine.toml"], 'command line: "mine.toml" is not an option; write --table.key=value; did you mean '),
+        (["-x"], 'command line: "-x" is not an option; write --table.key=value'),
+        (["--steps=3"], "command line: steps: options must be in a table; did you mean training.steps or validation"),
+        (["--training.steps"], "command line, no value given: training.steps = true: must be an integer"),
         (["--training.steps=3\nx = 1"], 'command line: training.steps = "3\\nx = 1": must be an integer'),
-        (["--training.step=3"], "command line: training.step: there is no such option; did you mean training.steps?"),
-        (["--job.extends=a.toml"], "command line: job.extends belongs in a file; give the file as --job.config_file"),
+        (["--training.step=3"], "command line: training.step: unknown option; did you mean training.steps?"),
+        (["--job.extends=a.toml"], "command line: job.extends is only valid in a file; pass the file as --job"),
     ],
 )
-def test_arguments_that_cannot_be_read(argv: list[str], expected: str) -> None:
+def test_invalid_arguments(argv: list[str], expected: str) -> None:
     assert message(*argv).startswith(expected)
 
 
-def test_a_file_does_not_name_the_config_file(write) -> None:
+def test_config_file_key_in_a_file(write) -> None:
     found = message(write("a.toml", '[job]\nconfig_file = "b.toml"\n'))
-    assert found == "a.toml:2: job.config_file belongs on the command line; write job.extends here"
+    assert found == "a.toml:2: job.config_file is only valid on the command line; use job.extends in a file"

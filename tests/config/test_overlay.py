@@ -1,4 +1,4 @@
-"""overlay: a model's arguments with a user's values over them."""
+"""overlay: model arguments updated with a user's values."""
 
 from dataclasses import dataclass
 
@@ -30,28 +30,28 @@ def messages(base: Args, values: dict[str, object]) -> list[str]:
     return caught.value.messages
 
 
-def test_values_go_over_a_copy() -> None:
+def test_overlay_returns_an_updated_copy() -> None:
     base = Args()
     assert overlay(base, {"n_layers": 4}, where="model.args") == Args(n_layers=4)
     assert base == Args()
     assert overlay(base, {}, where="model.args") == base
 
 
-def test_a_nested_table_is_built_where_there_was_none() -> None:
+def test_nested_dataclass_is_built_if_unset() -> None:
     assert overlay(Args(), {"scaling": {"factor": 8}}, where="model.args") == Args(scaling=Scaling(factor=8.0))
 
 
-def test_a_nested_table_goes_over_the_one_that_is_there() -> None:
+def test_nested_dataclass_is_updated() -> None:
     base = Args(scaling=Scaling(factor=2.0, low=5))
     assert overlay(base, {"scaling": {"low": 7}}, where="model.args").scaling == Scaling(factor=2.0, low=7)
 
 
-def test_every_problem_is_named() -> None:
+def test_all_problems_are_reported() -> None:
     assert messages(Args(), {"n_layer": 4, "tied": 1, "scaling": {"low": 2.0, "facto": 1}}) == [
-        "model.args.n_layer: there is no such option; did you mean model.args.n_layers?",
+        "model.args.n_layer: unknown option; did you mean model.args.n_layers?",
         "model.args.tied = 1: must be true or false",
-        "model.args.scaling: the table needs factor too",
+        "model.args.scaling: missing required key factor",
         "model.args.scaling.low = 2.0: must be an integer",
-        "model.args.scaling.facto: there is no such option; did you mean model.args.scaling.factor?",
+        "model.args.scaling.facto: unknown option; did you mean model.args.scaling.factor?",
     ]
     assert messages(Args(), {"scaling": 3}) == ["model.args.scaling = 3: must be a table"]

@@ -1,4 +1,4 @@
-"""to_toml reads back as the same run; help shows every option."""
+"""to_toml round-trips; --help shows every option."""
 
 import random
 from dataclasses import asdict, is_dataclass, replace
@@ -16,7 +16,7 @@ LETTERS = "aZ09 _-.=#'\"\\/\n\t\b\x1f\x7f[]{},äßЖ中🙂"
 
 
 def random_value(annotation: Any, *, source: random.Random) -> Any:
-    """Any value that the annotation admits; None for what is left unset."""
+    """Returns a random value of the annotated type."""
     if get_origin(annotation) is Literal:
         return source.choice(get_args(annotation))
     if get_origin(annotation) is list:
@@ -38,15 +38,15 @@ def random_value(annotation: Any, *, source: random.Random) -> Any:
 
 
 def written(value: Any) -> str:
-    """The value on the command line."""
+    """Formats the value for the command line."""
     items = value if isinstance(value, list) else []
     return toml_like([asdict(item) for item in items] if items and is_dataclass(items[0]) else value)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_any_configuration_survives_the_round_trip(seed: int, tmp_path: Path) -> None:
+def test_toml_round_trip_of_random_configurations(seed: int, tmp_path: Path) -> None:
     source = random.Random(seed)
-    options = [(table, key) for table in TABLES for key in TABLES[table] if (table, key) not in LEFT_OUT]
+    options = [(table, key) for table in TABLES for key in TABLES[table] if (table, key) not in NOT_SAVED]
     chosen = {
         option: random_value(TABLES[option[0]][option[1]], source=source)
         for option in source.sample(options, k=source.randrange(len(options)))
@@ -62,20 +62,20 @@ def test_any_configuration_survives_the_round_trip(seed: int, tmp_path: Path) ->
     assert to_toml(again) == to_toml(config)
 
 
-LEFT_OUT = {("job", "config_file"), ("job", "extends"), ("job", "dry_run")}
+NOT_SAVED = {("job", "config_file"), ("job", "extends"), ("job", "dry_run")}
 
 
-def test_the_resolved_file_keeps_the_name_of_the_run(tmp_path: Path) -> None:
+def test_saved_configuration_keeps_the_run_name(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[training]\nsteps = 3\n")
     (tmp_path / "my_run.toml").write_text('[job]\nextends = "base.toml"\n')
     config = load_config([f"--job.config_file={tmp_path / 'my_run.toml'}", "--dry-run"])
     text = to_toml(config)
     assert 'run_name = "my_run"' in text
     assert "steps = 3" in text
-    assert not any(f"{key} =" in text for _, key in LEFT_OUT)
+    assert not any(f"{key} =" in text for _, key in NOT_SAVED)
 
 
-def test_help_shows_every_option_with_default_and_docstring() -> None:
+def test_help_shows_type_default_and_docstring_of_every_option() -> None:
     text = " ".join(help_text().split())
     for table, section in vars(Config()).items():
         for key in TABLES[table]:

@@ -1,4 +1,4 @@
-"""TOML files written for torchtitan v0.2 load, or the error names the key and says why."""
+"""TOML files written for torchtitan v0.2 load, or the error names the key and the reason."""
 
 import logging
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.sources import TABLES
-from torchtitan_clone.config.torchtitan_compat import FOREIGN_KEYS
+from torchtitan_clone.config.torchtitan_compat import TORCHTITAN_KEYS
 
 SMALL = """
 [job]
@@ -136,44 +136,45 @@ def write(tmp_path: Path, text: str) -> str:
     return f"--job.config_file={path}"
 
 
-def test_a_file_that_uses_nothing_foreign_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_with_harmless_torchtitan_keys_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="torchtitan_clone"):
         config = load_config([write(tmp_path, SMALL)])
     assert (config.training.steps, config.training.max_norm, config.checkpoint.enable) == (10, 1.0, False)
-    left_out = [record.getMessage() for record in caplog.records]
-    assert len(left_out) == 5
-    assert left_out[0].endswith("titan.toml:5: job.print_config = false is left out, it changes nothing here")
-    assert all("is left out, it changes nothing here" in line for line in left_out)
+    ignored = [record.getMessage() for record in caplog.records]
+    assert len(ignored) == 5
+    assert ignored[0].endswith("titan.toml:5: job.print_config = false is ignored: it has no effect here")
+    assert all("is ignored: it has no effect here" in line for line in ignored)
 
 
-def test_what_does_not_work_here_is_named_with_its_reason(tmp_path: Path) -> None:
+def test_unsupported_keys_are_reported_with_their_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([write(tmp_path, LARGE)])
     assert [message.partition("titan.toml:")[2] for message in caught.value.messages] == [
-        '6: model.converters = ["float8"]: there is no quantized training here; set it to []',
-        "36: fault_tolerance.should_quantize = true: nothing is quantized between replica groups",
+        '6: model.converters = ["float8"]: quantized training is not supported; set it to []',
+        "36: fault_tolerance.should_quantize = true: gradients are not quantized between replica groups; set it to "
+        "false",
     ]
 
 
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
-        (["--validation.enable", "--validation.dataset=c4"], "validation reads the documents that data.held_out"),
+        (["--validation.enable", "--validation.dataset=c4"], "validation uses the documents that data.held_out"),
         (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
-        (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights cannot be trained on"),
+        (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights are not supported; set it to false"),
         (["--training.dataloader.num_workers=2"], "set data.num_workers instead"),
-        (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights cannot be trained on"),
+        (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights are not supported; set it to false"),
     ],
 )
-def test_foreign_keys_that_are_refused(argv: list[str], fragment: str) -> None:
+def test_unsupported_torchtitan_keys(argv: list[str], fragment: str) -> None:
     with pytest.raises(ConfigError, match=argv[-1].removeprefix("--").partition("=")[0]) as caught:
         load_config(argv)
     (message,) = caught.value.messages
     assert fragment in message
 
 
-def test_the_table_holds_no_option_of_ours() -> None:
-    """A key that the package learns must leave the table, or its entry is dead."""
+def test_table_of_torchtitan_keys_holds_no_option_of_the_schema() -> None:
+    """A key that becomes an option must be removed from the table."""
     ours = {f"{table}.{key}" for table in TABLES for key in TABLES[table]}
-    assert sorted(ours & FOREIGN_KEYS.keys()) == []
-    assert {key.tunes for key in FOREIGN_KEYS.values()} - {""} <= ours
+    assert sorted(ours & TORCHTITAN_KEYS.keys()) == []
+    assert {key.tunes for key in TORCHTITAN_KEYS.values()} - {""} <= ours

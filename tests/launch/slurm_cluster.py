@@ -1,4 +1,4 @@
-"""A real Slurm on this machine, in a folder of its own: controller, node daemons and authentication."""
+"""A real Slurm cluster on this machine, configured in a temporary folder: controller, node daemons, authentication."""
 
 import contextlib
 import getpass
@@ -12,6 +12,9 @@ from pathlib import Path
 
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol")
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge"
+"""Command that installs Slurm on Debian and Ubuntu; the tests never run it."""
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin"
+"""Debian installs the daemons into a folder that is not on an ordinary user's PATH."""
 
 CONFIGURATION = """
 ClusterName=tests
@@ -27,7 +30,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-# Nothing that needs root's own cgroups, a database or a mail server.
+# Avoid features that need root's cgroups, a database or a mail server.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -50,25 +53,13 @@ PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
 
 
-def why_not() -> str:
-    """Why there can be no Slurm here, "" if there can; root's machines get it installed."""
-    if all(map(shutil.which, COMMANDS)):
-        return ""
-    if os.geteuid() or not shutil.which("apt-get") or os.environ.get("NO_SETUP"):
-        return f"Slurm is not installed; as root: {INSTALL}"
-    for command in (["apt-get", "update", "-q"], INSTALL.split()):
-        limits = ["-o", "Acquire::http::Timeout=10", "-o", "Acquire::Retries=0"]
-        try:
-            done = subprocess.run([*command, *limits], capture_output=True, text=True, timeout=240, check=False)
-        except subprocess.TimeoutExpired:
-            return f"Slurm cannot be installed here: {' '.join(command)} took more than 240 s"
-        if done.returncode:
-            return f"Slurm cannot be installed here: {done.stderr.strip().splitlines()[-1:]}"
-    return "" if all(map(shutil.which, COMMANDS)) else "Slurm was installed and is not there"
+def missing_commands() -> list[str]:
+    """Returns the commands of Slurm that are not installed."""
+    return [command for command in COMMANDS if not shutil.which(command, path=PATH)]
 
 
 def free_ports(count: int) -> int:
-    """The first of so many neighbouring ports that nobody listens at."""
+    """Returns the first of `count` consecutive free ports."""
     for first in range(26000, 30000, count):
         try:
             sockets = [socket.create_server(("", port)) for port in range(first, first + count)]
@@ -81,7 +72,7 @@ def free_ports(count: int) -> int:
 
 
 class Cluster:
-    """Nodes n1, n2, ... on this host; partition `high` takes nodes from jobs in `low`, the default."""
+    """Nodes n1, n2, ... on this host; partition `high` preempts jobs in `low`, the default."""
 
     def __init__(self, folder: Path, *, nodes: int, cpus: int):
         self.folder = folder
@@ -93,7 +84,7 @@ class Cluster:
         ports = {"port": port, "first": port + 1, "last": port + nodes}
         text = CONFIGURATION.format(folder=folder, nodes=nodes, cpus=cpus, **facts, **ports)
         (folder / "slurm.conf").write_text(text)
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         try:
             self._start()
         except BaseException:
@@ -117,30 +108,30 @@ class Cluster:
         self.run("slurmd", "-N", node, "-f", str(self.folder / "slurm.conf"))
 
     def kill_node(self, node: str) -> None:
-        """As if the machine had lost power: daemon and processes are gone."""
+        """Simulates a power loss: kills the daemon and all processes of the node."""
         os.kill(int((self.folder / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
         self.kill({f"SLURMD_NODENAME={node}"})
 
     def run(self, *command: str, environment: dict[str, str] | None = None) -> str:
-        """The output of one of Slurm's commands, which must succeed."""
+        """Runs a Slurm command, which must succeed; returns its output."""
         env = self.environment | (environment or {})
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ..."""
+        """Returns the job state: PENDING, RUNNING, COMPLETED, ..."""
         fields = dict(word.partition("=")[::2] for word in self.run("scontrol", "show", "job", job, "-o").split())
         return fields["JobState"]
 
     def wait_for_state(self, job: str, state: str, timeout: float) -> None:
-        """Waits until the job is in that state; a requeued job is not left to wait for the two minutes of Slurm."""
+        """Waits for a job state; skips Slurm's two-minute delay of requeued jobs."""
 
         def reached() -> bool:
             now = self.state(job)
             if now == "PENDING" != state:
-                time.sleep(3)  # at once, the job's old credential would end the new start
-                with contextlib.suppress(AssertionError):  # it may have started by now
+                time.sleep(3)  # right away, the job's old credential would end the new start
+                with contextlib.suppress(AssertionError):  # the job may have started
                     self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             return now == state
 
@@ -154,17 +145,17 @@ class Cluster:
             time.sleep(0.2)
 
     def describe(self) -> str:
-        """What is known when something is late."""
+        """Describes the queue and the logs for a failed wait."""
         logs = "\n".join(f"{log}:\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
         return f"{self.run('squeue', '-o', '%i %T %r')}\n{logs}"
 
     def stop(self) -> None:
-        """Ends all daemons and jobs at once: jobs would answer a cancellation with a save, which nobody awaits."""
+        """Kills all daemons and jobs; a cancelled job would first save."""
         while self.kill(set()):
             time.sleep(0.2)
 
     def kill(self, marks: set[str], *, command: str = "") -> int:
-        """Kills all processes of this cluster with that command and these words in their environment; their number."""
+        """Kills this cluster's processes with the given command and environment entries; returns their number."""
         count = 0
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

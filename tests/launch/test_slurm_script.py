@@ -1,119 +1,93 @@
-"""What the batch job decides, with Slurm's commands played by small scripts: nothing here needs a cluster."""
+"""The batch script that submit.py prints; needs no cluster."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
-SRUN = 'echo "$@" >>{folder}/srun; echo "address $MASTER_ADDR:$MASTER_PORT"; exit ${{CODE:-0}}'
-TWO_HOSTS = "NodeName=a1 NodeAddr={addresses[0]} NodeHostName=a1\nNodeName=a2 NodeAddr={addresses[1]} NodeHostName=a2"
+from torchtitan_clone.testing.runs import options
+
+REPOSITORY = Path(__file__).parents[2]
+REPLICA_GROUPS = {
+    "fault_tolerance__enable": True,
+    "fault_tolerance__group_size": 3,
+    "slurm__nodes": 1,
+    "slurm__gpus_per_node": 1,
+    "training__global_batch_size": 12,
+}
 
 
-class Node:
-    """The first node of a job of two, on hosts of their own."""
+@pytest.fixture
+def submit(corpus, tmp_path):
+    """Runs submit.py --dry-run with these options on top of a minimal run."""
+    file = tmp_path / "empty.toml"
+    file.write_text("")
+    folder = tmp_path / "runs"
 
-    def __init__(
-        self, folder: Path, *, addresses=("10.1.2.3", "10.1.2.4"), own="10.9.9.9", state="RUNNING Reason=None"
+    def run(*, lighthouse: str = "", **changes: object) -> subprocess.CompletedProcess[str]:
+        sizes = {"training__local_batch_size": 2, "training__steps": 100, "checkpoint__interval": 20}
+        argv = options(corpus, folder, job__config_file=file, **(sizes | changes))
+        command = [sys.executable, REPOSITORY / "scripts" / "slurm" / "submit.py", *argv, "--dry-run"]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TORCHFT_LIGHTHOUSE": lighthouse}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    yield run
+    assert not folder.exists()  # a dry run writes nothing
+
+
+def test_options_appear_in_the_batch_script(submit):
+    done = submit(
+        slurm__nodes=2,
+        slurm__gpus_per_node=4,
+        slurm__partition="long",
+        slurm__account="physics",
+        slurm__time="2-00:00:00",
+        slurm__container="apptainer exec --nv image.sif",
+        slurm__environment='{NCCL_DEBUG = "WARN"}',
+        slurm__setup='["module load cuda"]',
+        slurm__sbatch_options='["--constraint=h100"]',
+        training__global_batch_size=16,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --exclusive",
+        "#SBATCH --partition=long",
+        "#SBATCH --account=physics",
+        "#SBATCH --time=2-00:00:00",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --constraint=h100",
+        "export NGPU=4",
+        "export CONTAINER='apptainer exec --nv image.sif'",
+        "export NCCL_DEBUG=WARN",
+        "module load cuda",
     ):
-        self.folder = folder
-        (folder / "bin").mkdir()
-        self.play("srun", SRUN.format(folder=folder))
-        self.play("hostname", f"echo {own}")
-        nodes = TWO_HOSTS.format(addresses=addresses)
-        self.play(
-            "scontrol",
-            f"""case "$1 $2" in
-                "show node") printf '%s\\n' '{nodes}' ;;
-                "show job")
-                    [ "$3" != 5 ] || echo "JobId=6 JobState=COMPLETING Reason=None Dependency="
-                    echo "JobId=7 JobState={state} Dependency=" ;;
-                *) echo "$@" >>{folder}/scontrol ;;
-            esac""",
-        )
+        assert line in done.stdout.splitlines()
+    assert "--dry-run" not in done.stdout
+    assert "--array" not in done.stdout
 
-    def play(self, name: str, script: str) -> None:
-        """A command of that name."""
-        file = self.folder / "bin" / name
-        file.write_text(f"#!/bin/bash\n{script}\n")
-        file.chmod(0o755)
 
-    def start(self, *arguments: str, **variables: str) -> tuple[int, str]:
-        """The job's exit code and log."""
-        environment = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_JOB_NODELIST": "a[1-2]", "SLURMD_NODENAME": "a1", "RUN_FOLDER": str(self.folder),
-            "CHECKPOINTS": str(self.folder / "checkpoint"), "MAX_STARTS_WITHOUT_PROGRESS": "3", **variables,
-        }  # fmt: skip
-        (self.folder / "slurm").mkdir(exist_ok=True)
-        command = ["bash", JOB, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
-        return done.returncode, done.stdout + done.stderr
-
-    def said(self, command: str) -> str:
-        """What the command was told."""
-        file = self.folder / command
-        return file.read_text() if file.exists() else ""
+def test_replica_groups_are_array_tasks(submit):
+    done = submit(lighthouse="http://login1:29510", **REPLICA_GROUPS)
+    assert "#SBATCH --array=0-2" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
-    ("addresses", "own", "expected"),
-    [
-        (("10.1.2.3", "10.1.2.4"), "10.9.9.9", "10.1.2.3"),
-        (("127.0.1.1", "10.1.2.4"), "127.0.1.1 10.9.9.9", "10.9.9.9"),
-        (("no-such-name.invalid", "10.1.2.4"), "::1 10.9.9.9", "10.9.9.9"),
-    ],
+    ("lighthouse", "problem"),
+    [("", "$TORCHFT_LIGHTHOUSE is not set"), ("login1:29510", "login1:29510: must be an address")],
 )
-def test_the_rendezvous_is_where_the_other_nodes_reach_it(tmp_path, addresses, own, expected):
-    code, log = Node(tmp_path, addresses=addresses, own=own).start("--training.steps=5")
-    assert code == 0, log
-    assert f"address {expected}:20007" in log
-    assert "complete" in log
+def test_invalid_lighthouse_address_is_a_configuration_error(submit, lighthouse, problem):
+    done = submit(lighthouse=lighthouse, **REPLICA_GROUPS)
+    assert done.returncode == 2
+    assert problem in done.stderr
 
 
-def test_a_node_without_an_address_is_told_at_once(tmp_path):
-    node = Node(tmp_path, addresses=("127.0.1.1", "10.1.2.4"), own="127.0.0.1")
-    code, log = node.start()
-    assert code == 1
-    assert "no address of a1 but its own loopback" in log
-    assert "slurm.environment.MASTER_ADDR" in log
-    assert not node.said("srun")
-    code, log = node.start(MASTER_ADDR="10.0.0.5")
-    assert (code, "address 10.0.0.5:" in log) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("code", "state", "requeued", "said"),
-    [
-        (0, "RUNNING Reason=None", False, "complete"),
-        (2, "RUNNING Reason=None", False, "not requeued: the configuration is wrong"),
-        (75, "RUNNING Reason=None", True, "requeued"),
-        (1, "RUNNING Reason=None", True, "requeued"),
-        (75, "COMPLETING Reason=TimeLimit", True, "requeued"),
-        (75, "CANCELLED Reason=None", False, "not requeued: Slurm is ending it (CANCELLED None)"),
-    ],
-)
-def test_what_is_requeued(tmp_path, code, state, requeued, said):
-    node = Node(tmp_path, state=state)
-    assert node.start(CODE=str(code))[0] == (0 if requeued else code)
-    assert node.said("scontrol") == ("requeue 7\n" if requeued else "")
-    assert said in node.start(CODE=str(code))[1]
-
-
-def test_a_job_is_requeued_as_long_as_one_of_its_last_starts_brought_a_checkpoint(tmp_path):
-    node = Node(tmp_path)
-    logs = [node.start(CODE="1")[1] for _ in range(2)]
-    (tmp_path / "checkpoint" / "step-20").mkdir(parents=True)
-    (tmp_path / "checkpoint" / "step-30.partial-x").mkdir()
-    logs += [node.start(CODE="1")[1] for _ in range(4)]
-    assert [" requeued" in log and "not requeued" not in log for log in logs] == [True] * 4 + [False] * 2
-    assert "not requeued: 3 starts in a row have not got past step 20" in logs[-1]
-
-
-def test_every_task_of_an_array_is_a_replica_group(tmp_path):
-    node = Node(tmp_path)
-    task = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}
-    assert node.start("--fault_tolerance.enable", CODE="1", **task)[0] == 0
-    assert node.said("scontrol") == "requeue 5_3\n"
-    assert node.said("srun").endswith("--fault_tolerance.enable --fault_tolerance.replica_id=3\n")
+def test_invalid_run_is_rejected_before_submission(submit):
+    done = submit(slurm__nodes=3, slurm__gpus_per_node=4)
+    assert done.returncode == 2
+    assert "global_batch_size" in done.stderr

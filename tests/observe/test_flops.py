@@ -1,4 +1,4 @@
-"""Peaks by device name, and the arithmetic of a token."""
+"""Peak FLOPs by device name, and FLOPs per token."""
 
 import pytest
 
@@ -46,16 +46,16 @@ def test_known_devices(device_name, tflops):
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
     ],
 )
-def test_unknown_devices_are_not_guessed(device_name):
+def test_unknown_devices_have_no_peak(device_name):
     assert peak_flops_per_second(device_name, dtype="bfloat16") is None
 
 
-def test_unknown_types_are_not_guessed():
+def test_unknown_data_types_have_no_peak():
     assert peak_flops_per_second("NVIDIA H100 80GB HBM3", dtype="float32") is None
 
 
 def test_flops_of_llama_3_8b():
-    """6 x 7.504e9 in matrix products; attention of 8,192 tokens: 12 x 32 x 32 x 128 x 8,192 = 12.9e9."""
+    """6 x 7.504e9 in matrix products; attention over 8,192 tokens: 12 x 32 x 32 x 128 x 8,192 = 12.9e9."""
     flops = training_flops_per_token(
         matmul_parameters=7_504_924_672, n_layers=32, n_heads=32, head_dim=128, seq_len=8192
     )

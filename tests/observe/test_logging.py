@@ -1,4 +1,4 @@
-"""Who may say what, and how it looks."""
+"""Levels per rank, and the format of log lines."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def lines(rank: int) -> list[str]:
     return run.stdout.splitlines()
 
 
-def test_rank_0_says_everything_without_colors_in_a_pipe():
+def test_rank_0_logs_all_levels_without_color_in_a_pipe():
     info, warning, error, *trace, torch_imported = lines(0)
     assert info.split(" ", 2)[2] == "training"
     assert warning.split(" ", 2)[2] == "WARNING [rank 0] disk is full"
@@ -32,5 +32,5 @@ def test_rank_0_says_everything_without_colors_in_a_pipe():
     assert torch_imported == "False"
 
 
-def test_other_ranks_only_warn():
+def test_other_ranks_log_warnings_only():
     assert lines(3)[0].split(" ", 2)[2] == "WARNING [rank 3] disk is full"

@@ -1,4 +1,4 @@
-"""The record of a run: rows, their continuity over a resume, and what a user sees."""
+"""Rows of metrics, their continuity over a resume, and console output."""
 
 import json
 import logging
@@ -74,14 +74,14 @@ def test_row_of_a_step(tmp_path):
     assert row["mfu_percent"] == pytest.approx(25)
 
 
-def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path, caplog):
+def test_mfu_is_omitted_if_the_peak_is_unknown(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         log_steps(tmp_path, range(1, 2), peak_flops=None)
     assert set(rows(tmp_path)[0]) == ROW_KEYS - {"mfu_percent"}
     assert "MFU" not in caplog.text
 
 
-def test_line_of_a_step(tmp_path, caplog):
+def test_console_line_of_a_step(tmp_path, caplog):
     metrics = writer(tmp_path)
     with caplog.at_level(logging.INFO):
         metrics.log(record(20, skipped_steps=2))
@@ -89,6 +89,38 @@ def test_line_of_a_step(tmp_path, caplog):
         "step 20/100  loss 3.0000  grad norm 1.5  lr 8.00e-04  2,000 tokens/s  6 TFLOP/s  MFU 25.0 %  "
         "memory 1.25 GiB  data wait 10.0%  ETA 0:00:40  skipped 2"
     ]
+
+
+def test_auxiliary_losses_are_columns_by_name(tmp_path, caplog):
+    metrics = writer(tmp_path, metrics=Metrics(enable_tensorboard=True))
+    with caplog.at_level(logging.INFO):
+        metrics.log(record(1, auxiliary={"load_balance": 0.01, "z_loss": 0.25}))
+    metrics.close()
+    (row,) = rows(tmp_path)
+    assert set(row) == ROW_KEYS | {"auxiliary/load_balance", "auxiliary/z_loss"}
+    assert (row["auxiliary/load_balance"], row["auxiliary/z_loss"]) == (0.01, 0.25)
+    assert tensorboard_steps(tmp_path / "tb", "auxiliary/z_loss") == [1]
+    assert "loss 4.9000  load_balance 0.01  z_loss 0.25  grad norm" in caplog.messages[0]
+
+
+def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
+    metrics = writer(tmp_path)
+    values = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_seen": 0, "skipped_steps": 0, "memory_gib": 1.0}
+    metrics.observe_step(data_seconds=100.0)
+    before = time.perf_counter()
+    metrics.restart_interval()
+    started = time.perf_counter()
+    for data_seconds in (0.25, 0.5, 0.75, 1.0):
+        metrics.observe_step(data_seconds=data_seconds)
+    ended = time.perf_counter()
+    metrics.log_step(step=5, **values)
+    after = time.perf_counter()
+    metrics.observe_step(data_seconds=2.0)
+    metrics.log_step(step=6, **values)
+    first, second = rows(tmp_path)
+    assert ended - started <= 4 * first["step_seconds"] <= after - before
+    assert first["data_seconds"] == 0.625
+    assert second["data_seconds"] == 2.0
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -112,7 +144,7 @@ def test_validation_and_event_rows(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_non_finite_numbers_are_null(tmp_path, loss):
+def test_non_finite_values_are_null(tmp_path, loss):
     metrics = writer(tmp_path)
     metrics.log(record(1, loss=loss, grad_norm=loss))
     (row,) = rows(tmp_path)
@@ -126,7 +158,7 @@ def test_resume_continues_the_rows(tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 11))
 
 
-def test_steps_that_others_trained_again_and_rounds_taken_back_are_dropped(tmp_path):
+def test_rows_of_repeated_and_rolled_back_steps_are_dropped(tmp_path):
     log_steps(tmp_path, range(1, 9))
     metrics = writer(tmp_path, resume_step=20, lost={7, 8})
     for step in (21, 22, 23):
@@ -139,7 +171,7 @@ def test_steps_that_others_trained_again_and_rounds_taken_back_are_dropped(tmp_p
     assert rows(tmp_path)[-1]["loss"] == 1.0
 
 
-def test_resume_drops_the_torn_line_of_a_killed_process(tmp_path):
+def test_resume_drops_the_incomplete_line_of_a_killed_process(tmp_path):
     program = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -159,8 +191,8 @@ os.kill(os.getpid(), 9)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_full_disk_costs_rows_but_not_the_run(tmp_path):
-    """A limit on the size of files stands in for the full disk."""
+def test_full_disk_loses_rows_but_not_the_run(tmp_path):
+    """A file size limit simulates the full disk."""
     program = f"""
 import resource, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -185,7 +217,7 @@ def tensorboard_steps(folder: Path, tag: str) -> list[int]:
     return [event.step for event in accumulator.Scalars(tag)]
 
 
-def test_tensorboard_is_one_curve_after_a_resume(tmp_path):
+def test_tensorboard_curve_is_continuous_after_a_resume(tmp_path):
     metrics = Metrics(enable_tensorboard=True)
     log_steps(tmp_path, range(1, 9), metrics=metrics)
     log_steps(tmp_path, range(6, 11), metrics=metrics, resume_step=5)
@@ -209,14 +241,14 @@ print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys
     assert answer.stdout == "[]\n"
 
 
-def test_missing_wandb_is_named_with_its_extra(tmp_path, monkeypatch):
+def test_missing_wandb_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'enable_wandb.*not installed.*"torchtitan_clone\[wandb\]"'):
         writer(tmp_path / "run", metrics=Metrics(enable_wandb=True))
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_offline_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
+def test_wandb_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -232,7 +264,7 @@ def test_wandb_offline_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
 
 
 def run_on_a_terminal(program: str) -> str:
-    """What a user's terminal receives from a Python program."""
+    """Returns what a Python program prints on a terminal."""
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (40, 200))
     process = subprocess.Popen([sys.executable, "-c", program], stdout=slave, stderr=slave)
@@ -248,7 +280,7 @@ def run_on_a_terminal(program: str) -> str:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux' way to say that the other end is closed
+    except OSError:  # Linux reports a closed terminal as an error
         return b""
 
 
@@ -269,7 +301,7 @@ metrics.close()
 """
 
 
-def test_progress_bar_only_on_a_terminal_and_lines_stay_whole(tmp_path):
+def test_progress_bar_is_shown_only_on_a_terminal(tmp_path):
     program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     piped = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.split("  ")[0].split(" ", 2)[2] for line in piped.stdout.splitlines()] == [

@@ -1,11 +1,10 @@
-"""Traces that a viewer can open, at the steps that were asked for."""
+"""Traces and memory snapshots at the configured steps."""
 
 import json
 
 import pytest
 import torch
 
-from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.profiling import build_profiler
 
@@ -17,9 +16,9 @@ def train(profiler, steps: int) -> None:
         profiler.step()
 
 
-def test_a_trace_every_profile_freq_steps_of_the_run(tmp_path):
+def test_trace_every_profile_freq_steps(tmp_path):
     profiling = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1)
-    with build_profiler(profiling, folder=tmp_path, rank=3, device_type="cpu", resume_step=100) as profiler:
+    with build_profiler(profiling, folder=tmp_path, rank=3, resume_step=100) as profiler:
         train(profiler, 10)
     traces = sorted((tmp_path / "profile_traces").rglob("*"))
     assert [str(file.relative_to(tmp_path / "profile_traces")) for file in traces if file.is_file()] == [
@@ -31,28 +30,16 @@ def test_a_trace_every_profile_freq_steps_of_the_run(tmp_path):
         assert sum(event["name"] == "aten::mm" for event in events) == 1
 
 
-def test_disabled_writes_nothing(tmp_path):
-    with build_profiler(Profiling(), folder=tmp_path, rank=0, device_type="cpu", resume_step=0) as profiler:
+def test_disabled_profiler_writes_nothing(tmp_path):
+    with build_profiler(Profiling(), folder=tmp_path, rank=0, resume_step=0) as profiler:
         train(profiler, 20)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_schedule_that_does_not_fit(tmp_path):
-    profiling = Profiling(enable_profiling=True, profile_freq=3)
-    with pytest.raises(ConfigError, match=r"profile_freq = 3.*warmup 3 \+ profiler_active 1; set it to 4"):
-        build_profiler(profiling, folder=tmp_path, rank=0, device_type="cpu", resume_step=0)
-
-
-def test_memory_snapshot_needs_cuda(tmp_path):
-    profiling = Profiling(enable_memory_snapshot=True)
-    with pytest.raises(ConfigError, match="snapshots are of CUDA memory, and this run is on the cpu"):
-        build_profiler(profiling, folder=tmp_path, rank=0, device_type="cpu", resume_step=0)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records the CUDA allocator")
-def test_memory_snapshots_at_their_step_and_when_memory_runs_out(tmp_path):
+def test_memory_snapshots_at_their_step_and_on_out_of_memory(tmp_path):
     profiling = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    profiler = build_profiler(profiling, folder=tmp_path, rank=0, device_type="cuda", resume_step=0)
+    profiler = build_profiler(profiling, folder=tmp_path, rank=0, resume_step=0)
     with pytest.raises(torch.OutOfMemoryError), profiler:  # noqa: PT012
         train(profiler, 2)
         torch.empty(2**50, device="cuda")

@@ -1,4 +1,4 @@
-"""Everything that describes a run, as plain data; the lowest room of the package."""
+"""Configuration of a run as plain data: schema, loading, validation. Imports nothing else of the package."""
 
 from torchtitan_clone.config.loader import load_config
 from torchtitan_clone.config.overlay import ConfigError, overlay

@@ -1,25 +1,25 @@
-"""A Config from TOML files and --table.key=value.
+"""Loads a Config from TOML files and --table.key=value arguments.
 
-The `extends` chain, the file itself and the command line lie over each other key by key, and only what results is
-built and judged: an error names the place whose value won.
+The `extends` chain, the file and the command line are merged key by key. Only the merged result is validated, and an
+error names the file and line, or the command line, that supplied the value.
 """
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from torchtitan_clone.config.overlay import ConfigError, did_you_mean, overlay_reporting, toml_like
 from torchtitan_clone.config.schema import Config
 from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Key, Settings, merge_into, parse_arguments, read_chain
-from torchtitan_clone.config.torchtitan_compat import foreign_key
+from torchtitan_clone.config.torchtitan_compat import torchtitan_key
 
 logger = logging.getLogger("torchtitan_clone")
 
 
 def load_config(argv: list[str]) -> Config:
-    """The run that command line arguments describe, `--job.config_file=FILE` among them.
+    """Returns the configuration that command line arguments describe, including `--job.config_file=FILE`.
 
-    ConfigError lists everything that is wrong, each with its file and line.
+    Raises ConfigError with one message per problem, each with its file and line.
     """
     problems: list[str] = []
     command_line = parse_arguments(argv, problems=problems)
@@ -27,10 +27,10 @@ def load_config(argv: list[str]) -> Config:
     if config_file := command_line.get(("job", "config_file")):
         read_chain(Path(str(config_file.value)), origin=COMMAND_LINE, chain=[], settings=settings, problems=problems)
     if extends := command_line.pop(("job", "extends"), None):
-        problems.append(f"{extends.origin}: job.extends belongs in a file; give the file as --job.config_file")
+        problems.append(f"{extends.origin}: job.extends is only valid in a file; pass the file as --job.config_file")
     merge_into(settings, command_line)
-    _drop_foreign(settings, problems=problems)
-    _drop_unknown(settings, problems=problems)
+    _drop_torchtitan_keys(settings, problems=problems)
+    _drop_unknown_keys(settings, problems=problems)
 
     def report(path: Key, text: str) -> None:
         problems.append(f"{_origin(settings, path)}: {'.'.join(path)}{text}")
@@ -41,22 +41,22 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def _drop_foreign(settings: Settings, *, problems: list[str]) -> None:
+def _drop_torchtitan_keys(settings: Settings, *, problems: list[str]) -> None:
     values = {".".join(path): setting.value for path, setting in settings.items()}
     for path, setting in list(settings.items()):
         name = ".".join(path)
-        foreign = foreign_key(f"{name}." if setting.value == {} else name)
+        foreign = torchtitan_key(f"{name}." if setting.value == {} else name)
         if foreign is None or _is_known(path):
             continue
         del settings[path]
         shown = f"{name} = {toml_like(setting.value)}"
-        if foreign.admits(setting.value, switch=values.get(foreign.tunes)):
-            logger.info("%s: %s is left out, it changes nothing here", setting.origin, shown)
+        if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
+            logger.info("%s: %s is ignored: it has no effect here", setting.origin, shown)
         else:
-            problems.append(f"{setting.origin}: {shown}: {foreign.otherwise}")
+            problems.append(f"{setting.origin}: {shown}: {foreign.reason}")
 
 
-def _drop_unknown(settings: Settings, *, problems: list[str]) -> None:
+def _drop_unknown_keys(settings: Settings, *, problems: list[str]) -> None:
     reported: set[Key] = set()
     for path, setting in list(settings.items()):
         if _is_known(path):
@@ -73,29 +73,30 @@ def _is_known(path: Key) -> bool:
 
 
 def _unknown(path: Key) -> str:
-    """What to say about a key that no table has."""
-    table, key = path[0], path[min(1, len(path) - 1)]
+    """Describes a key that no table has."""
+    table = path[0]
+    key = path[min(1, len(path) - 1)]
     elsewhere = [f"{name}.{key}" for name in TABLES if key in TABLES[name]]
     if table in TABLES:
         hint = did_you_mean(key, TABLES[table], prefix=table)
         if elsewhere:
             hint = f"; did you mean {' or '.join(elsewhere)}?"
-        return f"{'.'.join(path)}: there is no such option{hint}"
+        return f"{'.'.join(path)}: unknown option{hint}"
     if len(path) == 1 and elsewhere:
-        return f"{table}: options belong to a table; did you mean {' or '.join(elsewhere)}?"
-    return f"[{table}]: there is no such table{did_you_mean(table, TABLES)}"
+        return f"{table}: options must be in a table; did you mean {' or '.join(elsewhere)}?"
+    return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
 
 
 def _origin(settings: Settings, path: Key) -> str:
-    """Where a key, or the first key of a table, was written."""
+    """Returns where a key, or the first key of a table, was set."""
     return next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
 
 
-def _nested(settings: Settings) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def _nested(settings: Settings) -> dict[str, object]:
+    nested: dict[str, object] = {}
     for path, setting in settings.items():
         table = nested
-        for part in path[:-1]:
-            table = table.setdefault(part, {})
+        for key in path[:-1]:
+            table = cast("dict[str, object]", table.setdefault(key, {}))
         table[path[-1]] = setting.value
     return nested

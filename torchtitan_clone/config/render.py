@@ -1,4 +1,4 @@
-"""A Config as TOML, and the options as help text."""
+"""Renders a Config as TOML, and all options as help text."""
 
 import ast
 import inspect
@@ -12,29 +12,29 @@ from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
 from torchtitan_clone.config.sources import TABLES
 
-_OF_ONE_START = ("config_file", "extends", "dry_run")
-"""Options of [job] that say how one start finds its configuration, not what the run is."""
+_NOT_SAVED = ("config_file", "extends", "dry_run")
+"""Options of [job] that locate the configuration of one launch and are not part of the run."""
 
 _INTRO = """\
-Trains a language model that one TOML file describes.
+Trains the language model described by a TOML file.
 
   ./run_train.sh --training.steps=20 --optimizer.lr=1e-3
   CONFIG_FILE=my_run.toml ./run_train.sh
   python -m torchtitan_clone.train --job.config_file=my_run.toml
 
-Every option below can stand in the file, as `key = value` under its [table], or on the command line, as
---table.key=value. The command line goes over the file, the file over the one it names in job.extends, and that over the
-defaults. --table.key alone means true. --dry-run checks everything, prints what would run, and exits.
+Set an option in the file, as `key = value` under its [table], or on the command line, as --table.key=value. The command
+line overrides the file, the file overrides its base file (job.extends), and the base file overrides the defaults.
+--table.key without a value means true. --dry-run validates the configuration, prints the run plan and exits.
 """
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML from which the same run goes on: loaded again, it is equal.
+    """Returns the complete configuration as TOML; loading it again gives an equal configuration.
 
-    What is unset is left out, since TOML has no word for it.
+    Unset options are omitted, since TOML has no null.
     """
-    tables: dict[str, dict[str, Any]] = asdict(config)
-    job = {key: value for key, value in tables["job"].items() if key not in _OF_ONE_START}
+    tables: dict[str, dict[str, object]] = asdict(config)
+    job = {key: value for key, value in tables["job"].items() if key not in _NOT_SAVED}
     tables["job"] = job | {"run_name": run_name(config.job)}
     lines: list[str] = []
     for name, table in tables.items():
@@ -44,7 +44,7 @@ def to_toml(config: Config) -> str:
 
 
 def help_text() -> str:
-    """Every option with its type, default and docstring, by table."""
+    """Returns every option with its type, default and docstring, grouped by table."""
     documented = option_docs()
     blocks = [_INTRO]
     tables: dict[str, Any] = vars(Config())
@@ -60,7 +60,7 @@ def help_text() -> str:
 
 
 def option_docs() -> dict[str, dict[str, str]]:
-    """Docstring of every option that has one, by table and key; read from the schema's source."""
+    """Returns the docstring of every documented option by table and key, parsed from the schema's source."""
     classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
     return {name: _field_docs(classes[cls.__name__]) for name, cls in get_type_hints(Config).items()}
 

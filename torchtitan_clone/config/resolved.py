@@ -1,4 +1,4 @@
-"""What an option comes to that the user may leave open: -1, or unset."""
+"""Resolves options whose value depends on other options: -1, or unset."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Tra
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Ranks on each axis of the device mesh; their product is the world size."""
+    """Number of ranks on each axis of the device mesh; the product is the world size."""
 
     pp: int
     dp_replicate: int
@@ -18,12 +18,12 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Ranks that read different rows."""
+        """Number of ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
 
 
 def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
-    """The degrees with -1 filled in; run/rules.py finds degrees that do not fit the world size."""
+    """Returns the degrees with -1 resolved; run/rules.py rejects degrees that do not fit the world size."""
     others = (
         parallelism.pipeline_parallel_degree
         * parallelism.data_parallel_replicate_degree
@@ -43,17 +43,17 @@ def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
 
 
 def resolved_global_batch_size(training: Training, degrees: Degrees, fault_tolerance: FaultTolerance) -> int:
-    """Rows of one optimizer step over all ranks of all replica groups."""
+    """Returns the global batch size over all ranks of all replica groups, in sequences."""
     if training.global_batch_size == -1:
         return training.local_batch_size * degrees.data * (fault_tolerance.group_size if fault_tolerance.enable else 1)
     return training.global_batch_size
 
 
 def run_folder(job: Job) -> Path:
-    """The folder that a run writes to."""
+    """Returns the folder that a run writes to."""
     return Path(job.dump_folder) / run_name(job)
 
 
 def run_name(job: Job) -> str:
-    """Name of the run's folder: as given, else after the TOML file, else "run"."""
+    """Returns the name of the run's folder: job.run_name, else the TOML file's name without suffix, else "run"."""
     return job.run_name or (Path(job.config_file).stem if job.config_file else "run")

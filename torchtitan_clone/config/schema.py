@@ -1,117 +1,122 @@
-"""Every option of a run, as plain data.
+"""Options of a run, as plain data.
 
-One frozen dataclass per TOML table, collected in `Config`. The string under a field documents it: `--help` prints
-it, and a test refuses a field without one, and a field that no code reads. Table and key names are torchtitan v0.2's
-wherever the meaning is the same. Rules that span several fields stand in `checks.py`, not here.
+One frozen dataclass per TOML table, collected in `Config`. The docstring under a field is its `--help` text; a test
+rejects fields without a docstring and fields that no code reads. Table and key names follow torchtitan v0.2
+wherever the meaning is the same. Rules that span several fields are in `checks.py`, not here.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the run is called and where it writes."""
+    """Name of the run and where it writes."""
 
     config_file: str | None = None
-    """TOML file that describes the run; given on the command line as --job.config_file=FILE."""
+    """TOML file of the run, given on the command line as --job.config_file=FILE."""
     extends: str | None = None
-    """Another TOML file, relative to this one, whose keys apply where this file is silent."""
+    """Base TOML file, relative to this file; its values apply to every key that this file does not set."""
     description: str = ""
-    """One line about the run, for people; it is logged at the start."""
+    """One-line description of the run, logged at startup."""
     dump_folder: str = "./outputs"
-    """Folder under which every run gets its own folder."""
+    """Parent folder of all run folders."""
     run_name: str | None = None
-    """Name of the run's folder below dump_folder; unset: the name of the TOML file without its ending."""
+    """Name of the run's folder in dump_folder; unset: the name of the TOML file without its suffix."""
     dry_run: bool = False
-    """Resolve and check the configuration, print what would run, and exit; --dry-run is short for it."""
+    """Validate the configuration, print the run plan and exit without training. --dry-run is a shorthand."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model, in which size."""
+    """Model family, size and tokenizer."""
 
     name: str = "llama3"
-    """Family of the model: a key of models.MODELS."""
+    """Model family: a key of models.MODELS."""
     flavor: str = "debugmodel"
-    """Size within the family, for example debugmodel, 1B, 8B."""
-    args: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Laid over the flavor's arguments, for example --model.args.n_layers=4; checked against that model's arguments."""
+    """Predefined size within the family, for example "debugmodel", "1B" or "8B"."""
+    args: dict[str, object] = field(default_factory=dict[str, object])
+    """Overrides of the flavor's model arguments, for example --model.args.n_layers=4; validated against the family."""
     hf_assets_path: str | None = None
-    """Folder that holds tokenizer.json; unset: the 2,048-token tokenizer that this package ships."""
+    """Folder that contains tokenizer.json; unset: the bundled tokenizer with 2,048 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """A point of training.freeze_schedule: what changes before a step, for that step and all that follow."""
+    """One entry of training.freeze_schedule: settings that apply from a given step on."""
 
     step: int
-    """First step that trains without these blocks."""
+    """First optimizer step at which this entry applies, counted from 1."""
     layers: int
-    """Blocks that are frozen from then on, counted from the first; the embedding is frozen with them."""
+    """Number of frozen blocks, counted from the input; the embedding is frozen with them."""
     pipeline_parallel_degree: int | None = None
-    """Ranks over which the layers are split from then on; the shard axis takes what gets free. Unset: as before."""
+    """Pipeline-parallel degree from this step on; freed ranks join the shard axis. Unset: unchanged."""
     local_batch_size: int | None = None
-    """Rows that one data-parallel rank passes through the model at once from then on; unset: as before."""
+    """Micro-batch size per data-parallel rank from this step on, in sequences; unset: unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained on, how much, and in which precision."""
+    """Data source, batch size, number of steps and precision."""
 
     dataset: str = "stdlib"
-    """Key of data.DATASETS; or a hub id, "org/name" or "org/name:configuration", that is streamed (extra "data")."""
+    """Key of data.DATASETS, or a Hugging Face dataset "org/name" or "org/name:subset" to stream (extra "data")."""
     dataset_path: str | None = None
-    """Text, .jsonl(.gz|.zst) or .parquet file, or a folder of these; where set, it is read instead of dataset."""
+    """Local text, .jsonl(.gz|.zst) or .parquet file, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"
-    """Field of a .jsonl row, or column of a .parquet file or hub dataset, that holds the document."""
+    """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
     seq_len: int = 2048
-    """Tokens in one row of a batch."""
+    """Sequence length, in tokens."""
     local_batch_size: int = 8
-    """Rows that one data-parallel rank passes through the model at once."""
+    """Micro-batch size per data-parallel rank, in sequences."""
     global_batch_size: int = -1
-    """Rows of one optimizer step over all ranks and replica groups; -1: local_batch_size of each."""
+    """Global batch size per optimizer step over all ranks and replica groups, in sequences; -1: one micro-batch of
+    local_batch_size per data-parallel rank, that is, no gradient accumulation."""
     document_masking: bool = True
-    """Attention stays within a document and positions restart at each; false: rows are plain streams of tokens."""
+    """Restrict attention to tokens of the same document and restart positions at document boundaries; false: treat each
+    sequence as one document."""
     steps: int = 10000
-    """Optimizer steps of the whole run."""
+    """Total number of optimizer steps."""
     max_norm: float = 1.0
-    """Gradients are scaled down to this global norm where they exceed it."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
     loss_chunk_tokens: int = 1024
-    """Tokens for which logits exist at one time; smaller saves memory, larger multiplies faster."""
+    """Tokens per chunk of the output projection and loss. Smaller chunks use less memory for logits; larger chunks run
+    larger matrix products."""
     max_skipped_steps: int = 10
-    """Steps in a row that may be skipped for a non-finite loss or gradient norm before the run stops with an error."""
+    """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more ends the run with an
+    error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the master weights and of the optimizer's state."""
+    """Data type of the master weights and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights and activations in forward and backward."""
+    """Data type of weights and activations in forward and backward."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are reduced over ranks."""
+    """Data type of the gradient reduction across ranks."""
     freeze_schedule: list[Freeze] = field(default_factory=list[Freeze])
-    """Blocks that stop learning, for example [{step = 100, layers = 4, pipeline_parallel_degree = 1}]: from step 100 on
-    the embedding and the first 4 blocks stay as they are, and ranks that get free take part of the data."""
+    """Entries that freeze the first blocks during the run, in order of step. For example, [{step = 100, layers = 4,
+    pipeline_parallel_degree = 1}] freezes the embedding and 4 blocks from step 100 on and gives the freed pipeline
+    ranks to data parallelism."""
     enable_cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory."""
     gc_freq: int = 50
-    """Steps between two runs of Python's garbage collector, which is off in between."""
+    """Interval of Python garbage collection, in steps; automatic collection is disabled."""
     max_seconds: float | None = None
-    """Stop and save so that the process ends after this many seconds at most; unset: no limit."""
+    """Time limit of the process, in seconds; the run saves and stops in time to exit within it. Unset: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """How text becomes batches."""
+    """Tokenization, caching and loading of the data."""
 
     num_workers: int = 0
-    """Loader processes per rank; 0 reads in the training process, which is enough for prepared (not streamed) data."""
+    """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
     cache_folder: str | None = None
-    """Folder of prepared token stores; unset: torchtitan_clone below $XDG_CACHE_HOME or ~/.cache."""
+    """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
     prepare_processes: int = -1
-    """Processes that tokenize a new source; -1: one per CPU core."""
+    """Number of processes that tokenize a new dataset; -1: one per CPU core."""
     held_out_fraction: float = 0.01
-    """Share of the documents, chosen by hash, that is kept for validation and never trained on; 0 holds none out."""
+    """Fraction of documents, selected by hash, that is held out for validation; 0 holds out none."""
     max_bad_rows: int = 0
-    """Rows that may be unreadable (not JSON, key missing, not UTF-8) and are left out; one more is an error."""
+    """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,133 +168,145 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """Warm-up, then stable, then decay."""
+    """Learning rate schedule: linear warmup, then constant, then decay."""
 
     warmup_steps: int = 200
-    """Steps over which the learning rate rises linearly from 0."""
+    """Number of linear warmup steps from learning rate 0."""
     decay_ratio: float | None = None
-    """Share of all steps over which it falls at the end, at most what the warm-up leaves; unset: all that it leaves."""
+    """Fraction of all steps spent in decay at the end, at most what the warmup leaves; unset: all steps after the
+    warmup."""
     decay_type: str = "linear"
-    """Shape of the fall: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
+    """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
     min_lr_factor: float = 0.0
-    """Learning rate at the end of the fall, as a share of optimizer.lr."""
+    """Final learning rate, as a fraction of optimizer.lr."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How many ranks each axis of the device mesh has."""
+    """Degrees and options of each parallelism; the product of all degrees is the world size."""
 
     data_parallel_replicate_degree: int = 1
-    """Copies of the model whose gradients are averaged (HSDP when the shard degree is above 1 too)."""
+    """Number of model replicas with averaged gradients; combined with a shard degree above 1 this is HSDP."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP2 shards weights, gradients and optimizer state; -1: all ranks that are left."""
+    """FSDP2 sharding degree of weights, gradients and optimizer state; -1: all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights between forward and backward; default: always, but not under pipeline parallelism."""
+    """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
     fsdp_prefetch_blocks: int = 1
-    """Blocks whose weights are gathered ahead of the one at work, forward and backward; 1 is what torch does by itself
-    as long as the CPU runs ahead, more hide slow networks and cost the memory of so many blocks."""
+    """Number of blocks whose weights are gathered ahead of the running block, in forward and backward. 1 is the
+    implicit prefetch of FSDP2 while the CPU runs ahead; higher values hide slow networks and use the memory of as many
+    blocks."""
     tensor_parallel_degree: int = 1
-    """Ranks over which each matrix is split."""
+    """Tensor-parallel degree: number of ranks that shard each weight matrix."""
     enable_async_tensor_parallel: bool = False
-    """Take each product and its collective apart, so that they overlap; CUDA and compile.enable only."""
+    """Decompose matrix products and their collectives so that they overlap; requires CUDA and compile.enable."""
     pipeline_parallel_degree: int = 1
-    """Ranks over which the layers are split."""
+    """Pipeline-parallel degree: number of ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
-    """Order of the pipeline's work: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, or one that computes the gradients of
-    inputs and weights apart and so recomputes activations slowly: InterleavedZeroBubble, ZBVZeroBubble, DualPipeV."""
+    """Pipeline schedule: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+    The last three compute the gradients of inputs and weights separately, which makes activation checkpointing
+    slower."""
     pipeline_parallel_schedule_csv: str | None = None
-    """File with a line of actions such as 0F1,0B1 for each rank of the pipeline; where set, it is the schedule."""
+    """CSV file with one line of actions such as 0F1,0B1 per pipeline rank; takes precedence over the named schedule."""
     pipeline_parallel_microbatch_size: int = 1
-    """Rows that a stage takes at once; the local_batch_size rows of a pass follow one another through the stages."""
+    """Pipeline micro-batch size, in sequences; each forward-backward splits its local_batch_size sequences into
+    these."""
     pipeline_parallel_layers_per_stage: int | None = None
-    """Layers in a stage; unset: as many as give one or two stages a rank, whichever the schedule is made for."""
+    """Layers per pipeline stage; unset: one or two stages per rank, as the schedule requires."""
     pipeline_parallel_first_stage_less_layers: int = 1
-    """Layers that the embedding counts for."""
+    """Cost of the embedding in layers, subtracted from the first stage."""
     pipeline_parallel_last_stage_less_layers: int = 1
-    """Layers that norm and output count for."""
+    """Cost of the final norm and output projection in layers, subtracted from the last stage."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Modules of every stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
+    """Module names of each pipeline stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm",
+    "output"]]; unset: layers are distributed by cost."""
     context_parallel_degree: int = 1
-    """Ranks over which each sequence is split."""
+    """Context-parallel degree: number of ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"
-    """How queries meet the keys of other ranks: gathered, whole sequences of fewer heads, or passed round a ring."""
+    """How attention reaches the keys and values of other ranks: all-gather them, exchange sequence shards for head
+    shards (all-to-all), or pass them around a ring."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When training state is saved."""
+    """Saving, loading and exporting of checkpoints."""
 
     enable: bool = True
-    """Save at the interval, at the end and when the run is asked to stop; resume from the newest saved step."""
+    """Save at the interval, at the end and when the run is stopped; resume from the latest complete checkpoint."""
     folder: str = "checkpoint"
-    """Folder of the checkpoints below the run's folder."""
+    """Checkpoint folder, relative to the run's folder."""
     interval: int = 500
-    """Steps between two saves."""
+    """Steps between two checkpoints."""
     interval_minutes: float | None = None
-    """Minutes after which a step is saved even if the interval is not over; unset: only steps count."""
+    """Maximum time between two checkpoints, in minutes; unset: no time-based checkpoints."""
     enable_first_step_checkpoint: bool = False
-    """Save after the first step too, so that a run that could not save says so at once."""
+    """Also save after the first step, so that storage problems surface immediately."""
     keep_latest_k: int = 10
-    """Newest whole steps that are kept; 0 keeps all."""
+    """Number of complete checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
-    """Steps divisible by this are saved and kept for ever; 0: none."""
+    """Save and permanently keep every step divisible by this number; 0 disables."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """disabled: training waits for a save; async: a copy of the state is taken during the next step and written by a
-    thread; async_with_pinned_mem: the copy is in shared memory, on CUDA pinned, and a process of its own writes it."""
+    """Save mode. "disabled": training waits for the save. "async": the state is copied to host memory during the next
+    step and written by a thread. "async_with_pinned_mem": the copy is in shared memory, pinned on CUDA, and written by
+    a separate process."""
     writer_timeout_seconds: float = 300.0
-    """Longest time without progress of a writer process before it is replaced, once, and then done without."""
+    """Time without progress after which a writer process is considered hung, in seconds; it is restarted once, then a
+    thread writes instead."""
     verify: Literal["full", "sizes"] = "full"
-    """What is checked before a checkpoint is loaded: all bytes against their digests, or the sizes of files only."""
+    """Verification before loading: "full" compares the digest of every file, "sizes" only file sizes."""
     load_step: int = -1
-    """Step to go on from; newer ones are put aside. -1: the newest that is whole."""
+    """Step to resume from; later checkpoints are moved aside. -1: the latest complete checkpoint."""
     load_only: bool = False
-    """Go on from a checkpoint, and save nothing."""
+    """Resume from a checkpoint but never save."""
     start_fresh: bool = False
-    """Begin with the first step where there are checkpoints of which none is whole; otherwise that is an error."""
+    """Start from step 1 if checkpoints exist but none is complete; false: this is an error."""
     allow_partial: bool = False
-    """Load what fits of a checkpoint with other names, shapes or types than the run's, and list the rest."""
+    """Load the tensors whose name, shape and data type match and list all others; false: a mismatch is an error."""
     exclude_from_loading: list[str] = field(default_factory=list[str])
-    """What stays as it is at the start: "model", "optimizer", "rng", "data", or names such as "model/output.weight"."""
+    """State that is not loaded: "model", "optimizer", "rng", "data", or tensor names such as "model/output.weight"."""
     create_seed_checkpoint: bool = False
     """Save the initial state as step 0 and exit."""
     initial_load_path: str | None = None
-    """Where a new run takes its weights from: a step-N folder, a folder of such, or with initial_load_in_hf weights in
-    the Hugging Face format."""
+    """Source of the initial weights of a new run: a step-N folder, a folder of such folders, or with initial_load_in_hf
+    a folder of Hugging Face weights."""
     initial_load_model_only: bool = True
-    """Of a checkpoint there take the weights only; false: optimizer, counters and position in the data too."""
+    """Load only the weights from a checkpoint at initial_load_path; false: also load optimizer state, counters and data
+    position."""
     initial_load_in_hf: bool = False
-    """A new run starts with the .safetensors of initial_load_path, or where that is unset of model.hf_assets_path."""
+    """Initialize a new run from the .safetensors files in initial_load_path, or if unset in model.hf_assets_path."""
     last_save_in_hf: bool = False
-    """After the last step, also export the weights in the Hugging Face format, into hf/step-N of the run's folder."""
+    """Export the final weights in Hugging Face format to hf/step-N in the run's folder."""
     hf_export_interval: int = 0
-    """Steps between two such exports while training, which stands still meanwhile; all are kept; 0: none."""
+    """Steps between two exports in Hugging Face format during training, which blocks meanwhile; all exports are kept. 0
+    disables."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in exports."""
+    """Data type of exported weights."""
     last_save_model_only: bool = False
-    """After the last step, export the weights to the folder model_only too; the last checkpoint itself is complete."""
+    """Also write the final weights without training state to the folder model_only; the last checkpoint stays
+    complete."""
     allow_data_change: bool = False
-    """Resume although the data, the tokenizer or seq_len changed since the checkpoint."""
+    """Resume even if the dataset, the tokenizer or seq_len changed since the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """What follows when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops a run."""
+    """Behavior when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops the run."""
 
     deadline_seconds: float | None = None
-    """Time from a signal to the end of the process. After half of it the step under way is given up between two
-    micro-batches, to be repeated after the restart, so that the other half is left for saving; unset: never."""
+    """Time from the signal until the process must exit, in seconds. A step still running after half of it is
+    interrupted between two micro-batches and repeated after the restart, which leaves the other half for saving. Unset:
+    never interrupt a step."""
     requeue: bool = False
-    """Exit with code 75 where steps are left, so that a batch job knows that it must go on; false: with code 0."""
+    """Exit with code 75 if steps remain, so that a batch job knows to restart the run; false: exit with code 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """What is recomputed in backward instead of kept in memory."""
+    """Activations that are recomputed in backward instead of stored."""
 
     mode: Literal["none", "full", "selective"] = "selective"
     """Recompute nothing, every block, or a selection."""
     selective_ac_option: str = "2"
-    """For mode = "selective": "op" keeps the outputs of costly operations; "n" recomputes every n-th block."""
+    """For mode = "selective": "op" stores the outputs of expensive operations; "n" recomputes every n-th block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,164 +316,169 @@ class Compile:
     enable: bool = False
     """Compile the components."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """What is compiled; the model is compiled block by block."""
+    """What to compile; the model is compiled block by block."""
     backend: str = "inductor"
     """torch.compile backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is shown and written while training."""
+    """Logging of training metrics."""
 
     log_freq: int = 10
-    """Steps between two lines of the log and rows of metrics.jsonl."""
+    """Steps between two log lines and rows of metrics.jsonl."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     save_tb_folder: str = "tb"
-    """Folder of the TensorBoard event files below the run's folder."""
+    """Folder of the TensorBoard event files, relative to the run's folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases (extra "wandb"); its own environment variables apply."""
+    """Log to Weights & Biases (extra "wandb"), configured by its own environment variables."""
     disable_color_printing: bool = False
-    """Plain log lines even on a terminal."""
+    """Disable colored log output on terminals."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profiling:
-    """torch.profiler and CUDA memory snapshots."""
+    """torch.profiler traces and CUDA memory snapshots."""
 
     enable_profiling: bool = False
     """Write Chrome traces."""
     save_traces_folder: str = "profile_traces"
-    """Folder of the traces below the run's folder."""
+    """Folder of the traces, relative to the run's folder."""
     profile_freq: int = 10
-    """Steps from one trace to the next."""
+    """Steps between two traces or memory snapshots."""
     profiler_warmup: int = 3
-    """Steps the profiler runs before it records."""
+    """Warmup steps of the profiler before each trace."""
     profiler_active: int = 1
-    """Steps in one trace."""
+    """Steps recorded in each trace."""
     enable_memory_snapshot: bool = False
-    """Write the CUDA allocator's history, at profile_freq and when memory runs out."""
+    """Write CUDA memory snapshots every profile_freq steps and on out-of-memory errors."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Folder of the memory snapshots below the run's folder."""
+    """Folder of the memory snapshots, relative to the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Collective communication."""
+    """Timeouts, diagnostics and simulation of collective communication."""
 
     mode: Literal["default", "fake_backend"] = "default"
-    """fake_backend: simulate WORLD_SIZE ranks in this process, print memory and collectives of a step, and exit."""
+    """Set to "fake_backend" to simulate WORLD_SIZE ranks in one process, print memory and collectives of a step, and
+    exit."""
     init_timeout_seconds: int = 300
-    """Longest wait for a collective until this process has finished its first step, and while it saves."""
+    """Timeout of a collective until the first step has finished and while saving, in seconds."""
     train_timeout_seconds: int = 100
-    """Longest wait for a collective from then on."""
+    """Timeout of a collective during training, in seconds."""
     trace_buf_size: int = 2000
-    """Collectives that torch's flight recorder remembers, for the report about a hang; 0 turns it off."""
+    """Number of collectives kept by torch's flight recorder for hang reports; 0 disables it."""
     save_traces_folder: str = "comm_traces"
-    """Folder below the run's folder for reports about hangs: stacks of all threads and the last collectives."""
+    """Folder of hang reports (stacks of all threads, last collectives), relative to the run's folder."""
     straggler_freq: int = 100
-    """Steps between two in which no communication overlaps, to find a slow rank or a slow link; 0: none."""
+    """Steps between two measurements of slow ranks and slow links; a measured step does not overlap communication. 0
+    disables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Loss on the documents that data.held_out_fraction keeps from training."""
+    """Validation loss on the documents that data.held_out_fraction holds out."""
 
     enable: bool = False
-    """Validate at the interval and at the end."""
+    """Validate at the interval and after the last step."""
     freq: int = 100
     """Training steps between two validations."""
     steps: int = -1
-    """Batches of one validation; -1: the whole held-out split once."""
+    """Batches per validation; -1: one pass over the validation split."""
     local_batch_size: int = 8
-    """Rows that one data-parallel rank passes through the model at once."""
+    """Micro-batch size per data-parallel rank, in sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTolerance:
-    """Replica groups: runs of this program that train one model together and survive each other's deaths."""
+    """Replica groups: jobs that train one model together and tolerate each other's failures (TorchFT)."""
 
     enable: bool = False
-    """Be one replica group of a run; needs the extra "ft" and a lighthouse, whose address $TORCHFT_LIGHTHOUSE gives."""
+    """Join a run as one replica group; requires the extra "ft" and a lighthouse at the address $TORCHFT_LIGHTHOUSE."""
     process_group: Literal["gloo", "nccl"] = "gloo"
-    """How gradients travel between replica groups."""
+    """Backend of the gradient reduction across replica groups."""
     process_group_timeout_ms: int = 10000
-    """Longest wait for the other groups in one collective, and for a group that heals; then the step is repeated."""
+    """Timeout of a collective across replica groups, and of a recovering group, in milliseconds; on expiry the step is
+    repeated."""
     replica_id: int = 0
-    """Which of the replica groups this one is, from 0."""
+    """Index of this replica group, from 0."""
     group_size: int = 0
-    """Replica groups when all are alive; the global batch is divided among those that are."""
+    """Total number of replica groups; the global batch is divided among the live ones."""
     min_replica_size: int = 1
-    """Fewest replica groups with which training goes on; with fewer it waits."""
+    """Minimum number of live replica groups; with fewer, training waits."""
     stall_factor: float = 10.0
-    """A process that is in one step for so many median steps (and two timeouts) shows its stacks and ends itself."""
+    """A process whose step exceeds this many median steps plus two timeouts is considered hung: it dumps its stacks and
+    exits."""
     semi_sync_method: Literal["local_sgd", "diloco"] | None = None
-    """Groups train apart for rounds of steps and average their weights; unset: they sum gradients in every step."""
+    """Average weights periodically instead of reducing gradients in every step; unset: reduce gradients."""
     sync_steps: int = 5
-    """Steps from one average of a weight to the next."""
+    """Steps between two averages of the same weight."""
     num_fragments: int = 1
-    """Fragments of the model, one of which is averaged after every sync_steps / num_fragments steps."""
+    """Number of model fragments; one fragment is averaged every sync_steps / num_fragments steps."""
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list[list[str]])
-    """Modules of every fragment, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
+    """Module names of each fragment, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
     fragment_sync_delay: int = 0
-    """Steps for which the average may be on its way while training goes on."""
+    """Steps by which communication of an average may overlap with training."""
     fragment_update_alpha: float = 0.0
-    """Share of a group's own weights that stays when the average arrives."""
+    """Weight of the group's own parameters when the average is applied, from 0 (average only) to 1."""
     heartbeat_timeout_ms: int = 5000
-    """Silence after which a replica group counts as dead to the lighthouse, and to those that connect to it."""
+    """Time without a heartbeat after which a replica group is considered dead, in milliseconds."""
     join_timeout_ms: int = 60000
-    """For scripts/lighthouse.py: wait for a group that is alive but late, for example saving; then go on without it."""
+    """For scripts/lighthouse.py: time to wait for a live group that is late, for example because it is saving, before
+    proceeding without it, in milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What scripts/slurm/submit.py asks Slurm for; of no meaning to the run itself."""
+    """Resources that scripts/slurm/submit.py requests from Slurm; training ignores them."""
 
     nodes: int = 1
-    """Nodes of the job."""
+    """Number of nodes (of each replica group)."""
     gpus_per_node: int = 8
-    """GPUs that the job takes of each node; 0 trains on CPUs."""
+    """GPUs per node; 0 trains on CPUs."""
     processes_per_node: int | None = None
-    """Ranks on each node; unset: gpus_per_node, or 1 on CPUs."""
+    """Ranks per node; unset: gpus_per_node, or 1 on CPUs."""
     cpus_per_node: int | None = None
-    """CPU cores that the job takes of each node; unset: nodes are not shared."""
+    """CPU cores per node; unset: exclusive nodes."""
     time: str | None = None
-    """Longest time of one start of the job, as Slurm writes it: "1-12:00:00"; unset: the partition's."""
+    """Time limit in Slurm's format, for example "1-12:00:00"; unset: the limit of the partition."""
     partition: str | None = None
-    """Slurm's partition; unset: the default one."""
+    """Slurm partition; unset: the default partition."""
     account: str | None = None
-    """Slurm's account; unset: the user's."""
+    """Slurm account; unset: the user's default account."""
     signal_seconds: int = 120
-    """Seconds before the end of the time at which the run is told to save."""
+    """Time before the limit at which the run is signaled to save, in seconds."""
     max_starts_without_progress: int = 3
-    """Starts in a row without a new checkpoint after which the job is not requeued any more."""
+    """Number of consecutive starts without a new checkpoint after which the job is no longer requeued."""
     sbatch_options: list[str] = field(default_factory=list[str])
-    """Further options of sbatch, for example ["--constraint=h100", "--qos=long"]."""
+    """Additional sbatch options, for example ["--constraint=h100", "--qos=long"]."""
     setup: list[str] = field(default_factory=list[str])
-    """Lines of shell that the batch script runs first, for example ["module load cuda"]."""
+    """Shell commands that the batch script runs first, for example ["module load cuda"]."""
     container: str = ""
-    """Command under which every node starts, for example "apptainer exec --nv image.sif"."""
-    environment: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Environment variables of the job, as strings; PYTHON is the one in the container."""
+    """Command prefix that starts the container on each node, for example "apptainer exec --nv image.sif"."""
+    environment: dict[str, object] = field(default_factory=dict[str, object])
+    """Environment variables of the job, as strings; PYTHON is the interpreter inside the container."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
-    """Reproducibility."""
+    """Reproducibility and debugging."""
 
     seed: int = 0
-    """Decides the initial weights and the order of the data."""
+    """Seed of the initial weights and the data order."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower."""
     trace_collectives: bool = False
-    """Log a table of the collectives of the second step this process trains, and write collectives.json for it."""
+    """Log a table of the collectives of this process' second step and write it to collectives.rankN.json."""
     deterministic_warn_only: bool = False
-    """With deterministic: warn where an operation has no deterministic version, instead of an error."""
+    """With deterministic: warn about operations without a deterministic implementation instead of raising an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run. Read by config.loader, written to the run's folder as config.toml."""
+    """Complete configuration of a run: read by config.loader, written to the run's folder as config.toml."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)

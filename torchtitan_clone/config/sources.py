@@ -1,10 +1,10 @@
-"""What the user wrote, key by key, with the place of each: TOML files, their `extends` chains, the command line."""
+"""Settings as the user wrote them, key by key, with their origin: TOML files, `extends` chains, the command line."""
 
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import cast, get_type_hints
 
 import tomli
 
@@ -12,26 +12,26 @@ from torchtitan_clone.config.schema import Config
 
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
-"""A key split at its dots: ("training", "steps")."""
-TABLES: dict[str, dict[str, Any]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
-"""Annotation of every option, by table and key."""
+"""A dotted key as a tuple: ("training", "steps")."""
+TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
+"""Type annotation of every option by table and key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A value and where the user wrote it."""
+    """A value and where it was set."""
 
-    value: Any
+    value: object
     origin: str
     """ "file:line", or "command line"."""
 
 
 Settings = dict[Key, Setting]
-"""By key, split at the dots; tables are taken apart down to their last key."""
+"""Settings by key; tables are flattened to their leaves."""
 
 
 def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
-    """The settings of a command line; what is no option goes to `problems`."""
+    """Parses command line arguments; adds a message to `problems` for each argument that is not an option."""
     settings: Settings = {}
     words = list(argv)
     while words:
@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not name:
             hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
-            problems.append(f'{COMMAND_LINE}: "{word}" is no option; write --table.key=value{hint}')
+            problems.append(f'{COMMAND_LINE}: "{word}" is not an option; write --table.key=value{hint}')
             continue
         path = ("job", "dry_run") if name == "dry-run" else tuple(name.split("."))
         origin = COMMAND_LINE
@@ -48,13 +48,14 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
         elif words and not words[0].startswith("--") and name != "dry-run":
             value = _parse_value(words.pop(0), annotation=_annotation(path))
         else:
-            value, origin = True, f"{COMMAND_LINE}, where no value follows"
+            value = True
+            origin = f"{COMMAND_LINE}, no value given"
         merge_into(settings, dict(_flatten(value, path=path, origin_of=lambda _, origin=origin: origin)))
     return settings
 
 
-def _parse_value(text: str, *, annotation: Any) -> Any:
-    """A command line value: as TOML where it is TOML and no string is wanted, else as the string it is."""
+def _parse_value(text: str, *, annotation: object) -> object:
+    """Parses a command line value as TOML if it is valid TOML and the option is not a string, else returns the text."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -66,9 +67,9 @@ def _parse_value(text: str, *, annotation: Any) -> Any:
 
 
 def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings, problems: list[str]) -> None:
-    """Lay the files of an `extends` chain over `settings` in place: first the one that extends nothing, `path` last."""
+    """Merges the files of an `extends` chain into `settings` in place, from the outermost base file to `path`."""
     if path.resolve() in [file.resolve() for file in chain]:
-        problems.append(f"{origin}: job.extends leads in a circle: {' -> '.join(map(str, [*chain, path]))}")
+        problems.append(f"{origin}: job.extends is circular: {' -> '.join(map(str, [*chain, path]))}")
         return
     try:
         own = _read_file(path)
@@ -82,7 +83,8 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
         file = path.parent / base.value
         read_chain(file, origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
     if misplaced := own.pop(("job", "config_file"), None):
-        problems.append(f"{misplaced.origin}: job.config_file belongs on the command line; write job.extends here")
+        remedy = "is only valid on the command line; use job.extends in a file"
+        problems.append(f"{misplaced.origin}: job.config_file {remedy}")
     merge_into(settings, own)
 
 
@@ -105,45 +107,49 @@ def _malformed(path: Path, error: tomli.TOMLDecodeError | UnicodeDecodeError) ->
     return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
 
 
-_KEY_PART = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""
-_KEY = rf"(?:{_KEY_PART})(?:\s*\.\s*(?:{_KEY_PART}))*"
+_KEY_SEGMENT = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""
+_KEY = rf"(?:{_KEY_SEGMENT})(?:\s*\.\s*(?:{_KEY_SEGMENT}))*"
 
 
 def _key_lines(text: str) -> dict[Key, int]:
-    """Line of each key and of each [table]; the parser does not tell."""
+    """Returns the line of each key and [table], which the TOML parser does not report."""
     lines: dict[Key, int] = {(): 1}
     table: Key = ()
     for number, line in enumerate(text.split("\n"), start=1):
         if header := re.match(rf"\s*\[+\s*({_KEY})\s*\]", line):
-            table = _key_parts(header[1])
+            table = _key_segments(header[1])
             lines.setdefault(table, number)
         elif key := re.match(rf"\s*({_KEY})\s*=", line):
-            lines.setdefault((*table, *_key_parts(key[1])), number)
+            lines.setdefault((*table, *_key_segments(key[1])), number)
     return lines
 
 
-def _key_parts(key: str) -> Key:
-    return tuple(part.strip("\"'") for part in cast("list[str]", re.findall(_KEY_PART, key)))
+def _key_segments(key: str) -> Key:
+    return tuple(segment.strip("\"'") for segment in cast("list[str]", re.findall(_KEY_SEGMENT, key)))
 
 
-def _flatten(value: Any, *, path: Key, origin_of: Callable[[Key], str]) -> Iterator[tuple[Key, Setting]]:
-    if isinstance(value, dict) and value:
-        for key, item in cast("dict[str, Any]", value).items():
+def _flatten(value: object, *, path: Key, origin_of: Callable[[Key], str]) -> Iterator[tuple[Key, Setting]]:
+    if _is_table(value):
+        for key, item in cast("dict[str, object]", value).items():
             yield from _flatten(item, path=(*path, key), origin_of=origin_of)
     elif path:
         yield path, Setting(value=value, origin=origin_of(path))
 
 
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and bool(cast("dict[str, object]", value))
+
+
 def merge_into(settings: Settings, upper: Settings) -> None:
-    """Add `upper` to `settings` in place: a value replaces a table of the same name, a table replaces a value."""
+    """Merges `upper` into `settings` in place: a value replaces a table with the same key and vice versa."""
     for path, setting in upper.items():
-        below = [other for other in settings if other[: len(path)] == path]
-        if setting.value == {} and below:
+        replaced = [other for other in settings if other[: len(path)] == path]
+        if setting.value == {} and replaced:
             continue
-        for other in [*below, *(path[:end] for end in range(1, len(path)))]:
+        for other in [*replaced, *(path[:end] for end in range(1, len(path)))]:
             settings.pop(other, None)
         settings[path] = setting
 
 
-def _annotation(path: Key) -> Any:
+def _annotation(path: Key) -> object:
     return TABLES[path[0]].get(path[1]) if len(path) == 2 and path[0] in TABLES else None

@@ -1,100 +1,116 @@
-"""The keys of torchtitan v0.2 that this package does not have, so that its TOML files load here.
+"""Keys of torchtitan v0.2 that this package does not have, so that torchtitan's TOML files load here.
 
-A key is left out where its value changes nothing here: it means "off", or it tunes something that is off. Any other
-value is an error that says why and what to do instead. This is the only place that knows of them.
+A key is ignored if its value has no effect here: it means "off", or it tunes a feature that is off. Every other value
+is an error that states the reason and the remedy. No other module knows these keys.
 """
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-ANY = object()
-"""Every value of the key is harmless."""
+ANY_VALUE = object()
+"""Marks a key that has no effect here, whatever its value."""
 
 
 @dataclass(frozen=True)
-class ForeignKey:
-    """What becomes of one key, or of all that match a pattern."""
+class TorchtitanKey:
+    """How to treat one key, or all keys that match a pattern."""
 
-    otherwise: str
-    """Why a value is refused, and what to do instead; where every value is harmless: why none matters."""
-    harmless: tuple[Any, ...] = ()
-    """Values that change nothing here."""
+    reason: str
+    """Why a value is an error and what to do instead; for a key without effect: why it has none."""
+    harmless: tuple[object, ...] = ()
+    """Values that have no effect here."""
     tunes: str = ""
-    """The key that switches on what this one tunes; while that one is off, every value is harmless."""
+    """Key that enables the feature which this key tunes; while it is off, every value is harmless."""
 
-    def admits(self, value: Any, *, switch: Any) -> bool:
-        """Whether the value may be left out without changing the run; `switch` is the value of the key in `tunes`."""
+    def is_harmless(self, value: object, *, switch: object) -> bool:
+        """Returns whether ignoring the value does not change the run; `switch` is the value of the key in `tunes`."""
         if self.tunes and _is_one_of(switch, _SWITCHED_OFF):
             return True
-        return ANY in self.harmless or _is_one_of(value, self.harmless)
+        return ANY_VALUE in self.harmless or _is_one_of(value, self.harmless)
 
 
-_NO_FLOAT8 = "there is no quantized training here; remove the key and model.converters"
-_NO_EXPERT = "there are no mixture-of-experts models yet; set it to 1"
-_HELD_OUT = "validation reads the documents that data.held_out_fraction keeps from training; remove the key"
-_LOADER = "the loader reads ahead by itself; remove the key, and set data.num_workers for streamed data"
+_NO_FLOAT8 = "quantized training is not supported; remove the key and model.converters"
+_NO_EXPERT = "mixture-of-experts models are not supported; set it to 1"
+_HELD_OUT = "validation uses the documents that data.held_out_fraction holds out; remove the key"
+_LOADER = "the loader prefetches automatically; remove the key, and set data.num_workers for streamed data"
 
-FOREIGN_KEYS: dict[str, ForeignKey] = {
-    "job.print_config": ForeignKey("every run writes its config.toml", (ANY,)),
-    "job.print_args": ForeignKey("every run writes its config.toml", (ANY,)),
-    "job.use_for_integration_test": ForeignKey("of use in torchtitan's own tests only", (ANY,)),
-    "job.save_config_file": ForeignKey("every run writes config.toml into its folder; remove the key", ("",)),
-    "job.custom_config_module": ForeignKey("options stand in config/schema.py; add a field there", ("",)),
-    "experimental.*": ForeignKey("models and datasets are entered in MODELS and DATASETS; remove the key", ("",)),
-    "metrics.save_for_all_ranks": ForeignKey("rank 0 writes values reduced over all ranks; set it to false", (False,)),
-    "model.tokenizer_path": ForeignKey("set model.hf_assets_path to the folder that holds tokenizer.json"),
-    "model.converters": ForeignKey("there is no quantized training here; set it to []", ([],)),
-    "model.print_after_conversion": ForeignKey("there are no converters", (ANY,)),
-    "quantize.*": ForeignKey(_NO_FLOAT8, (ANY,)),
-    "float8.*": ForeignKey(_NO_FLOAT8, (ANY,)),
-    "mx.*": ForeignKey(_NO_FLOAT8, (ANY,)),
-    "memory_estimation.enable": ForeignKey("--dry-run prints what a run needs; set it to false", (False,)),
-    "memory_estimation.disable_fake_mode": ForeignKey("there is no memory estimation; remove the key", (ANY,)),
-    "optimizer.early_step_in_backward": ForeignKey("gradients are clipped before the step; set it to false", (False,)),
-    "training.gc_debug": ForeignKey("the time of garbage collection is logged anyway; set it to false", (False,)),
-    "training.dataloader.num_workers": ForeignKey("set data.num_workers instead", (0,)),
-    "training.dataloader.*": ForeignKey(_LOADER, (False,)),
-    "validation.dataloader.*": ForeignKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.dataset": ForeignKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.dataset_path": ForeignKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.seq_len": ForeignKey("validation uses training.seq_len; remove the key", tunes="validation.enable"),
-    "parallelism.enable_compiled_autograd": ForeignKey("it is not supported; set it to false", (False,)),
-    "parallelism.disable_loss_parallel": ForeignKey(
-        "the loss is computed on shards of the vocabulary wherever matrices are split; set it to false", (False,)
+TORCHTITAN_KEYS: dict[str, TorchtitanKey] = {
+    "job.print_config": TorchtitanKey("every run writes its config.toml", (ANY_VALUE,)),
+    "job.print_args": TorchtitanKey("every run writes its config.toml", (ANY_VALUE,)),
+    "job.use_for_integration_test": TorchtitanKey("used only by torchtitan's own tests", (ANY_VALUE,)),
+    "job.save_config_file": TorchtitanKey("every run writes config.toml into its folder; remove the key", ("",)),
+    "job.custom_config_module": TorchtitanKey(
+        "options are defined in config/schema.py; add a field there and remove the key", ("",)
     ),
-    "parallelism.expert_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
-    "parallelism.expert_tensor_parallel_degree": ForeignKey(_NO_EXPERT, (1,)),
-    "parallelism.expert_parallel_comm_backend": ForeignKey(_NO_EXPERT, (ANY,)),
-    "checkpoint.initial_load_in_hf_quantized": ForeignKey("quantized weights cannot be trained on", (False,)),
-    "checkpoint.enable_ft_dataloader_checkpoints": ForeignKey(
-        "the checkpoint of the whole run says which rows are done", (ANY,)
+    "experimental.*": TorchtitanKey("models and datasets are registered in MODELS and DATASETS; remove the key", ("",)),
+    "metrics.save_for_all_ranks": TorchtitanKey(
+        "rank 0 writes values reduced over all ranks; set it to false", (False,)
     ),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ForeignKey(
-        "every matrix multiplication whose output is kept is chosen by operation; remove the key",
+    "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json"),
+    "model.converters": TorchtitanKey("quantized training is not supported; set it to []", ([],)),
+    "model.print_after_conversion": TorchtitanKey("model converters are not supported", (ANY_VALUE,)),
+    "quantize.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
+    "float8.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
+    "mx.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
+    "memory_estimation.enable": TorchtitanKey(
+        "--comm.mode=fake_backend prints the memory estimate; set it to false", (False,)
+    ),
+    "memory_estimation.disable_fake_mode": TorchtitanKey(
+        "--comm.mode=fake_backend prints the memory estimate", (ANY_VALUE,)
+    ),
+    "optimizer.early_step_in_backward": TorchtitanKey(
+        "gradients are clipped before the optimizer step; set it to false", (False,)
+    ),
+    "training.gc_debug": TorchtitanKey("garbage collection time is always logged; set it to false", (False,)),
+    "training.dataloader.num_workers": TorchtitanKey("set data.num_workers instead", (0,)),
+    "training.dataloader.*": TorchtitanKey(_LOADER, (False,)),
+    "validation.dataloader.*": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.dataset": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.dataset_path": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
+    "validation.seq_len": TorchtitanKey("validation uses training.seq_len; remove the key", tunes="validation.enable"),
+    "parallelism.enable_compiled_autograd": TorchtitanKey("it is not supported; set it to false", (False,)),
+    "parallelism.disable_loss_parallel": TorchtitanKey(
+        "tensor parallelism always computes the loss on vocabulary shards; set it to false", (False,)
+    ),
+    "parallelism.expert_parallel_degree": TorchtitanKey(_NO_EXPERT, (1,)),
+    "parallelism.expert_tensor_parallel_degree": TorchtitanKey(_NO_EXPERT, (1,)),
+    "parallelism.expert_parallel_comm_backend": TorchtitanKey(_NO_EXPERT, (ANY_VALUE,)),
+    "checkpoint.initial_load_in_hf_quantized": TorchtitanKey(
+        "quantized weights are not supported; set it to false", (False,)
+    ),
+    "checkpoint.enable_ft_dataloader_checkpoints": TorchtitanKey(
+        "the checkpoint of the run stores the data position of all replica groups", (ANY_VALUE,)
+    ),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(
+        "selective checkpointing selects matrix products by operation; remove the key",
         ([], ["moe.router.gate"]),
     ),
-    "activation_checkpoint.early_stop": ForeignKey("it is not supported; set it to false", (False,)),
-    "activation_checkpoint.memory_budget": ForeignKey("mode has no memory_budget here", (ANY,)),
-    "activation_checkpoint.visualize_memory_budget_pareto": ForeignKey(
+    "activation_checkpoint.early_stop": TorchtitanKey("it is not supported; set it to false", (False,)),
+    "activation_checkpoint.memory_budget": TorchtitanKey("the mode memory_budget is not supported", (ANY_VALUE,)),
+    "activation_checkpoint.visualize_memory_budget_pareto": TorchtitanKey(
         "it is not supported; set it to false", (False,)
     ),
-    "activation_checkpoint.preserve_rng_state": ForeignKey("no layer draws random numbers", (ANY,)),
-    "activation_checkpoint.determinism_check": ForeignKey('it is not supported; set it to "default"', ("default",)),
-    "activation_checkpoint.debug": ForeignKey("it is not supported; set it to false", (False,)),
-    "comm.save_traces_file_prefix": ForeignKey("a report is named by its rank", (ANY,)),
-    "fault_tolerance.should_quantize": ForeignKey("nothing is quantized between replica groups", (False,)),
-    "debug.moe_force_load_balance": ForeignKey("there are no mixture-of-experts models yet; remove it", (False,)),
+    "activation_checkpoint.preserve_rng_state": TorchtitanKey("no layer uses random numbers", (ANY_VALUE,)),
+    "activation_checkpoint.determinism_check": TorchtitanKey('it is not supported; set it to "default"', ("default",)),
+    "activation_checkpoint.debug": TorchtitanKey("it is not supported; set it to false", (False,)),
+    "comm.save_traces_file_prefix": TorchtitanKey("hang reports are named by rank", (ANY_VALUE,)),
+    "fault_tolerance.should_quantize": TorchtitanKey(
+        "gradients are not quantized between replica groups; set it to false", (False,)
+    ),
+    "debug.moe_force_load_balance": TorchtitanKey(
+        "mixture-of-experts models are not supported; remove the key", (False,)
+    ),
 }
 
 _SWITCHED_OFF = (None, False, 1)
 
 
-def _is_one_of(value: Any, items: tuple[Any, ...]) -> bool:
-    """`value in items`, but for Python true is 1 and 0 is false, and for a configuration they are not."""
+def _is_one_of(value: object, items: tuple[object, ...]) -> bool:
+    """Returns `value in items` with types compared too: Python's True equals 1, a configuration's true does not."""
     return any(type(value) is type(item) and value == item for item in items)
 
 
-def foreign_key(key: str) -> ForeignKey | None:
-    """The entry of a dotted key of torchtitan's, or None for a key that torchtitan does not have either."""
-    return FOREIGN_KEYS.get(key) or next((FOREIGN_KEYS[name] for name in FOREIGN_KEYS if fnmatchcase(key, name)), None)
+def torchtitan_key(key: str) -> TorchtitanKey | None:
+    """Returns the entry of a dotted torchtitan key, or None if torchtitan does not have the key either."""
+    matching = (entry for pattern, entry in TORCHTITAN_KEYS.items() if fnmatchcase(key, pattern))
+    return TORCHTITAN_KEYS.get(key) or next(matching, None)

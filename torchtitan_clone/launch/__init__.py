@@ -1,1 +1,1 @@
-"""Starting a run: on this machine's processes, and as a Slurm job."""
+"""Launching a run: processes on this node, and Slurm jobs."""

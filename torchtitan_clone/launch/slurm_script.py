@@ -1,4 +1,4 @@
-"""A batch script for Slurm, rendered from a run's options."""
+"""Renders a Slurm batch script from the options of a run."""
 
 import shlex
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from torchtitan_clone.config.schema import Config, Slurm
 
 
 def processes_per_node(slurm: Slurm) -> int:
-    """One per GPU unless something else is said; one on CPUs."""
+    """Returns the number of ranks per node: slurm.processes_per_node, else one per GPU, else one."""
     return slurm.processes_per_node or slurm.gpus_per_node or 1
 
 
 def batch_script(config: Config, *, folder: Path, repository: Path, python: str, arguments: list[str]) -> str:
-    """The script; it ends in scripts/slurm/job.sh, which is the same for all runs.
+    """Returns the batch script; it ends by running scripts/slurm/job.sh, which is the same for all runs.
 
-    `folder` is the run's, `arguments` are those of the training; all paths are the same on every node.
+    `folder` is the run's folder, `arguments` are those of train.py; all paths must be valid on every node.
     """
     slurm = config.slurm
     environment = {
@@ -42,7 +42,7 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
 
 
 def _setup(lines: list[str]) -> list[str]:
-    """The user's lines; one that fails ends the job, which is not requeued: the next start would fail as well."""
+    """Returns the user's setup lines; a failing line ends the job without requeueing, since it would fail again."""
     if not lines:
         return []
     failed = 'echo "job $SLURM_JOB_ID: slurm.setup failed, exit code $?: $BASH_COMMAND"; exit 2'
@@ -50,7 +50,7 @@ def _setup(lines: list[str]) -> list[str]:
 
 
 def _preemption(config: Config) -> Iterator[str]:
-    """What the trainer must know about the job; arguments that come later win."""
+    """Yields the preemption options that the job implies; the user's arguments come later and take precedence."""
     yield "--preemption.requeue=true"
     if config.preemption.deadline_seconds is None:
         yield f"--preemption.deadline_seconds={config.slurm.signal_seconds}"
@@ -59,7 +59,7 @@ def _preemption(config: Config) -> Iterator[str]:
 def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     slurm = config.slurm
     yield f"--job-name={shlex.quote(folder.name)}"
-    if config.fault_tolerance.enable:  # a job for each replica group
+    if config.fault_tolerance.enable:  # one array task per replica group
         yield f"--array=0-{config.fault_tolerance.group_size - 1}"
     yield f"--nodes={slurm.nodes}"
     yield "--ntasks-per-node=1"
@@ -69,9 +69,9 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     for name, value in (("time", slurm.time), ("partition", slurm.partition), ("account", slurm.account)):
         if value:
             yield f"--{name}={shlex.quote(value)}"
-    # To the processes of the run, not to the batch shell.
+    # Without the prefix B: Slurm signals the job steps, not the batch shell.
     yield f"--signal=USR1@{slurm.signal_seconds}"
     yield "--requeue"
     yield "--open-mode=append"
-    log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # of a task of an array the number is its own
+    log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # %j of an array task is not the array's id
     yield f"--output={shlex.quote(f'{folder}/slurm/{log}')}"

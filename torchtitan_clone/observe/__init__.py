@@ -1,1 +1,1 @@
-"""What a run shows and writes about itself: log lines, metrics, traces; the room just above config."""
+"""Logging, metrics, goodput, FLOPs and profiling of a run."""

@@ -1,13 +1,13 @@
-"""How much arithmetic a token costs in training, and how much a device could do at best.
+"""FLOPs per token of training, and the peak FLOPs per second of known devices.
 
-Legend: N parameters in matrix products, L layers, H heads, D head dimension, T tokens of a row.
+Legend: N parameters in matrix products, L layers, H heads, D head dimension, T sequence length.
 """
 
 import re
 
 PEAK_BF16_TFLOPS = (
-    # Pattern over the device's name as torch.cuda.get_device_name gives it, dense bf16 TFLOP/s; first match counts.
-    # Data sheets that state only the figure with sparsity are halved.
+    # Regex over torch.cuda.get_device_name(), dense bf16 TFLOP/s; the first match wins.
+    # Figures that data sheets state with sparsity only are halved.
     (r"\bA[18]00\b", 312.0),  # NVIDIA A100 and A800 data sheets; the A800 differs in NVLink only
     (r"\bH[12]00 NVL\b", 835.5),  # NVIDIA H100 and H200 data sheets, NVL column: 1,671 with sparsity
     (r"\bH100 PCIe\b", 756.0),  # NVIDIA H100 white paper, PCIe column
@@ -23,15 +23,15 @@ PEAK_BF16_TFLOPS = (
     (r"\bL4\b", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
     (r"\bA10\b", 125.0),  # NVIDIA A10 data sheet
     (r"\bRTX 4090\b(?! (D|Laptop)\b)", 165.2),  # NVIDIA Ada GPU architecture white paper, fp32 accumulation
-    (r"\bMI250X\b", 191.5),  # AMD MI250X data sheet: 383 for the card, which shows up as two devices
+    (r"\bMI250X\b", 191.5),  # AMD MI250X data sheet: 383 for the card, which appears as two devices
     (r"\bMI3(00|25)X\b", 1307.4),  # AMD MI300X and MI325X data sheets
 )
 
 
 def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
-    """Peak of one device in a dense product of `dtype`, from its maker's data sheet; None where none is known here.
+    """Returns the peak of one device for dense products in `dtype`, from its data sheet; None if unknown.
 
-    A slice of a GPU (MIG) is another device than the GPU, so it has no known peak.
+    A MIG slice of a GPU has no published peak.
     """
     if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
         return None
@@ -42,10 +42,10 @@ def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
 def training_flops_per_token(
     *, matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
 ) -> float:
-    """6 N + 12 L H D T: forward and backward, nothing recomputed.
+    """Returns 6 N + 12 L H D T: forward and backward without recomputation.
 
-    The second term counts attention as if every token saw the whole row. Causal and document masks skip at least half
-    of it; the convention keeps it, so that the figures compare with published ones.
+    The second term counts attention over the full sequence. Causal and document masks skip at least half of it, but by
+    convention it is not reduced, so that MFU is comparable with published numbers.
     Source: arXiv 2204.02311, appendix B.
     """
     return 6.0 * matmul_parameters + 12.0 * n_layers * n_heads * head_dim * seq_len

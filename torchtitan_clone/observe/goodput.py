@@ -1,29 +1,29 @@
-"""The goodput ledger: what the time of a run was spent on, over all its restarts, as rank 0 saw it.
+"""Goodput: how the wall-clock time of a run was spent, over all its restarts, as measured on rank 0.
 
-It is written into metrics.jsonl as cumulative rows, at the start, with every save and at the end. A process that was
-killed leaves no last row; its successor finds in the rows after the last of the ledger what it had done since.
+Cumulative rows are written to metrics.jsonl at the start, with every checkpoint and at the end. A killed process leaves
+no final row; the next process reconstructs its time from the rows after the last goodput row.
 """
 
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 EVENT = "goodput"
 Kind = Literal["start_up", "saving", "healing", "waiting", "thrown_away"]
 KINDS: dict[Kind, str] = {
-    "start_up": "from a process' start to its first step",
-    "saving": "blocked by a save or an export of the weights",
-    "healing": "taking over the state of another replica group",
-    "waiting": "for other replica groups, and between the end of a process and the start of the next",
-    "thrown_away": "in steps that had to be trained again",
+    "start_up": "from process start to the first step",
+    "saving": "blocked by saving checkpoints or exporting weights",
+    "healing": "loading state from another replica group",
+    "waiting": "for other replica groups, and between two processes of the run",
+    "thrown_away": "in steps that were repeated after a failure",
 }
-"""What time is spent on that is not progress."""
+"""Categories of time that is not progress."""
 
 
 class Ledger:
-    """All time since `started` (seconds since the epoch) is progress unless it is booked as something else."""
+    """Counts all time since `started` (seconds since the epoch) as progress unless it is booked otherwise."""
 
     def __init__(self, *, started: float, sums: Mapping[str, float] | None = None) -> None:
         self._started = started
@@ -32,17 +32,17 @@ class Ledger:
         self._sums["starts"] += 1
 
     def book(self, kind: Kind, seconds: float) -> None:
-        """So many of the last seconds went into this."""
+        """Books elapsed seconds under a category."""
         self._sums[kind] += seconds
         self._booked += seconds
 
     def throw_away(self, *, steps: int, seconds: float) -> None:
-        """These steps have to be trained again."""
+        """Books steps that must be repeated."""
         self.book("thrown_away", seconds)
         self._sums["steps_thrown_away"] += steps
 
     def row(self) -> dict[str, float]:
-        """The sums until now."""
+        """Returns the totals so far as columns of metrics.jsonl."""
         progress = self._sums["progress"] + time.time() - self._started - self._booked
         seconds = {f"{kind}_seconds": self._sums[kind] for kind in KINDS}
         counts = {name: self._sums[name] for name in ("starts", "steps_thrown_away")}
@@ -50,20 +50,20 @@ class Ledger:
         return {"goodput_percent": 100 * progress / total, "progress_seconds": progress, **seconds, **counts}
 
     def line(self) -> str:
-        """The sums until now, for people."""
+        """Formats the totals so far as a log line."""
         row = self.row()
         total = row["progress_seconds"] + sum(row[f"{kind}_seconds"] for kind in KINDS)
-        parts = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
+        shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
         return (
-            f"goodput {row['goodput_percent']:.1f} %: {row['progress_seconds']:.1f} s of progress in {total:.1f} s "
-            f"over {row['starts']} starts; {', '.join(parts)} ({row['steps_thrown_away']} steps)"
+            f"goodput {row['goodput_percent']:.1f} %: {row['progress_seconds']:.1f} s of {total:.1f} s were progress, "
+            f"over {row['starts']} starts; {', '.join(shares)} ({row['steps_thrown_away']} steps)"
         )
 
 
 def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -> Ledger:
-    """The ledger of a process that goes on after resume_step; `file` is metrics.jsonl as the last process left it.
+    """Returns the ledger of a process that resumes after resume_step.
 
-    `lost` more of its steps were trained again by others.
+    `file` is metrics.jsonl as the previous process left it; `lost` counts its steps that other replica groups repeated.
     """
     written, last = _newest_rows(file)
     if not written:
@@ -71,8 +71,9 @@ def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -
     sums = {name.removesuffix("_seconds"): value for name, value in written.items() if name != "goodput_percent"}
     sums = {name: sums[name] for name in ("progress", *KINDS, "starts", "steps_thrown_away")}
     since = last["time"] - written["time"]
-    steps_since, steps_lost = last["step"] - written["step"], max(0, last["step"] - resume_step) + lost
-    if steps_lost > steps_since:  # a save was lost too: with it steps that the ledger has as progress
+    steps_since = last["step"] - written["step"]
+    steps_lost = max(0, last["step"] - resume_step) + lost
+    if steps_lost > steps_since:  # a checkpoint was lost too, and the ledger counts its steps as progress
         earlier = min(1.0, (steps_lost - steps_since) / max(1, written["step"]))
         seconds_lost = since + earlier * sums["progress"]
     else:
@@ -85,15 +86,16 @@ def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -
     return Ledger(started=started, sums=sums)
 
 
-def _newest_rows(file: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The ledger's newest row, None without one, and the newest row of all."""
-    last: dict[str, Any] = {}
+def _newest_rows(file: Path) -> tuple[dict[str, float] | None, dict[str, float]]:
+    """Returns the numbers of the last goodput row, None if there is none, and of the last row of any kind."""
+    last: dict[str, float] = {}
     for line in reversed(file.read_bytes().splitlines() if file.exists() else []):
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # torn by the death of its process
-        last = last or row
+            continue  # a killed process leaves an incomplete line
+        numbers: dict[str, float] = {key: value for key, value in row.items() if isinstance(value, int | float)}
+        last = last or numbers
         if row.get("event") == EVENT:
-            return row, last
+            return numbers, last
     return None, last

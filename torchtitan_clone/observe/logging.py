@@ -1,4 +1,4 @@
-"""The one logger of the package: INFO from rank 0, WARNING and above from every rank, with the rank."""
+"""Logger of the package: INFO from rank 0; WARNING and above from every rank, with the rank."""
 
 import logging
 import os
@@ -7,7 +7,8 @@ import sys
 logger = logging.getLogger("torchtitan_clone")
 
 COLORS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
-DIM, PLAIN = "\033[2m", "\033[0m"
+DIM = "\033[2m"
+PLAIN = "\033[0m"
 
 
 class _Formatter(logging.Formatter):
@@ -17,18 +18,20 @@ class _Formatter(logging.Formatter):
         self.color = color
 
     def format(self, record: logging.LogRecord) -> str:
-        """time message, or from WARNING on: time LEVEL [rank N] message."""
-        time, label = self.formatTime(record, self.datefmt), ""
+        """Returns "time message", or from WARNING on "time LEVEL [rank N] message"."""
+        time = self.formatTime(record, self.datefmt)
+        label = ""
         if record.levelno >= logging.WARNING:
             label = f"{record.levelname} [rank {self.rank}] "
         if self.color:
-            time, label = f"{DIM}{time}{PLAIN}", label and f"{COLORS[record.levelno]}{label}{PLAIN}"
+            time = f"{DIM}{time}{PLAIN}"
+            label = label and f"{COLORS[record.levelno]}{label}{PLAIN}"
         text = f"{time} {label}{record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 def setup_logging(*, rank: int, color: bool) -> None:
-    """Send the package's log to stdout. Colors only on a terminal, and not where NO_COLOR is set; callable again."""
+    """Logs the package to stdout, in color only on a terminal without NO_COLOR; replaces an earlier setup."""
     handler = logging.StreamHandler(sys.stdout)
     color = color and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     handler.setFormatter(_Formatter(rank=rank, color=color))

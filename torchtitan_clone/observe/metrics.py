@@ -1,7 +1,7 @@
-"""What a run measures, step by step: a line on the console, a row of metrics.jsonl, TensorBoard, Weights & Biases.
+"""Metrics of a run: console lines, rows of metrics.jsonl, TensorBoard and Weights & Biases.
 
-A row is a flat dict with the key `step`; rates and sums are over all ranks. Only rank 0 shows and writes. Where the run
-goes on after step k the rows after k are dropped, so that its record stays one curve.
+A row is a step with named values; rates and sums are over all ranks. Only rank 0 logs. A run that resumes after step k
+drops the rows after k, so that every metric stays one continuous curve.
 """
 
 import contextlib
@@ -12,60 +12,110 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.goodput import EVENT, Ledger, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
-Row = dict[str, Any]
+if TYPE_CHECKING:  # tensorboard takes 0.15 s to import
+    from torch.utils.tensorboard import SummaryWriter
+
+Value = float | str | None
+"""A column of a row; None stands for a number that is not finite."""
+V = TypeVar("V", bound=Value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Named values of one step, as one line of metrics.jsonl."""
+
+    step: int
+    time: float
+    """Time of logging, in seconds since the epoch."""
+    values: Mapping[str, Value]
+
+    def to_json(self) -> str:
+        """Returns the row as a flat JSON object."""
+        return json.dumps({"step": self.step, **self.values, "time": self.time}, allow_nan=False)
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numeric columns."""
+        return {key: value for key, value in self.values.items() if _is_number(value)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What the trainer knows after a logged step; the times are means over the steps since the last record."""
+    """Metrics of a logged step; times are means over the steps since the last logged step."""
 
     step: int
-    """Steps done, from 1."""
+    """Number of completed steps, from 1."""
     loss: float
     """Mean over the target tokens of the global batch, in nats."""
     grad_norm: float
-    """Global norm of the gradients before they are clipped."""
+    """Global gradient norm before clipping."""
     lr: float
     tokens_seen: int
     """Tokens of all ranks since step 1 of the run."""
     step_seconds: float
     data_seconds: float
-    """Part of step_seconds in which the step waited for its batch."""
+    """Portion of step_seconds spent waiting for data."""
     memory_gib: float
-    """Most device memory in use on this rank since the last record; on the CPU, of the process."""
+    """Peak memory of this rank's device; on CPU, of the process."""
     skipped_steps: int
     """Steps of the run that were skipped for a non-finite loss or gradient norm."""
+    auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
+
+    def columns(self) -> dict[str, Value]:
+        """Returns the values as columns of a row."""
+        columns = {key: value for key, value in vars(self).items() if key not in ("step", "auxiliary")}
+        return columns | {f"auxiliary/{name}": value for name, value in self.auxiliary.items()}
+
+
+class _Interval:
+    """Counts the steps since the last logged step and the time they took."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._steps = 0
+        self._data_seconds = 0.0
+
+    def add_step(self, *, data_seconds: float) -> None:
+        self._steps += 1
+        self._data_seconds += data_seconds
+
+    def mean_step_seconds(self) -> float:
+        return (time.perf_counter() - self._start) / self._steps
+
+    def mean_data_seconds(self) -> float:
+        return self._data_seconds / self._steps
 
 
 class Sink(Protocol):
-    """A place that takes rows."""
+    """Destination of rows."""
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
-        """Drop the rows of later steps, and of those that were lost; called before the first row."""
+        """Drops the rows after a step and those of the steps in `lost`; called before the first row."""
         ...
 
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Writes one row."""
         ...
 
     def close(self) -> None:
-        """Bring what was taken to safety."""
+        """Flushes and closes the sink."""
         ...
 
 
 class MetricsWriter:
-    """Turns records into rows and hands them to every sink; on ranks other than 0 it does nothing."""
+    """Logs metrics to the console and writes them to every sink; does nothing on ranks other than 0."""
 
     def __init__(
         self,
@@ -82,8 +132,10 @@ class MetricsWriter:
         self.sinks = sinks
         self.ledger = Ledger(started=started)
         self.active = active
-        self._file, self._started = file, started
+        self._file = file
+        self._started = started
         self._newest_step = 0
+        self._interval = _Interval()
         self.total_steps = total_steps
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
@@ -91,7 +143,8 @@ class MetricsWriter:
         self.bar: _ProgressBar | None = None
 
     def start(self, *, after_step: int, lost: Collection[int] = ()) -> None:
-        """The run goes on after this step, and without those of its own that others have trained again; once."""
+        """Starts logging after `after_step`, once; `lost` are earlier steps that other replica groups repeated."""
+        self.restart_interval()
         if not self.active:
             return
         self.ledger = resumed_ledger(self._file, resume_step=after_step, lost=len(lost), started=self._started)
@@ -100,7 +153,7 @@ class MetricsWriter:
             self.bar = _ProgressBar(self.total_steps, done=after_step)
 
     def forget(self, *, after_step: int, lost: Collection[int] = ()) -> None:
-        """Drop what was written of later steps, and of those that were lost; cheap where there is nothing."""
+        """Drops the rows after `after_step` and those of the steps in `lost`; cheap if there are none."""
         if self.active and (lost or self._newest_step > after_step):
             self._forget(after_step, lost)
 
@@ -109,43 +162,79 @@ class MetricsWriter:
         for sink in self.sinks:
             sink.forget(after_step=after_step, lost=lost)
 
+    def restart_interval(self) -> None:
+        """Starts a new averaging interval, so that time outside of steps (a save, a validation) is not averaged in."""
+        self._interval = _Interval()
+
+    def observe_step(self, *, data_seconds: float) -> None:
+        """Adds a step, logged or not, to the averaging interval; `data_seconds` is its wait for data."""
+        self._interval.add_step(data_seconds=data_seconds)
+
+    def log_step(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_seen: int,
+        skipped_steps: int,
+        memory_gib: float,
+        auxiliary: Mapping[str, float] | None = None,
+    ) -> None:
+        """Logs a training step with its mean times since the last logged step; see StepRecord for the values."""
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_seen=tokens_seen,
+            step_seconds=self._interval.mean_step_seconds(),
+            data_seconds=self._interval.mean_data_seconds(),
+            memory_gib=memory_gib,
+            skipped_steps=skipped_steps,
+            auxiliary=auxiliary or {},
+        )
+        self.log(record)
+        self.restart_interval()
+
     def log(self, record: StepRecord) -> None:
-        """Show and write a training step."""
+        """Logs a training step."""
         if self.active:
-            row = asdict(record) | self._rates(record)
-            logger.info(_step_line(row, total_steps=self.total_steps))
-            self._write(row)
+            rates = self._rates(record)
+            logger.info(_step_line(record, rates=rates, total_steps=self.total_steps))
+            self._write(record.step, record.columns() | rates)
 
     def log_validation(self, step: int, loss: float, **values: float) -> None:
-        """Show and write a validation after `step`; `values` are further columns, with their unit in the name."""
+        """Logs a validation after `step`; `values` are further columns, with their unit in the name."""
         if self.active:
             logger.info("step %s  validation loss %.4f%s", f"{step:,}", loss, _named(values))
-            self._write({"step": step, "validation_loss": loss} | values)
+            self._write(step, {"validation_loss": loss, **values})
 
-    def log_event(self, step: int, name: str, **values: Any) -> None:
-        """Show and write something else that happened at `step`, for example a save and its seconds."""
+    def log_event(self, step: int, name: str, **values: float) -> None:
+        """Logs another event at `step`, for example a save and its seconds."""
         if self.active:
             logger.info("step %s  %s%s", f"{step:,}", name, _named(values))
-            self._write({"step": step, "event": name} | values)
+            self._write(step, {"event": name, **values})
 
     def log_goodput(self, step: int, *, complete: bool = False) -> None:
-        """Write what the time went into so far; `complete` where the run has done all its steps."""
+        """Writes the goodput so far; `complete` marks the end of the run's last step."""
         if self.active:
-            self._write({"step": step, "event": EVENT, "complete": complete} | self.ledger.row())
+            self._write(step, {"event": EVENT, "complete": complete, **self.ledger.row()})
 
     def progress(self, step: int) -> None:
-        """Move the progress bar, where there is one; cheap enough for every step."""
+        """Updates the progress bar, if any; cheap enough for every step."""
         if self.bar:
             self.bar.move_to(step)
 
     def close(self) -> None:
-        """Finish what is still being written."""
+        """Closes the progress bar and all sinks."""
         if self.bar:
             self.bar.close()
         for sink in self.sinks:
-            _unless_disk_fails(sink.close)
+            _ignore_disk_errors(sink.close)
 
-    def _rates(self, record: StepRecord) -> Row:
+    def _rates(self, record: StepRecord) -> dict[str, float]:
         tokens_per_second = self.tokens_per_step / record.step_seconds
         flops_per_second = tokens_per_second * self.flops_per_token
         rates = {"tokens_per_second": tokens_per_second, "tflops_per_second": flops_per_second / 1e12}
@@ -153,11 +242,11 @@ class MetricsWriter:
             rates["mfu_percent"] = 100 * flops_per_second / self.peak_flops
         return rates
 
-    def _write(self, row: Row) -> None:
-        row = {key: _finite(value) for key, value in row.items()} | {"time": time.time()}
-        self._newest_step = max(self._newest_step, row["step"])
+    def _write(self, step: int, values: Mapping[str, Value]) -> None:
+        row = Row(step=step, time=time.time(), values={key: _finite(value) for key, value in values.items()})
+        self._newest_step = max(self._newest_step, step)
         for sink in self.sinks:
-            _unless_disk_fails(sink.write, row)
+            _ignore_disk_errors(sink.write, row)
 
 
 def build_metrics(
@@ -169,14 +258,14 @@ def build_metrics(
     tokens_per_step: int,
     flops_per_token: float,
     peak_flops: float | None,
-    run_config: dict[str, Any],
+    run_config: dict[str, object],
     started: float,
 ) -> MetricsWriter:
-    """The writer of a run in its `folder`; `start` it before the first row.
+    """Builds the metrics writer of a run in its `folder`; call `start` before logging.
 
-    flops_per_token and tokens_per_step are those of the whole model and the global batch; peak_flops is of all devices
-    together, None where it is unknown, and then no MFU is shown. run_config goes to Weights & Biases. `started` is when
-    this process began, in seconds since the epoch.
+    flops_per_token is that of the full model, tokens_per_step that of the global batch, peak_flops the sum over all
+    devices, or None if unknown, in which case MFU is not logged. run_config is sent to Weights & Biases. `started` is
+    the start of this process, in seconds since the epoch.
     """
     file = folder / "metrics.jsonl"
     return MetricsWriter(
@@ -191,10 +280,10 @@ def build_metrics(
     )
 
 
-def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, Any]) -> list[Sink]:
+def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list[Sink]:
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
-            'metrics.enable_wandb: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
+            'metrics.enable_wandb = true: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
             "or set it to false"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +296,7 @@ def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, Any]) ->
 
 
 class _JsonLines:
-    """One JSON object per line, written through to the operating system at once."""
+    """Writes one JSON object per line and flushes each to the operating system."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -219,7 +308,7 @@ class _JsonLines:
         self.stream = self.file.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        self.stream.write(json.dumps(row, allow_nan=False) + "\n")
+        self.stream.write(row.to_json() + "\n")
         self.stream.flush()
 
     def close(self) -> None:
@@ -227,26 +316,28 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """Event files; tensorboard is imported at the first row (0.15 s), behind the first step.
+    """Writes event files; imports tensorboard (0.15 s) at the first row, after the first step.
 
-    Of rows written earlier it can drop those of the last steps only.
+    Can drop rows after a step, but not single steps before it.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.resume_step = folder, 0
-        self.writer: Any = None
+        self.folder = folder
+        self.resume_step = 0
+        self.writer: SummaryWriter | None = None
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
         self.close()
-        self.writer, self.resume_step = None, after_step
+        self.writer = None
+        self.resume_step = after_step
 
     def write(self, row: Row) -> None:
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
-        for key, value in _numbers(row).items():
-            self.writer.add_scalar(key, value, global_step=row["step"], walltime=row["time"])
+        for key, value in row.numbers().items():
+            self.writer.add_scalar(key, value, global_step=row.step, walltime=row.time)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -254,13 +345,13 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A Weights & Biases run, found again through the id that lies in the run's folder.
+    """Logs to a Weights & Biases run, whose id is stored in the run's folder for a resume.
 
-    `step` is a column of ours and not wandb's own counter, which refuses to go back: steps that a resume repeats are
-    logged twice, at the same place of the curve.
+    `step` is a column and not wandb's own counter, which cannot decrease: steps that a resume repeats are logged twice,
+    at the same x coordinate.
     """
 
-    def __init__(self, folder: Path, *, run_config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, *, run_config: dict[str, object]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self.run = wandb.init(
@@ -274,17 +365,17 @@ class _WeightsAndBiases:
         self.run.define_metric("*", step_metric="step")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
-        """What is sent is sent."""
+        """Does nothing: rows that were sent cannot be removed."""
 
     def write(self, row: Row) -> None:
-        self.run.log(_numbers(row) | {"step": row["step"]})
+        self.run.log({**row.numbers(), "step": row.step})
 
     def close(self) -> None:
         self.run.finish()
 
 
 class _ProgressBar:
-    """A bar below the log; while it is there, the log's lines are written above it."""
+    """Shows a progress bar; log lines are written above it."""
 
     def __init__(self, total_steps: int, *, done: int) -> None:
         from tqdm import tqdm
@@ -302,8 +393,8 @@ class _ProgressBar:
         self.redirection.close()
 
 
-def _unless_disk_fails(write: Callable[..., None], *row: Row) -> None:
-    """A full disk costs rows of the record, not the training."""
+def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
+    """Calls `write`; a disk error (full, quota) loses rows but does not stop training."""
     try:
         write(*row)
     except OSError as error:
@@ -311,23 +402,18 @@ def _unless_disk_fails(write: Callable[..., None], *row: Row) -> None:
 
 
 def _drop_rows(file: Path, *, after_step: int, lost: Collection[int]) -> None:
-    """Drop rows, and the torn line of a killed process; the file is replaced in one go."""
+    """Drops rows, and the incomplete line of a killed process; replaces the file atomically."""
     lines = file.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
     if len(kept) == len(lines):
         return
     count = len(lines) - len(kept)
-    logger.info("%s: dropped %s rows of steps that are trained again", file, f"{count:,}")
-    replacement = file.with_suffix(".jsonl.new")
-    with replacement.open("wb") as stream:
-        stream.writelines(kept)
-        stream.flush()
-        os.fsync(stream.fileno())
-    replacement.replace(file)
+    logger.info("%s: dropped %s rows of steps that will be repeated", file, f"{count:,}")
+    write_atomically(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:
-    """Infinity for a line that is no row."""
+    """Returns the step of a line, or infinity if the line is not a row."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -335,43 +421,41 @@ def _step_of(line: bytes) -> float:
 
 
 def _wandb_id(file: Path) -> str:
-    """Drawn once per run folder: a path would be the same on two machines."""
+    """Returns the random id of a run folder, created once: a path would be the same on two machines."""
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:16])
     return file.read_text()
 
 
-def _finite(value: Any) -> Any:
-    """None for what JSON has no word for."""
+def _finite(value: V) -> V | None:
+    """Returns None for NaN and infinity, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _numbers(row: Row) -> Row:
-    return {
-        key: value
-        for key, value in row.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "time")
-    }
+def _is_number(value: Value) -> TypeGuard[float]:
+    """Returns whether a column can be plotted."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _named(values: Row) -> str:
+def _named(values: Mapping[str, float]) -> str:
     shown = (f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in values.values())
     return "".join(f"  {key} {value}" for key, value in zip(values, shown, strict=True))
 
 
-def _step_line(row: Row, *, total_steps: int) -> str:
-    seconds_left = (total_steps - row["step"]) * row["step_seconds"]
-    parts = [
-        f"step {row['step']:,}/{total_steps:,}",
-        f"loss {row['loss']:.4f}",
-        f"grad norm {row['grad_norm']:.3g}",
-        f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-        f"{row['tflops_per_second']:.3g} TFLOP/s",
-        f"MFU {row['mfu_percent']:.1f} %" if "mfu_percent" in row else "",
-        f"memory {row['memory_gib']:.2f} GiB",
-        f"data wait {row['data_seconds'] / row['step_seconds']:.1%}",
+def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:
+    seconds_left = (total_steps - record.step) * record.step_seconds
+    columns = [
+        f"step {record.step:,}/{total_steps:,}",
+        f"loss {record.loss:.4f}",
+        *(f"{name} {value:.4g}" for name, value in record.auxiliary.items()),
+        f"grad norm {record.grad_norm:.3g}",
+        f"lr {record.lr:.2e}",
+        f"{rates['tokens_per_second']:,.0f} tokens/s",
+        f"{rates['tflops_per_second']:.3g} TFLOP/s",
+        f"MFU {rates['mfu_percent']:.1f} %" if "mfu_percent" in rates else "",
+        f"memory {record.memory_gib:.2f} GiB",
+        f"data wait {record.data_seconds / record.step_seconds:.1%}",
         f"ETA {timedelta(seconds=round(seconds_left))}",
-        f"skipped {row['skipped_steps']:,}" if row["skipped_steps"] else "",
+        f"skipped {record.skipped_steps:,}" if record.skipped_steps else "",
     ]
-    return "  ".join(filter(None, parts))
+    return "  ".join(filter(None, columns))

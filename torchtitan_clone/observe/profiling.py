@@ -1,27 +1,30 @@
-"""Chrome traces of the host and the device, and snapshots of CUDA memory, as files of one rank at one step."""
+"""Chrome traces of host and device, and CUDA memory snapshots, written per rank and step."""
 
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import profiler
 
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.logging import logger
 
 MAX_MEMORY_EVENTS = 100_000
-"""Allocations and frees kept for a snapshot; older ones are forgotten."""
+"""Number of allocator events in a snapshot; older ones are dropped."""
 
 
 class _Tracer:
-    """torch.profiler; a trace of `profiler_active` steps ends every profile_freq steps after the start."""
+    """Runs torch.profiler; writes a trace of profiler_active steps every profile_freq steps."""
 
     def __init__(self, profiling: Profiling, *, folder: Path, rank: int, resume_step: int) -> None:
-        self.folder, self.rank, self.step_number = folder, rank, resume_step
-        warmup, active = profiling.profiler_warmup, profiling.profiler_active
+        self.folder = folder
+        self.rank = rank
+        self.step_number = resume_step
+        warmup = profiling.profiler_warmup
+        active = profiling.profiler_active
         self.profile = profiler.profile(
             schedule=profiler.schedule(wait=profiling.profile_freq - warmup - active, warmup=warmup, active=active),
             on_trace_ready=self._export,
@@ -37,22 +40,25 @@ class _Tracer:
     def stop(self, error: BaseException | None) -> None:
         self.profile.stop()
 
-    def _export(self, profile: Any) -> None:
-        file = _file(self.folder, step=self.step_number, name=f"rank{self.rank}_trace.json")
+    def _export(self, profile: profiler.profile) -> None:
+        file = _make_file(self.folder, step=self.step_number, name=f"rank{self.rank}_trace.json")
         start = time.perf_counter()
         profile.export_chrome_trace(str(file))
-        logger.info("trace: %s (%.1f s)", file, time.perf_counter() - start)
+        logger.info("wrote trace %s in %.1f s", file, time.perf_counter() - start)
 
 
 class _MemoryRecorder:
-    """The history of the CUDA allocator, written every profile_freq steps and when memory runs out."""
+    """Records CUDA allocator events; writes a snapshot every profile_freq steps and on out-of-memory errors."""
 
     def __init__(self, profiling: Profiling, *, folder: Path, rank: int, resume_step: int) -> None:
-        self.folder, self.rank, self.freq = folder, rank, profiling.profile_freq
-        self.resume_step = self.step_number = resume_step
+        self.folder = folder
+        self.rank = rank
+        self.freq = profiling.profile_freq
+        self.resume_step = resume_step
+        self.step_number = resume_step
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        torch_compat.record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def step(self) -> None:
         self.step_number += 1
@@ -62,34 +68,34 @@ class _MemoryRecorder:
     def stop(self, error: BaseException | None) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self._dump("out_of_memory")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch_compat.stop_memory_history()
 
-    def _dump(self, what: str) -> None:
-        file = _file(self.folder, step=self.step_number, name=f"rank{self.rank}_{what}.pickle")
-        torch.cuda.memory._dump_snapshot(str(file))
-        logger.info("memory snapshot: %s", file)
+    def _dump(self, name: str) -> None:
+        file = _make_file(self.folder, step=self.step_number, name=f"rank{self.rank}_{name}.pickle")
+        torch_compat.dump_memory_snapshot(str(file))
+        logger.info("wrote memory snapshot %s", file)
 
 
 class Profiler:
-    """Calls what is enabled, which may be nothing. As a context manager it starts, stops, and sees memory run out."""
+    """Runs the enabled recorders, possibly none. As a context manager it starts and stops them."""
 
-    def __init__(self, parts: list[_Tracer | _MemoryRecorder]) -> None:
-        self.parts = parts
+    def __init__(self, recorders: list[_Tracer | _MemoryRecorder]) -> None:
+        self._recorders = recorders
 
     def start(self) -> None:
-        """Begin to record."""
-        for part in self.parts:
-            part.start()
+        """Starts recording."""
+        for recorder in self._recorders:
+            recorder.start()
 
     def step(self) -> None:
-        """A training step has ended."""
-        for part in self.parts:
-            part.step()
+        """Marks the end of a training step."""
+        for recorder in self._recorders:
+            recorder.step()
 
     def stop(self, error: BaseException | None = None) -> None:
-        """End the recording; `error` is what ended the training, if anything."""
-        for part in self.parts:
-            part.stop(error)
+        """Stops recording; `error` is the exception that ended training, if any."""
+        for recorder in self._recorders:
+            recorder.stop(error)
 
     def __enter__(self) -> Self:
         self.start()
@@ -101,34 +107,23 @@ class Profiler:
         self.stop(error)
 
 
-def build_profiler(profiling: Profiling, *, folder: Path, rank: int, device_type: str, resume_step: int) -> Profiler:
-    """What [profiling] asks for, below the run's `folder`; steps are counted from resume_step."""
-    parts: list[_Tracer | _MemoryRecorder] = []
+def build_profiler(profiling: Profiling, *, folder: Path, rank: int, resume_step: int) -> Profiler:
+    """Builds the recorders that [profiling] enables, writing into the run's `folder`; counts steps from resume_step.
+
+    config/checks.py validates the schedule and that memory snapshots run on CUDA.
+    """
+    recorders: list[_Tracer | _MemoryRecorder] = []
     if profiling.enable_profiling:
-        _check_schedule(profiling)
         traces = folder / profiling.save_traces_folder
-        parts.append(_Tracer(profiling, folder=traces, rank=rank, resume_step=resume_step))
+        recorders.append(_Tracer(profiling, folder=traces, rank=rank, resume_step=resume_step))
     if profiling.enable_memory_snapshot:
-        if device_type != "cuda":
-            raise ConfigError(
-                "profiling.enable_memory_snapshot: snapshots are of CUDA memory, and this run is on the "
-                f"{device_type}; set it to false"
-            )
         snapshots = folder / profiling.save_memory_snapshot_folder
-        parts.append(_MemoryRecorder(profiling, folder=snapshots, rank=rank, resume_step=resume_step))
-    return Profiler(parts)
+        recorders.append(_MemoryRecorder(profiling, folder=snapshots, rank=rank, resume_step=resume_step))
+    return Profiler(recorders)
 
 
-def _check_schedule(profiling: Profiling) -> None:
-    needed = profiling.profiler_warmup + profiling.profiler_active
-    if profiling.profile_freq < needed:
-        raise ConfigError(
-            f"profiling.profile_freq = {profiling.profile_freq}: shorter than profiler_warmup "
-            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}; set it to {needed} or more"
-        )
-
-
-def _file(folder: Path, *, step: int, name: str) -> Path:
-    below = folder / f"step-{step}"
-    below.mkdir(parents=True, exist_ok=True)
-    return below / name
+def _make_file(folder: Path, *, step: int, name: str) -> Path:
+    """Creates the folder of a step and returns the path of a file in it."""
+    step_folder = folder / f"step-{step}"
+    step_folder.mkdir(parents=True, exist_ok=True)
+    return step_folder / name

@@ -1,0 +1,118 @@
+"""Arguments of run_train.sh, and its setup of the environment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def python(tmp_path) -> Path:
+    """A fake Python that prints its arguments and passes the check of the environment."""
+    file = tmp_path / "python"
+    file.write_text('#!/bin/sh\necho "WORLD_SIZE=$WORLD_SIZE $*"\n')
+    file.chmod(0o755)
+    return file
+
+
+def run_train(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
+    cleared = {"NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"}
+    cleared |= {"PYTHON", "NO_SETUP"}
+    inherited = {key: value for key, value in os.environ.items() if key not in cleared}
+    return subprocess.run(
+        [REPO / "run_train.sh", *arguments],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+DEFAULT = f"--job.config_file={REPO}/train_configs/debug_model.toml"
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "called"),
+    [
+        ({"NGPU": "1"}, ["--training.steps=20"], f"-m torchtitan_clone.train {DEFAULT} --training.steps=20"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, [], f"-m torchtitan_clone.train {DEFAULT}"),
+        (
+            {"NGPU": "1", "CONFIG_FILE": "my.toml"},
+            ["--model.flavor=1B"],
+            "-m torchtitan_clone.train --job.config_file=my.toml --model.flavor=1B",
+        ),
+        (
+            {"NGPU": "1", "CONFIG_FILE": "my.toml"},
+            ["--job.config_file", "other.toml"],
+            "-m torchtitan_clone.train --job.config_file other.toml",
+        ),
+        (
+            {"NGPU": "2", "LOG_RANK": "0,1"},
+            [],
+            f"-m torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0,1 {DEFAULT}",
+        ),
+        (
+            {"NGPU": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"},
+            [],
+            "-m torchtitan_clone.launch.torchrun --nproc-per-node=1 --log-rank=0 --nnodes=2 --node-rank=1 "
+            "--master-addr=head "
+            f"--master-port=29500 {DEFAULT}",
+        ),
+    ],
+)
+def test_arguments_of_run_train(tmp_path, python, environment, arguments, called):
+    answer = run_train(*arguments, cwd=tmp_path, PYTHON=str(python), **environment)
+    assert answer.stdout == f"WORLD_SIZE= {called}\n"
+    assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_dry_run_is_one_process_with_the_world_size(tmp_path, python):
+    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
+    assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} --dry-run\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({}, "setup: NNODES = 2 and NODE_RANK is not set; set it to the index of this node, from 0"),
+        (
+            {"NODE_RANK": "0"},
+            "setup: NNODES = 2 and MASTER_ADDR is not set; set it to the address of the node with NODE_RANK 0",
+        ),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "127.0.0.1"}, "error: NODE_RANK = 2: must be at most 1 with NNODES 2"),
+    ],
+)
+def test_missing_or_invalid_node_variables(tmp_path, environment, problem):
+    answer = run_train(cwd=tmp_path, PYTHON=sys.executable, NO_SETUP="1", NGPU="1", NNODES="2", **environment)
+    assert (answer.returncode, answer.stderr) == (2, f"{problem}\n")
+
+
+def test_unusable_python_is_reported_with_the_reason(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    answer = run_train(cwd=tmp_path, PYTHON=bare)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(
+        f"setup: PYTHON={bare} cannot be used: torch is not installed, torchdata is not installed"
+    )
+    assert "No module named" in run_train(cwd=tmp_path, PYTHON=bare, NO_SETUP="1", NGPU="1").stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.11.0", True), ("2.13.0+cpu", True), ("2.14", False), ("2.9.1", False)]
+)
+def test_installed_versions_are_compared_as_numbers(tmp_path, version, fits):
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["tried>=2.11,<2.14"]')
+    installed = tmp_path / f"tried-{version}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tried\nVersion: {version}\n")
+    command = [sys.executable, REPO / "scripts" / "check_environment.py", tmp_path / "pyproject.toml"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert answer.returncode == (0 if fits else 1)
+    assert answer.stderr == ("" if fits else f"tried {version} does not satisfy tried>=2.11,<2.14\n")

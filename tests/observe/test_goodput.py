@@ -1,0 +1,65 @@
+"""Goodput over restarts."""
+
+import json
+import time
+
+import pytest
+
+from torchtitan_clone.observe.goodput import EVENT, KINDS, Ledger, resumed_ledger
+
+
+def write_rows(file, *rows: dict) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def goodput_row(*, step: int, time: float, progress: float, complete: bool = False) -> dict:
+    seconds = {f"{kind}_seconds": 0.0 for kind in KINDS}
+    counts = {"starts": 1, "steps_thrown_away": 0}
+    row = {"step": step, "event": EVENT, "complete": complete, "goodput_percent": 100.0, "progress_seconds": progress}
+    return row | seconds | counts | {"time": time}
+
+
+def test_ledger_books_time_that_is_not_progress():
+    ledger = Ledger(started=time.time() - 100)
+    ledger.book("saving", 20)
+    ledger.throw_away(steps=3, seconds=30)
+    row = ledger.row()
+    assert (row["saving_seconds"], row["thrown_away_seconds"], row["steps_thrown_away"]) == (20, 30, 3)
+    assert row["progress_seconds"] + 50 >= 100
+    assert row["goodput_percent"] == pytest.approx(100 * row["progress_seconds"] / (row["progress_seconds"] + 50))
+    assert "over 1 starts" in ledger.line()
+
+
+def test_new_run_starts_an_empty_ledger(tmp_path):
+    row = resumed_ledger(tmp_path / "metrics.jsonl", resume_step=0, lost=0, started=time.time()).row()
+    assert (row["starts"], row["steps_thrown_away"], row["waiting_seconds"]) == (1, 0, 0)
+
+
+def test_resume_books_repeated_steps_and_the_downtime(tmp_path):
+    """Step 10 was saved at 1,000 s, step 20 logged at 1,100 s, the process killed, the next started at 1,150 s."""
+    file = tmp_path / "metrics.jsonl"
+    write_rows(
+        file,
+        goodput_row(step=10, time=1000.0, progress=80.0),
+        {"step": 20, "loss": 1.0, "time": 1100.0},
+    )
+    with file.open("a") as stream:
+        stream.write('{"step": 21, "lo')  # incomplete line of the killed process
+    row = resumed_ledger(file, resume_step=15, lost=0, started=1150.0).row()
+    assert (row["starts"], row["steps_thrown_away"]) == (2, 5)
+    assert row["thrown_away_seconds"] == 50.0  # 5 of 10 steps in 100 s
+    assert row["waiting_seconds"] == 50.0
+
+
+def test_lost_checkpoint_turns_earlier_progress_into_repeated_steps(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    write_rows(file, goodput_row(step=10, time=1000.0, progress=80.0), {"step": 20, "loss": 1.0, "time": 1100.0})
+    row = resumed_ledger(file, resume_step=5, lost=0, started=1100.0).row()
+    assert row["steps_thrown_away"] == 15
+    assert row["thrown_away_seconds"] == 100.0 + 40.0  # all since the save, and 5 of the 10 saved steps
+
+
+def test_time_after_a_complete_run_is_not_waiting(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    write_rows(file, goodput_row(step=10, time=1000.0, progress=80.0, complete=True))
+    assert resumed_ledger(file, resume_step=10, lost=0, started=5000.0).row()["waiting_seconds"] == 0
