@@ -41,8 +41,8 @@ def convert(source: Path, folder: Path, *, spec: ModelSpec, dtype: torch.dtype) 
         weights.fill({name: complete})
         return complete
 
-    documents = {"config.toml": to_toml(Config(model=model))}
-    write_weights_checkpoint(folder / "step-0", meta=state, read=read, documents=documents)
+    extra_files = {"config.toml": to_toml(Config(model=model))}
+    write_weights_checkpoint(folder / "step-0", meta=state, read=read, extra_files=extra_files)
     return model
 
 

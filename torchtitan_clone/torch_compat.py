@@ -1,20 +1,15 @@
-"""Every private name of torch and torchft that the package uses, behind a public one."""
+"""Private names of torch and torchft that this project uses, each with its reason."""
 
-import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-# --- Memory ----------------------------------------------------------------------------------------------------------
-
-
-def record_memory_history(*, max_entries: int) -> None:
-    """Starts to record the allocations of CUDA memory. PyTorch documents the private name and has no other."""
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+# --- checkpoint ---
 
 
-def stop_memory_history() -> None:
-    """Stops to record the allocations of CUDA memory."""
-    torch.cuda.memory._record_memory_history(enabled=None)
+def default_store() -> dist.Store:
+    """Returns the key-value store of the default process group.
 
-
-def dump_memory_snapshot(path: str) -> None:
-    """Writes the recorded allocations to a file. torch.cuda.memory_snapshot() is public and leaves the history out."""
-    torch.cuda.memory._dump_snapshot(path)
+    torch offers no public way to get it: opening a second TCPStore client needs the address, which a process group that
+    was started from a given store does not have. Can go when torch.distributed exports it.
+    """
+    return _get_default_store()
