@@ -33,7 +33,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, STOP_SIGNALS
+from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE
 
 if TYPE_CHECKING:  # importing torch takes seconds, which a worker's way through this file must not cost
     from torch.distributed.elastic.agent.server import SimpleElasticAgent

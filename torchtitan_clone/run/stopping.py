@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+from torchtitan_clone.config.signals import STOP_SIGNALS
+
 REQUEUE_EXIT_CODE = 75
 """Of a run that was stopped with steps left, where `preemption.requeue` asks for it: a temporary failure."""
 
