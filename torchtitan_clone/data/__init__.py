@@ -1,31 +1,47 @@
-"""Text in, batches of token ids out.
+"""Turns text into batches of token ids.
 
-The room's words. A *source* is a list of files. A *document* is one text in it. A *token store* is a source after
-tokenization: two *splits*, "train" and "validation", each one long array of token ids in which an end-of-text id
-follows every document. A *row* is a window of seq_len tokens (and one more, the last target) of such an array. A
-*sample* is one use of a row in training; sample i is the (i mod n)-th row of a shuffled *epoch* of all n rows. A
-*global batch* is what one optimizer step consumes over all ranks: samples s*G to (s+1)*G for step s and G rows. Hub
-data is not stored; there, each row of the global batch is a *stream* of documents, and a *cursor* says how far it is.
+Terms:
+    source          A list of text files.
+    document        One text of a source.
+    token store     A tokenized source on disk. It has two *splits*, "train" and "validation"; each is one long array
+                    of token ids in which an end-of-text token follows every document.
+    row             A window of seq_len + 1 tokens of such an array: the inputs, and the targets shifted by one.
+    sample          One use of a row in training. Sample i is the (i mod n)-th row of a shuffled *epoch* of all n rows.
+    global batch    The rows that one optimizer step consumes over all ranks: samples s * G to (s + 1) * G for step s
+                    and G rows. A *batch slice* is what one rank reads of it.
+    stream          A dataset of the Hugging Face hub is not stored: each row of the global batch is a stream of
+                    documents, and a *cursor* is the position of a stream.
 
-Reading order: sources, tokenizer, encoder, fingerprint, token_store, order, packing, feed, prepared, streaming,
-loader.
+Reading order: sources, tokenizer, encoder, fingerprint, token_store, permutation, packing, row_reader, token_dataset,
+streaming, loader.
 """
 
-from torchtitan_clone.data.loader import Dataset, Loader, ValidationLoader, build_loader, open_dataset
-from torchtitan_clone.data.packing import IGNORE_INDEX, Batch
+from torchtitan_clone.data.loader import (
+    Loader,
+    LoaderOptions,
+    ValidationLoader,
+    build_train_loader,
+    build_validation_loader,
+    open_dataset,
+)
+from torchtitan_clone.data.packing import Batch
+from torchtitan_clone.data.row_reader import Dataset
 from torchtitan_clone.data.sources import DATASETS, describe_source
+from torchtitan_clone.data.streaming import merge_positions
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
     "DATASETS",
-    "IGNORE_INDEX",
     "Batch",
     "Dataset",
     "Loader",
+    "LoaderOptions",
     "Tokenizer",
     "ValidationLoader",
-    "build_loader",
     "build_tokenizer",
+    "build_train_loader",
+    "build_validation_loader",
     "describe_source",
+    "merge_positions",
     "open_dataset",
 ]

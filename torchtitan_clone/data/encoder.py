@@ -1,8 +1,8 @@
-"""Tokenization in parallel processes.
+"""Tokenizes documents in parallel processes.
 
-Processes, not the tokenizer's own threads: those get slower with more cores for the patterns of Llama-like tokenizers.
-This file is also what such a process runs. It imports nothing of the package, so that a process is up in 0.2 s, and it
-ends when its standard input does, so that it never outlives whoever started it.
+Processes, because the tokenizer's own threads become slower with more cores for the patterns of Llama-like tokenizers.
+Each process runs this file. It imports nothing of the package, so that it starts in 0.2 s, and it exits at the end of
+its standard input, so that it never outlives its parent.
 """
 
 import os
@@ -13,35 +13,37 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import tokenizers
+
     from torchtitan_clone.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Encoded = tuple[np.ndarray, np.ndarray]
-"""Tokens of some documents end to end, eos included, and how many tokens each document has."""
+"""Concatenated tokens of some documents, eos included, and the length of each document in tokens."""
 
 
 def encode_batches(
     batches: Iterable[tuple[Sequence[str], T]], *, tokenizer: "Tokenizer", dtype: str, num_processes: int
 ) -> Generator[tuple[T, np.ndarray, np.ndarray], None, None]:
-    """Tokenize batches of documents, in order and a few batches ahead; processes start as they are needed.
+    """Tokenizes batches (texts, label) in order and a few batches ahead; processes start as they are needed.
 
-    Yields what came with a batch, its tokens end to end with eos after each document, and each document's length.
+    Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
     processes: list[_EncoderProcess] = []
-    of_thread = threading.local()
+    thread_state = threading.local()
 
     def start() -> None:
-        of_thread.process = _EncoderProcess(setup)
-        processes.append(of_thread.process)
+        thread_state.process = _EncoderProcess(setup)
+        processes.append(thread_state.process)
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return of_thread.process.encode(texts)
+        return thread_state.process.encode(texts)
 
     pending: deque[tuple[T, Future[Encoded]]] = deque()
     threads = ThreadPoolExecutor(num_processes, initializer=start)
@@ -60,11 +62,11 @@ def encode_batches(
 
 
 class _EncoderProcess:
-    """This file in a process of its own: pickled texts in, pickled tokens out."""
+    """Runs this file in a process: pickled texts in, pickled tokens out."""
 
     def __init__(self, setup: tuple[str, int, str]) -> None:
-        # -P: this file's folder holds modules whose names are not meant to be importable.
-        # A session of its own: Ctrl-C is for the trainer alone.
+        # -P keeps this folder off sys.path, where its modules could shadow others.
+        # A new session: Ctrl-C must reach only the trainer.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__],
             stdin=subprocess.PIPE,
@@ -80,10 +82,10 @@ class _EncoderProcess:
             self._send(texts)
             return pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise RuntimeError(f"a tokenizer process died with exit code {self._process.wait()}") from error
+            raise RuntimeError(f"a tokenizer process failed with exit code {self._process.wait()}") from error
 
     def close(self) -> None:
-        self._process.communicate()  # closes its input, which ends it
+        self._process.communicate()  # closes its input, so that it exits
 
     def _send(self, message: object) -> None:
         assert self._process.stdin is not None
@@ -91,9 +93,9 @@ class _EncoderProcess:
         self._process.stdin.flush()
 
 
-def _encode(backend: Any, texts: Sequence[str], *, eos_id: int, dtype: str) -> Encoded:
+def _encode(backend: "tokenizers.Tokenizer", texts: Sequence[str], *, eos_id: int, dtype: str) -> Encoded:
     tokens: list[int] = []
-    lengths = []
+    lengths: list[int] = []
     for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
         ids = encoding.ids
         tokens += ids
@@ -105,10 +107,11 @@ def _encode(backend: Any, texts: Sequence[str], *, eos_id: int, dtype: str) -> E
 def _serve() -> None:
     import tokenizers
 
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests = sys.stdin.buffer
+    answers = sys.stdout.buffer
     content, eos_id, dtype = pickle.load(requests)
     backend = tokenizers.Tokenizer.from_str(content)
-    backend.encode_special_tokens = True  # not part of what to_str() keeps
+    backend.encode_special_tokens = True  # to_str() does not save it
     while True:
         try:
             texts = pickle.load(requests)

@@ -1,4 +1,4 @@
-"""What a source held when it was read: one hash over the names, sizes and contents of its files, wherever they lie."""
+"""Fingerprint of a source: one hash of the names, sizes and contents of its files, independent of their location."""
 
 import hashlib
 import json
@@ -7,19 +7,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan_clone.data.sources import Source
+from torchtitan_clone.files import write_atomically
 
 _Entry = tuple[int, int, str]
-"""Size in bytes, time of the last change in ns, sha256."""
+"""Size in bytes, time of last modification in ns, sha256."""
 
 
 def source_fingerprint(source: Source, *, listing: Path) -> str:
-    """Hash of the source; `listing` remembers each file's, so that only files that changed are read again."""
+    """Returns the hash of a source; the file `listing` caches the hash of each file, so that only changes are read."""
     known = _read_listing(listing)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         entries = threads.map(lambda file: _entry(file, known=known.get(str(file))), source.files)
         files = dict(zip(map(str, source.files), entries, strict=True))
     if files != known:
-        _write_listing(listing, files)
+        write_atomically(listing, json.dumps(files).encode())
     contents = [
         (file.relative_to(source.root).as_posix(), size, digest)
         for file, (size, _, digest) in zip(source.files, files.values(), strict=True)
@@ -28,7 +29,7 @@ def source_fingerprint(source: Source, *, listing: Path) -> str:
 
 
 def digest_of(value: object) -> str:
-    """sha256 of plain data."""
+    """Returns the sha256 of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -43,11 +44,5 @@ def _entry(file: Path, *, known: _Entry | None) -> _Entry:
 def _read_listing(listing: Path) -> dict[str, _Entry]:
     try:
         return {file: (size, time, digest) for file, (size, time, digest) in json.loads(listing.read_text()).items()}
-    except (FileNotFoundError, ValueError):  # a damaged one only costs reading the files again
+    except (FileNotFoundError, ValueError):  # without it, all files are read again
         return {}
-
-
-def _write_listing(listing: Path, files: dict[str, _Entry]) -> None:
-    temporary = listing.with_suffix(".tmp")
-    temporary.write_text(json.dumps(files))
-    temporary.replace(listing)

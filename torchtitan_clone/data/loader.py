@@ -1,4 +1,7 @@
-"""What a trainer sees of the data: a loader that gives a rank its rows of each global batch, and its state."""
+"""The loaders that a trainer reads: a rank's rows of each global batch, and the state to resume from.
+
+Shapes: B rows, T tokens of a row (seq_len).
+"""
 
 import logging
 import os
@@ -6,33 +9,43 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import resource_tracker
-from typing import Any, Literal, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.row_reader import BatchSlice, Note, RowReader, slice_of_rank
+from torchtitan_clone.data.row_reader import (
+    BatchSlice,
+    Dataset,
+    RowChunk,
+    RowReader,
+    StreamPosition,
+    StreamState,
+    slice_of_rank,
+)
 from torchtitan_clone.data.sources import find_source, hub_id
-from torchtitan_clone.data.streaming import HubDataset, merge_positions, open_hub
+from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("torchtitan_clone")
 
-Dataset = TokenDataset | HubDataset
-AllGatherObject = Callable[[Any], list[Any]]
+T = TypeVar("T")
+AllGatherObject = Callable[[object], list[Any]]
+"""Returns the object that each rank passes in, in the order of the ranks; a collective."""
 
 WORKER_GRACE_SECONDS = 60
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""Those that a cluster sends to all processes of a job, and a terminal to all in front."""
-POSITION_KEYS = ("cursors", "bookmark")
+"""Time from SIGTERM until a worker exits, should its trainer not have ended it before."""
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -42,273 +55,304 @@ LABELS = {
     "document_masking": "training.document_masking",
     "seed": "debug.seed",
 }
+"""State that determines the order and content of the batches, with the names used in messages."""
 
 
-def _alone(value: Any) -> list[Any]:
-    return [value]
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Which rows a rank reads and how they are packed, in training and in validation."""
+
+    seq_len: int
+    """Tokens per sequence."""
+    document_masking: bool
+    """Restart positions at every document, and do not predict the first token of a document from the previous one."""
+    rank: int = 0
+    """Data-parallel rank."""
+    num_ranks: int = 1
+    """Number of data-parallel ranks."""
+    token_indices: Tensor | None = None
+    """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
 
 
 def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dataset:
-    """The data that the options name. Local files are tokenized first where that has not happened before.
+    """Opens the dataset that the options name, and tokenizes local files first if that has not been done.
 
-    Call it before process groups start, see prepare_store. ConfigError where the data cannot be used.
+    Call it before process groups start, see prepare_store. ConfigError if the data cannot be read.
     """
     if dataset := hub_id(training):
         return open_hub(dataset, training=training, data=data, tokenizer=tokenizer)
     return TokenDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
 
 
-@overload
-def build_loader(*, split: Literal["train"], **options: Any) -> "Loader":
-    """Rows to train on, shuffled, without end."""
-
-
-@overload
-def build_loader(*, split: Literal["validation"], **options: Any) -> "ValidationLoader":
-    """Held-out rows, in order."""
-
-
-def build_loader(  # pyright: ignore[reportInconsistentOverload]  (the overloads leave the options to this signature)
-    *,
+def build_train_loader(
     dataset: Dataset,
-    split: Literal["train", "validation"],
-    seq_len: int,
-    document_masking: bool,
+    *,
+    options: LoaderOptions,
     seed: int,
     global_batch_size: int,
-    rank: int,
-    num_ranks: int,
     local_batch_size: int = 1,
     num_workers: int = 0,
-    all_gather_object: AllGatherObject = _alone,
-    tokens: Tensor | None = None,
-) -> "Loader | ValidationLoader":
-    """The rows of one of num_ranks data-parallel ranks; with `tokens` only the tokens at these places of every row.
+    all_gather_object: AllGatherObject = lambda value: [value],
+) -> "Loader":
+    """Builds the loader of one rank's shuffled training rows.
 
-    Where the ranks' rows do not come out even, they are filled up to a multiple of local_batch_size.
-    `all_gather_object` collects an object from every rank, for the state of hub data with more than one of them.
-    Validation reads in this process, whatever num_workers is.
+    Each rank's batch is padded to the same multiple of local_batch_size. `all_gather_object` is used to collect the
+    state of hub data from all ranks. ConfigError if the dataset has no row, or num_workers exceeds the rows of a rank.
     """
-    slice_of_part = partial(
+    slice_of_replica = partial(
         slice_of_rank,
-        rank,
-        num_ranks=num_ranks,
+        options.rank,
+        num_ranks=options.num_ranks,
         global_batch_size=global_batch_size,
-        seq_len=seq_len,
-        multiple=local_batch_size,
+        seq_len=options.seq_len,
+        multiple_of=local_batch_size,
     )
-    share = slice_of_part()
-    packer = _Packer(eos_id=dataset.identity["eos_id"], document_masking=document_masking, tokens=tokens)
-    if split == "validation":
-        return ValidationLoader(dataset, share=share, packer=packer)
-    if num_workers > len(share.rows):
+    if num_workers > (rows := len(slice_of_replica().rows)):
         raise ConfigError(
-            f"data.num_workers = {num_workers} is more than the {len(share.rows)} rows a rank takes of each batch, "
-            f"which its workers divide among them; set it to {len(share.rows)} or less"
+            f"data.num_workers = {num_workers}: more than the {rows} sequences of a global batch that each rank reads, "
+            f"which its workers divide among themselves; set it to at most {rows}."
         )
     return Loader(
         dataset,
-        slice_of_part=slice_of_part,
-        packer=packer,
+        slice_of_replica=slice_of_replica,
+        packer=_Packer(eos_id=dataset.identity.eos_id, options=options),
         seed=seed,
         num_workers=num_workers,
         all_gather_object=all_gather_object,
     )
 
 
-class Loader:
-    """Endless iterator over a rank's rows of one global batch after another.
+def build_validation_loader(dataset: Dataset, *, options: LoaderOptions, global_batch_size: int) -> "ValidationLoader":
+    """Builds the loader of one rank's held-out rows; ConfigError if there is none. It reads in this process."""
+    batch_slice = slice_of_rank(
+        options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
+    )
+    packer = _Packer(eos_id=dataset.identity.eos_id, options=options)
+    return ValidationLoader(dataset, batch_slice=batch_slice, packer=packer)
 
-    Its state is what has been taken out of it and done with, not what it or its workers have read ahead.
+
+class Loader:
+    """Endless iterator over a rank's rows of each global batch.
+
+    Its state counts the batches that were committed, not what the loader or its workers have read ahead.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        slice_of_part: Callable[..., BatchSlice],
+        slice_of_replica: Callable[..., BatchSlice],
         packer: "_Packer",
         seed: int,
         num_workers: int,
         all_gather_object: AllGatherObject,
     ) -> None:
         self._dataset = dataset
-        self._share_of_part = slice_of_part
-        self._division = {"part": 0, "parts": 1}
+        self._slice_of_replica = slice_of_replica
+        self._packer = packer
         self._seed = seed
         self._num_workers = num_workers
         self._all_gather_object = all_gather_object
-        self._packer = packer
-        self._restart(samples=0, position={})
-        self._order = {
-            **dataset.identity,
-            "seq_len": self._share.seq_len,
+        self._replica = {"replica_index": 0, "num_replicas": 1}
+        self._samples = 0
+        self._streams: StreamState | None = None
+        self._uncollected: list[StreamPosition] = []
+        self._batch: Batch | None = None
+        self._batch_positions: list[StreamPosition] = []
+        self._reader = self._open_reader()
+        self._order: dict[str, object] = {
+            **asdict(dataset.identity),
+            "seq_len": self._reader.batch_slice.seq_len,
             "document_masking": packer.document_masking,
             "seed": seed,
         }
-
-    def _restart(self, *, samples: int, position: Mapping[str, Any]) -> None:
-        self._samples = samples
-        self._position = position
-        self._notes: list[Note] = []
-        self._batch: Batch | None = None
-        self._share = self._share_of_part(**self._division)
-        self._feed = self._dataset.train_reader(self._share, seed=self._seed, samples=samples, position=position)
-        self._pieces: Iterator[tuple[np.ndarray, Note]] | None = None
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
-        batch = self.take()
-        self.advance()
+        batch = self.next_batch()
+        self.commit()
         return batch
 
-    def take(self, *, part: int = 0, parts: int = 1) -> Batch:
-        """The rank's rows of the next global batch, which is divided into `parts` parts; the same until `advance`."""
-        if self._division != {"part": part, "parts": parts}:
-            assert not self._notes, "where all parts of the batch are must be known: call state_dict before"
-            self._division = {"part": part, "parts": parts}
-            self._restart(samples=self._samples, position=self._position)
+    def next_batch(self, *, replica_index: int = 0, num_replicas: int = 1) -> Batch:
+        """Returns the rank's rows of its replica group's slice of the next global batch; the same until `commit`."""
+        replica = {"replica_index": replica_index, "num_replicas": num_replicas}
+        if replica != self._replica:
+            assert not self._uncollected, "call state_dict before the number of replica groups changes"
+            self._replica = replica
+            self._restart()
         if self._batch is None:
-            self._batch = self._read()
+            self._batch, self._batch_positions = self._reader.read()
         return self._batch
 
     @property
-    def taken(self) -> range:
-        """The samples of the batch that was taken."""
-        first = self._samples + self._share.rows.start
-        return range(first, first + self._share.counted)
+    def sample_range(self) -> range:
+        """Samples of the current batch that this rank trains on."""
+        batch_slice = self._reader.batch_slice
+        first = self._samples + batch_slice.rows.start
+        return range(first, first + batch_slice.counted)
 
     @property
-    def notes(self) -> list[Note]:
-        """How far this rank's rows of the batch that was taken reach into hub data; nothing for other data."""
-        return self._notes_of_batch
+    def stream_positions(self) -> list[StreamPosition]:
+        """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
+        return self._batch_positions
 
-    def set_stream_positions(self, notes: list[Note]) -> None:
-        """After `advance`: these are the notes of this rank in all parts into which the batch was divided."""
-        self._notes = notes
+    def set_stream_positions(self, positions: list[StreamPosition]) -> None:
+        """Records, after `commit`, the positions of this rank's streams in all replica groups."""
+        self._uncollected = positions
 
-    def advance(self) -> None:
-        """Be done with the batch that was taken."""
-        self._samples += self._share.global_batch_size
-        self._notes = self._notes_of_batch
+    def commit(self) -> None:
+        """Counts the current batch as consumed."""
+        self._samples += self._reader.batch_slice.global_batch_size
+        self._uncollected = self._batch_positions
         self._batch = None
 
-    def _read(self) -> Batch:
-        num_workers = min(self._num_workers, len(self._share.rows))
-        if self._pieces is None:
-            self._pieces = _start(self._feed, num_workers=num_workers)
-        pieces = [next(self._pieces) for _ in range(max(1, num_workers))]
-        self._notes_of_batch = [note for _, note in pieces if note is not None]
-        rows = np.concatenate([tokens for tokens, _ in pieces])
-        filler = np.repeat(rows[-1:], self._share.size - len(rows), axis=0)
-        return self._packer.pack(np.concatenate([rows, filler]), padding=self._share.size - self._share.counted)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data that is the same on every rank; for hub data all ranks must call this together."""
-        if self._notes:
-            notes_of_ranks = self._all_gather_object(self._notes)
-            self._position = merge_positions(note for notes in notes_of_ranks for note in notes)
-            self._notes = []
-        return {"samples": self._samples, **self._order, **self._position}
+    def state_dict(self) -> dict[str, object]:
+        """Returns plain data, the same on every rank; a collective over all ranks for hub data."""
+        if self._uncollected:
+            of_ranks: list[list[StreamPosition]] = self._all_gather_object(self._uncollected)
+            self._streams = merge_positions(position for positions in of_ranks for position in positions)
+            self._uncollected = []
+        streams = {} if self._streams is None else self._streams.to_plain()
+        return {"samples": self._samples, **self._order, **streams}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:
-        """Go on behind the samples that `state` counts, whichever ranks, workers and batch size counted them.
+        """Resumes after the samples that `state` counts, for any number of ranks, workers and any batch size.
 
-        ConfigError where the data or their order are not the state's, unless allow_change.
+        ConfigError if the data or their order differ from the state's, unless allow_change.
         """
-        position = {key: state[key] for key in POSITION_KEYS if key in state}
-        changes = [key for key, value in self._order.items() if state.get(key) != value]
-        report = [f"{LABELS[key]} was {state.get(key)} and is {self._order[key]}" for key in changes]
-        if position and len(position["cursors"]) != self._share.global_batch_size:
-            streams = len(position["cursors"])
-            report.append(f"training.global_batch_size was {streams} and is {self._share.global_batch_size}")
+        streams = StreamState.from_plain(state)
+        order = self._order
+        changed = [key for key, value in order.items() if state.get(key) != value]
+        report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(order[key])}" for key in changed]
+        if streams is not None and len(streams.cursors) != self._reader.batch_slice.global_batch_size:
+            size = self._reader.batch_slice.global_batch_size
+            report.append(f"training.global_batch_size was {len(streams.cursors)} and is {size}")
         if report and not allow_change:
             raise ConfigError(
-                f"the checkpoint was trained on other batches: {'; '.join(report)}. Put this back, "
-                "or set checkpoint.allow_data_change = true to go on with what is set now"
+                f"the checkpoint was trained on different batches: {'; '.join(report)}. Restore what changed, or set "
+                "checkpoint.allow_data_change to true to resume with the new data."
             )
         if report:
-            logger.warning("going on after %s samples although %s", f"{state['samples']:,}", "; ".join(report))
-        self._restart(samples=state["samples"], position={} if "data" in changes else position)
+            logger.warning("resuming after %s samples although %s", f"{state['samples']:,}", "; ".join(report))
+        self._samples = state["samples"]
+        self._streams = None if "data" in changed else streams
+        self._restart()
+
+    def _restart(self) -> None:
+        """Discards what was read beyond the committed samples."""
+        self._uncollected = []
+        self._batch = None
+        self._reader = self._open_reader()
+
+    def _open_reader(self) -> "_BatchReader":
+        reader = self._dataset.train_reader(
+            self._slice_of_replica(**self._replica), seed=self._seed, samples=self._samples, streams=self._streams
+        )
+        return _BatchReader(reader, packer=self._packer, num_workers=self._num_workers)
 
 
 class ValidationLoader:
-    """A rank's rows of the held-out documents; every iteration is one pass over all of them.
+    """Iterable over a rank's held-out rows; every iteration is one pass over all held-out documents.
 
-    The last global batch is filled up with rows without targets, so that all ranks have equally many batches.
+    The last global batch is padded with rows without targets, so that all ranks have the same number of batches.
     """
 
-    def __init__(self, dataset: Dataset, *, share: BatchSlice, packer: "_Packer") -> None:
-        self._feed = dataset.validation_reader(share)
+    def __init__(self, dataset: Dataset, *, batch_slice: BatchSlice, packer: "_Packer") -> None:
+        self._reader = dataset.validation_reader(batch_slice)
         self._packer = packer
 
     def __len__(self) -> int:
-        """Batches of one pass; TypeError for hub data, which has to be read to know."""
-        return len(self._feed)  # type: ignore[arg-type]
+        """Number of batches of one pass; TypeError for hub data, whose length is unknown before it is read."""
+        if self._reader.num_batches is None:
+            raise TypeError("a streamed dataset has no length")
+        return self._reader.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        for tokens, padding in self._feed:
-            yield self._packer.pack(tokens, padding=padding)
+        for rows, padding in self._reader:
+            yield self._packer.pack(rows, padding=padding)
 
 
 class _Packer:
-    """Packs rows, into pinned memory where there is a GPU."""
+    """Packs rows, into pinned memory if there is a GPU."""
 
-    def __init__(self, *, eos_id: int, document_masking: bool, tokens: Tensor | None) -> None:
-        self.document_masking = document_masking
-        self._eos_id, self._tokens = eos_id, tokens
+    def __init__(self, *, eos_id: int, options: LoaderOptions) -> None:
+        self.document_masking = options.document_masking
+        self._eos_id = eos_id
+        self._token_indices = options.token_indices
         self._pin = torch.cuda.is_available()
 
     def pack(self, rows: np.ndarray, *, padding: int = 0) -> Batch:
         batch = pack(rows, eos_id=self._eos_id, document_masking=self.document_masking, padding=padding)
-        batch = batch if self._tokens is None else batch.tokens_at(self._tokens)
+        batch = batch if self._token_indices is None else batch.select_tokens(self._token_indices)
         return batch.pin_memory() if self._pin else batch
 
 
-def _start(feed: RowReader, *, num_workers: int) -> Iterator[tuple[np.ndarray, Note]]:
-    """Read the feed here, or in processes that take turns to deliver their part of a batch."""
+class _BatchReader:
+    """Reads a rank's batches one after another, in this process or in workers that read ahead."""
+
+    def __init__(self, reader: RowReader, *, packer: _Packer, num_workers: int) -> None:
+        self.batch_slice = reader.batch_slice
+        self._rows = reader
+        self._packer = packer
+        self._num_workers = min(num_workers, len(self.batch_slice.rows))
+        self._chunks: Iterator[RowChunk] | None = None
+
+    def read(self) -> tuple[Batch, list[StreamPosition]]:
+        """Returns the next batch, and the positions after it of the streams that it is read from."""
+        if self._chunks is None:
+            self._chunks = _start_reading(self._rows, num_workers=self._num_workers)
+        chunks = [next(self._chunks) for _ in range(max(1, self._num_workers))]
+        rows = np.concatenate([tokens for tokens, _ in chunks])
+        filler = np.repeat(rows[-1:], self.batch_slice.size - len(rows), axis=0)
+        padding = self.batch_slice.size - self.batch_slice.counted
+        batch = self._packer.pack(np.concatenate([rows, filler]), padding=padding)
+        return batch, [position for _, position in chunks if position is not None]
+
+
+def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]:
+    """Iterates over the reader here, or in workers that deliver their rows of each batch in turn."""
     if num_workers == 0:
-        return iter(feed)
+        return iter(reader)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata's own, on every start
+        warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata causes it on every start
         loader = StatefulDataLoader(
-            feed,
+            reader,
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             num_workers=num_workers,
-            worker_init_fn=_prepare_worker,
+            worker_init_fn=_init_worker,
             multiprocessing_context="spawn",  # a fork would copy torch's threads and CUDA
         )
-    with _signals_held_back():
+    with _blocked_stop_signals():
         return iter(loader)
 
 
 @contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Processes started inside get no signal before they can answer it; here it arrives afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    resource_tracker.ensure_running()  # lets some of them through when it has started
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+def _blocked_stop_signals() -> Iterator[None]:
+    """Blocks the stop signals for processes started inside until they can handle them; here they arrive afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    resource_tracker.ensure_running()  # unblocks some of them when it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _unchanged(part: Any) -> Any:
-    """Keeps arrays out of torch's hands: as tensors they would need /dev/shm, which is small in containers."""
-    return part
+def _identity(value: T) -> T:
+    """Keeps arrays as they are: as tensors they would need /dev/shm, which is small in containers."""
+    return value
 
 
-def _prepare_worker(worker: int) -> None:
-    """A signal to the whole job must not take the workers from a trainer that wants to finish its step."""
+def _init_worker(worker: int) -> None:
+    """Keeps a signal to the job from ending the workers while the trainer finishes its step."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for number in SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_SECONDS))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,6 +1,6 @@
-"""From rows of token ids to what a model reads.
+"""Packs rows of token ids into the batches that a model consumes.
 
-Shapes: B batch rows, T tokens of a row (seq_len).
+Shapes: B rows of the batch, T tokens of a row (seq_len).
 """
 
 from collections.abc import Callable
@@ -10,33 +10,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""As a target: no loss here."""
+from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of tokens and, for each token, its target, its position and its document."""
+    """Rows of tokens and, for each token, its target, its position and its document.
+
+    With context parallelism a rank holds only some tokens of each row, and the documents of all of them.
+    """
 
     tokens_BT: Tensor
     """int64."""
     targets_BT: Tensor
     """int64; the next token, or IGNORE_INDEX."""
     positions_BT: Tensor
-    """int64; counts from 0 at the start of the row and, with document masking, of each document in it."""
+    """int64; counted from 0 at the start of each row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
-    """int32; 0, 1, 2, ... for the documents within a row; None without document masking.
-
-    Of the whole row, also where the others hold only some of its tokens."""
+    """int32; 0, 1, 2, ... for the documents of a row, always for the full row; None without document masking."""
     num_targets: int
-    """Targets that are not IGNORE_INDEX."""
+    """Number of targets that are not IGNORE_INDEX."""
 
-    def microbatches(self, rows: int) -> "list[Batch]":
-        """The batch in parts of so many rows, the last of which may have fewer."""
-        return [self._slice(start, start + rows) for start in range(0, len(self.tokens_BT), rows)]
+    def microbatches(self, size: int) -> "list[Batch]":
+        """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
+        return [self._slice(start, start + size) for start in range(0, len(self.tokens_BT), size)]
 
-    def tokens_at(self, index_T: Tensor) -> "Batch":
-        """Only these tokens of every row, with the documents of all."""
+    def select_tokens(self, index_T: Tensor) -> "Batch":
+        """Returns the batch with only these tokens of every row, and the documents of all tokens."""
         targets_BT = self.targets_BT[:, index_T]
         return Batch(
             tokens_BT=self.tokens_BT[:, index_T],
@@ -48,17 +48,17 @@ class Batch:
 
     def _slice(self, start: int, stop: int) -> "Batch":
         num_targets = int((self.targets_BT[start:stop] != IGNORE_INDEX).sum())
-        return self._mapped(lambda tensor: tensor[start:stop], num_targets=num_targets)
+        return self._map(lambda tensor: tensor[start:stop], num_targets=num_targets)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; from pinned memory without waiting for the copy."""
-        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True), num_targets=self.num_targets)
+        """Copies the batch to a device, asynchronously if it is in pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True), num_targets=self.num_targets)
 
     def pin_memory(self) -> "Batch":
-        """The batch in memory from which a GPU copies by itself."""
-        return self._mapped(Tensor.pin_memory, num_targets=self.num_targets)
+        """Copies the batch to pinned memory, from which a GPU can copy asynchronously."""
+        return self._map(Tensor.pin_memory, num_targets=self.num_targets)
 
-    def _mapped(self, change: Callable[[Tensor], Tensor], *, num_targets: int) -> "Batch":
+    def _map(self, change: Callable[[Tensor], Tensor], *, num_targets: int) -> "Batch":
         return Batch(
             tokens_BT=change(self.tokens_BT),
             targets_BT=change(self.targets_BT),
@@ -69,16 +69,18 @@ class Batch:
 
 
 def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0) -> Batch:
-    """Build a batch from rows [B, T+1] of token ids, in which eos_id ends a document.
+    """Builds a batch from rows [B, T + 1] of token ids, in which eos_id ends a document.
 
-    The last `padding` rows get no targets. With document masking neither does eos, because what follows it is the
-    first token of another document.
+    The last `padding` rows have no targets. With document masking neither has eos_id, because the token after it
+    belongs to another document.
     """
-    tokens_BT, targets_BT = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-    positions_BT, documents_BT = np.tile(np.arange(tokens_BT.shape[1]), (len(rows), 1)), None
+    tokens_BT = rows[:, :-1].astype(np.int64)
+    targets_BT = rows[:, 1:].astype(np.int64)
+    positions_BT = np.tile(np.arange(tokens_BT.shape[1]), (len(rows), 1))
+    documents_BT = None
     if document_masking:
         ends_BT = tokens_BT == eos_id
-        positions_BT, documents_BT = _documents(ends_BT)
+        positions_BT, documents_BT = _positions_and_documents(ends_BT)
         targets_BT[ends_BT] = IGNORE_INDEX
     targets_BT[len(targets_BT) - padding :] = IGNORE_INDEX
     return Batch(
@@ -90,8 +92,8 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
     )
 
 
-def _documents(ends_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and document numbers within each row, given where documents end."""
+def _positions_and_documents(ends_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions [B, T] and document numbers [B, T] within each row, given where documents end [B, T]."""
     starts_BT = np.zeros_like(ends_BT)
     starts_BT[:, 1:] = ends_BT[:, :-1]
     index_T = np.arange(ends_BT.shape[1])

@@ -1,4 +1,4 @@
-"""A shuffled order that needs no memory: where a row stands is computed, not looked up."""
+"""A pseudo-random permutation that is computed element by element, so that shuffling needs no memory."""
 
 import hashlib
 
@@ -7,11 +7,11 @@ import numpy as np
 ROUNDS = 8
 
 
-def permuted(positions: np.ndarray, *, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Map positions in [0, n) one-to-one onto [0, n), in an order that seed and epoch decide.
+def permute(positions: np.ndarray, *, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Maps positions in [0, n) one-to-one onto [0, n); seed and epoch select the permutation.
 
-    A Feistel network over pairs (left, right) with left < a and right < b, where a * b is barely above n; a result
-    beyond n goes through it again. Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002.
+    A Feistel network over pairs (left, right) with left < a and right < b, where a * b is slightly larger than n; a
+    result of n or more is mapped again. Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002.
     """
     keys = _round_keys(seed=seed, epoch=epoch)
     b = np.uint64(max(1, int(np.ceil(np.sqrt(n)))))
@@ -29,13 +29,13 @@ def _round_keys(*, seed: int, epoch: int) -> np.ndarray:
 def _network(values: np.ndarray, *, a: np.uint64, b: np.uint64, keys: np.ndarray) -> np.ndarray:
     left, right = np.divmod(values, b)
     for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
-        left = (left + _mixed(right ^ key_left) % a) % a
-        right = (right + _mixed(left ^ key_right) % b) % b
+        left = (left + _mix(right ^ key_left) % a) % a
+        right = (right + _mix(left ^ key_right) % b) % b
     return left * b + right
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """64 bits that depend on every bit of the input (wrapping). Source: the finalizer of SplitMix64, OOPSLA 2014."""
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Hashes each value to 64 bits (multiplication wraps). Source: the finalizer of SplitMix64, OOPSLA 2014."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

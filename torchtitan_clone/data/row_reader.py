@@ -1,28 +1,76 @@
-"""What the two kinds of data have in common: a feed of token rows for one rank's share of every global batch."""
+"""The interface that token stores and hub datasets share: readers of one rank's rows of every global batch.
+
+Shapes: B rows, T tokens of a row (seq_len).
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-Note = Any
-"""How far a feed is after some rows; plain data, which JSON can hold. None where that follows from their number."""
+Cursor = tuple[int, int, int]
+"""Position in a stream: epoch, document within the epoch, token within the document."""
+Bookmark = tuple[int, int, str | None]
+"""Place to resume reading the files from: epoch, document, and the library's own state there as JSON (None: the start
+of the epoch)."""
+StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
+"""Cursors of some streams, each with the index of its row, and a bookmark at or before all of them. Plain data: JSON
+can hold it, and what comes back with lists for tuples is accepted."""
+RowChunk = tuple[np.ndarray, StreamPosition | None]
+"""Rows [B, T + 1] and the stream position after them; None where the position follows from the number of samples."""
+
+START: Bookmark = (0, 0, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamState:
+    """Position of all streams of the global batch."""
+
+    cursors: list[Cursor]
+    """One per row of the global batch."""
+    bookmark: Bookmark
+    """At or before all cursors."""
+
+    def to_plain(self) -> dict[str, object]:
+        """Returns the entries of a loader's state."""
+        return {"cursors": [list(cursor) for cursor in self.cursors], "bookmark": list(self.bookmark)}
+
+    @classmethod
+    def from_plain(cls, state: Mapping[str, Any]) -> "StreamState | None":
+        """Returns the position in a loader's state; None where it holds none."""
+        if "cursors" not in state:
+            return None
+        cursors: list[Cursor] = [(epoch, document, token) for epoch, document, token in state["cursors"]]
+        epoch, document, place = state.get("bookmark", START)
+        return cls(cursors=cursors, bookmark=(epoch, document, place))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetIdentity:
+    """What determines the tokens of a dataset; saved in checkpoints and compared on resume."""
+
+    data: str
+    """Fingerprint of the text."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    eos_id: int
+    held_out_fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSlice:
-    """The rows of every global batch that one rank takes."""
+    """The rows of every global batch that one rank reads."""
 
     global_batch_size: int
     rows: range
-    """What is read: contiguous, within range(global_batch_size), at least one."""
+    """Rows that are read: contiguous, within range(global_batch_size), at least one."""
     size: int
-    """Rows of the rank's batch, as many on every rank; those that are not read only fill it up."""
+    """Rows of the rank's batch, the same on every rank; rows beyond those read are padding."""
     counted: int
-    """Rows at the front that are trained on; fewer than are read where the rank has none."""
+    """Rows at the front that are trained on; 0 where the rank has none and the row it reads is padding too."""
     seq_len: int
 
 
@@ -32,44 +80,84 @@ def slice_of_rank(
     num_ranks: int,
     global_batch_size: int,
     seq_len: int,
-    part: int = 0,
-    parts: int = 1,
-    multiple: int = 1,
+    replica_index: int = 0,
+    num_replicas: int = 1,
+    multiple_of: int = 1,
 ) -> BatchSlice:
-    """Contiguous shares of one of `parts` parts of the global batch, so that all of them in order are the batch.
+    """Returns the contiguous rows of a rank, out of the rows of its replica group, out of the global batch.
 
-    Shares are equal where the numbers divide, else they are filled up: to one size, a multiple of `multiple`.
+    All slices in order are the global batch. They differ by one row where the numbers do not divide; `size` is the
+    largest of them, rounded up to a multiple of `multiple_of`.
     """
-    start, stop = (index * global_batch_size // parts for index in (part, part + 1))
-    first, last = (start + index * (stop - start) // num_ranks for index in (rank, rank + 1))
-    largest = math.ceil(math.ceil(global_batch_size / parts) / num_ranks)
+    start, stop = _bounds(global_batch_size, index=replica_index, count=num_replicas)
+    first, last = _bounds(stop - start, index=rank, count=num_ranks)
+    largest = math.ceil(math.ceil(global_batch_size / num_replicas) / num_ranks)
     return BatchSlice(
         global_batch_size=global_batch_size,
-        rows=range(first, last) if first < last else range(1),
-        size=math.ceil(largest / multiple) * multiple,
+        rows=range(start + first, start + last) if first < last else range(1),
+        size=math.ceil(largest / multiple_of) * multiple_of,
         counted=last - first,
         seq_len=seq_len,
     )
 
 
-class RowReader(IterableDataset):
-    """Token rows [b, seq_len + 1] of one global batch after another, each with a note.
+def _bounds(length: int, *, index: int, count: int) -> tuple[int, int]:
+    """First and last + 1 of the index-th of `count` nearly equal slices."""
+    return index * length // count, (index + 1) * length // count
 
-    b is the number of the rank's rows, or of this worker's part of them when it runs in a worker process: all workers'
-    rows one after another are the rank's.
+
+class RowReader(IterableDataset[RowChunk]):
+    """Yields the rows of one batch slice for one global batch after another, without end.
+
+    In a worker process, yields that worker's rows of the slice: the rows of all workers in order are the slice.
     """
 
-    def __init__(self, share: BatchSlice) -> None:
-        self.share = share
+    def __init__(self, batch_slice: BatchSlice) -> None:
+        self.batch_slice = batch_slice
 
-    def read(self, rows: range) -> Iterator[tuple[np.ndarray, Note]]:
-        """Yield these rows of each global batch."""
+    def read(self, rows: range) -> Iterator[RowChunk]:
+        """Yields these rows of each global batch."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, Note]]:
-        rows = self.share.rows
+    def __iter__(self) -> Iterator[RowChunk]:
+        rows = self.batch_slice.rows
         worker = get_worker_info()
         if worker is None:
             return self.read(rows)
-        first, last = (index * len(rows) // worker.num_workers for index in (worker.id, worker.id + 1))
+        first, last = _bounds(len(rows), index=worker.id, count=worker.num_workers)
         return self.read(rows[first:last])
+
+
+class ValidationReader(Protocol):
+    """Reads a batch slice of the held-out rows; each iteration is one pass."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of global batches of a pass; None where only reading tells."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Yields rows [B, T + 1] of each global batch, and how many of them, at the end, are padding."""
+        ...
+
+
+class Dataset(Protocol):
+    """Tokenized text that can be read from any position."""
+
+    @property
+    def identity(self) -> DatasetIdentity:
+        """What determines the tokens."""
+        ...
+
+    def train_reader(
+        self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
+    ) -> RowReader:
+        """Returns a reader of the batches after `samples` samples, or after the position of `streams`.
+
+        ConfigError if the dataset has no row.
+        """
+        ...
+
+    def validation_reader(self, batch_slice: BatchSlice) -> ValidationReader:
+        """Returns a reader of the held-out rows; ConfigError if there is none."""
+        ...

@@ -1,8 +1,8 @@
-"""Where text comes from: files, read one document at a time.
+"""Reads text from files, one document at a time.
 
 A *source* is a list of files below one root. A *document* is one text: a row of a .jsonl or .parquet file, or a text
-file (a long one is cut at line ends into several). A *bad row* is one that cannot be read: it is left out, counted, and
-an error as soon as there are more than data.max_bad_rows.
+file (a long one is split at line ends into several). A *bad row* is a row or a text that cannot be read: it is skipped
+and counted; more than data.max_bad_rows of them are an error.
 """
 
 import gzip
@@ -15,20 +15,26 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+
+if TYPE_CHECKING:
+    import pyarrow
 
 logger = logging.getLogger("torchtitan_clone")
 
-PIECE_BYTES = 1 << 20  # a longer text file becomes several documents, so that no text is ever held whole
-FIRST_BAD_ROWS = 5  # so many are named in the report
+PIECE_BYTES = 1 << 20
+"""A longer text file becomes several documents, so that it is never in memory as one."""
+FIRST_BAD_ROWS = 5
+"""Bad rows that the report lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files below a root, in the order in which they are read, and the field that holds the text of their rows."""
+    """Files below a root, in reading order, and the key or column that holds the text of their rows."""
 
     name: str
     root: Path
@@ -38,30 +44,36 @@ class Source:
 
 @dataclass(kw_only=True)
 class BadRows:
-    """Counts what cannot be read; raises ConfigError when that is more than the limit."""
+    """Counts rows that cannot be read; raises ConfigError when there are more than the limit."""
 
     limit: int
     count: int = 0
     first: list[str] = field(default_factory=list)
 
     def add(self, place: str, *, reason: str) -> None:
+        """Counts the row at a place; ConfigError if that is one too many."""
         self.count += 1
         if self.count <= FIRST_BAD_ROWS:
             self.first.append(f"{place}: {reason}")
         self.check()
 
     def check(self) -> None:
+        """ConfigError if there are more bad rows than the limit."""
         if self.count > self.limit:
-            raise ConfigError(f"{self.report()}\ndata.max_bad_rows is {self.limit}: mend the data, or raise it")
+            raise ConfigError(
+                f"data.max_bad_rows = {self.limit}: the data has {self.report()}\n"
+                "Correct the data, or raise data.max_bad_rows to skip them."
+            )
 
     def report(self) -> str:
+        """Returns the number of bad rows and a list of the first."""
         more = self.count - len(self.first)
         lines = [f"{self.count} unreadable row(s) of text:", *self.first, *([f"and {more} more"] if more else [])]
         return "\n  ".join(lines)
 
 
 def stdlib_source() -> Source:
-    """The source code of Python's own standard library, without its tests: real text that is on every machine."""
+    """Returns the source code of Python's standard library without its tests: text that every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     files = tuple(file for file in _files_below(root, skipped=skipped) if file.suffix == ".py")
@@ -69,19 +81,20 @@ def stdlib_source() -> Source:
 
 
 DATASETS: dict[str, Callable[[], Source]] = {"stdlib": stdlib_source}
+"""Local datasets by the name that training.dataset selects."""
 
-# Short names of data sets on the Hugging Face hub, as "org/name:configuration".
 HUB_DATASETS = {"c4": "allenai/c4:en"}
+"""Short names of datasets on the Hugging Face hub, as "org/name:configuration"."""
 
 
 def hub_id(training: Training) -> str | None:
-    """The data set of the Hugging Face hub that the options name; None where they name local files."""
+    """Returns the hub dataset that the options name; None if they name local files."""
     name = HUB_DATASETS.get(training.dataset, training.dataset)
     return name if training.dataset_path is None and "/" in name else None
 
 
 def describe_source(training: Training) -> str:
-    """What the options name, in one line; ConfigError where local files are not there."""
+    """Returns a one-line description of the data that the options name; ConfigError if local files are missing."""
     if name := hub_id(training):
         return f"{name}, streamed from the Hugging Face hub"
     source = find_source(training)
@@ -89,20 +102,28 @@ def describe_source(training: Training) -> str:
 
 
 def find_source(training: Training) -> Source:
-    """The local files that the options name; ConfigError if there are none."""
+    """Returns the local files that the options name; ConfigError if there are none."""
     if training.dataset_path is not None:
         source = _path_source(Path(training.dataset_path), text_key=training.text_key)
     elif training.dataset in DATASETS:
         source = DATASETS[training.dataset]()
     else:
         raise ConfigError(
-            f"training.dataset = {training.dataset!r} is unknown; known: {', '.join(sorted(DATASETS | HUB_DATASETS))}; "
-            'a name with a slash, as in "org/name", is a dataset of the Hugging Face hub; '
-            "for your own files set training.dataset_path"
+            f"training.dataset = {toml_like(training.dataset)}: unknown dataset; set it to one of "
+            f"{', '.join(sorted(DATASETS | HUB_DATASETS))} or to a dataset of the Hugging Face hub such as "
+            '"org/name", or set training.dataset_path to your own files.'
         )
     if not source.files:
-        raise ConfigError(f"training data {source.name}: {source.root} holds no file to read")
+        raise ConfigError(
+            f"{_option(training)}: no files to read in {source.root}; add text files, or set another path."
+        )
     return source
+
+
+def _option(training: Training) -> str:
+    if training.dataset_path is not None:
+        return f"training.dataset_path = {toml_like(training.dataset_path)}"
+    return f"training.dataset = {toml_like(training.dataset)}"
 
 
 def _path_source(path: Path, *, text_key: str) -> Source:
@@ -110,12 +131,15 @@ def _path_source(path: Path, *, text_key: str) -> Source:
         return Source(name=str(path), root=path, files=tuple(_files_below(path)), text_key=text_key)
     if path.is_file():
         return Source(name=str(path), root=path.parent, files=(path,), text_key=text_key)
-    raise ConfigError(f"training.dataset_path = {str(path)!r}: no such file or folder (seen from {Path.cwd()})")
+    raise ConfigError(
+        f"training.dataset_path = {toml_like(str(path))}: no such file or folder (current folder: {Path.cwd()}); "
+        "set it to an existing one."
+    )
 
 
 def _files_below(root: Path, *, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
-    """All files below root, sorted by path, without hidden ones."""
-    found = []
+    """Returns all files below root, sorted by path, except hidden ones."""
+    found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
@@ -123,7 +147,7 @@ def _files_below(root: Path, *, skipped: set[str] | frozenset[str] = frozenset()
 
 
 def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, int]]:
-    """Yield every document that has text, and how many bytes of the source's files have been read by then."""
+    """Yields every document that has text, with the number of bytes of the source read so far."""
     done = 0
     for file in source.files:
         with file.open("rb") as raw:
@@ -145,7 +169,7 @@ def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]
     line = 1
     for number, piece in enumerate(_pieces(raw)):
         if number == 0 and b"\0" in piece[:8192]:
-            logger.warning("%s is not text: left out", file)
+            logger.warning("%s is not text: skipped", file)
             return
         try:
             yield piece.decode()
@@ -156,7 +180,7 @@ def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]
 
 
 def _pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """Cut at the last line end within each PIECE_BYTES; where there is none, at the next one."""
+    """Splits at the last line end within each PIECE_BYTES, or at the next one if there is none."""
     while piece := raw.read(PIECE_BYTES):
         if len(piece) == PIECE_BYTES:
             end = piece.rfind(b"\n") + 1
@@ -178,7 +202,9 @@ def _read_jsonl(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) 
             except (ValueError, RecursionError) as error:
                 bad_rows.add(f"{file}:{number}", reason=str(error))
     except (EOFError, OSError, zlib.error) as error:
-        raise ConfigError(f"{file}: the compressed data is damaged after line {number} ({error})") from error
+        raise ConfigError(
+            f"{file}: the compressed data is corrupt after line {number} ({error}); replace the file."
+        ) from error
 
 
 def _open_lines(raw: BinaryIO, *, file: Path) -> Iterable[bytes]:
@@ -196,10 +222,12 @@ def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Decompress frame by frame, because zstandard's own reader takes a file that breaks off for a whole one."""
+    """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
     import zstandard
 
-    context, frame, block = zstandard.ZstdDecompressor(), None, b""
+    context = zstandard.ZstdDecompressor()
+    frame = None
+    block = b""
     while block := block or raw.read(1 << 17):
         frame = frame or context.decompressobj()
         try:
@@ -210,11 +238,11 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
         block = frame.unused_data
         frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("it breaks off within a frame")
+        raise EOFError("truncated within a frame")
 
 
 def _parse_row(line: bytes, *, text_key: str) -> str:
-    """The text of one .jsonl row; ValueError with the reason if it has none."""
+    """Returns the text of one .jsonl row; ValueError with the reason if it has none."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -225,7 +253,7 @@ def _parse_row(line: bytes, *, text_key: str) -> str:
 
 
 def text_of_row(row: object, *, text_key: str) -> str:
-    """The row's text; ValueError with the reason if it has none."""
+    """Returns the text of a row; ValueError with the reason if it has none."""
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {_json_type(row)}")
     if text_key not in row:
@@ -235,7 +263,7 @@ def text_of_row(row: object, *, text_key: str) -> str:
         raise ValueError(f"{text_key!r} holds {_json_type(text)}, not a string")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{text_key!r} is not valid Unicode ({error.reason})") from error
     return text
 
@@ -261,22 +289,30 @@ def _read_parquet(file: Path, *, text_key: str, bad_rows: BadRows) -> Iterator[s
                 except ValueError as error:
                     bad_rows.add(f"{file}:{number}", reason=str(error))
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{file}: not a whole parquet file; damaged after row {number} ({error})") from error
+        raise ConfigError(
+            f"{file}: not a complete parquet file, corrupt after row {number} ({error}); replace it."
+        ) from error
 
 
-def _check_column(schema, *, file: Path, text_key: str) -> None:
+def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> None:
     import pyarrow.types as types
 
     if text_key not in schema.names:
-        raise ConfigError(f"{file} has no column {text_key!r}; set training.text_key to one of {schema.names}")
+        raise ConfigError(
+            f"training.text_key = {toml_like(text_key)}: {file} has no such column; set it to one of "
+            f"{', '.join(schema.names)}."
+        )
     kind = schema.field(text_key).type
     if types.is_dictionary(kind):
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise ConfigError(f"{file}: column {text_key!r} holds {kind}, not strings; set training.text_key to another")
+        raise ConfigError(
+            f"training.text_key = {toml_like(text_key)}: the column of {file} holds {kind}, not strings; set it to "
+            "another column."
+        )
 
 
-def _text_of_value(value, *, text_key: str) -> str:
+def _text_of_value(value: "pyarrow.Scalar", *, text_key: str) -> str:
     try:
         text = value.as_py()
     except UnicodeDecodeError as error:

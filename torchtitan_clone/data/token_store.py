@@ -1,13 +1,13 @@
-"""A source after tokenization, on disk: made once, then read by memory map.
+"""Token stores: a source tokenized once to disk, then read by memory map.
 
     <cache>/stores/<key>/{train,validation}.tokens      token ids, eos after every document (uint16 or uint32)
-                         {train,validation}.offsets     where each document starts, and the end of the last (int64)
-                         meta.json                      what it was made from, and how large everything is
-    <cache>/sources/<source>/lock, files.json, partial/   of one source: its lock, hashes of its files, store being made
+                         {train,validation}.offsets     start of each document, and the end of the last (int64)
+                         meta.json                      what the store was made from, and the size of each file
+    <cache>/sources/<source>/lock, files.json, partial/   per source: lock, hashes of its files, store in progress
 
-The key is a hash of everything that decides the content. A store is made in partial/ under the source's lock and
-renamed into place when all of it is on disk: it is whole or it does not exist, and whatever an interrupted process left
-in partial/ is removed by the next one.
+The key is a hash of everything that determines the content. A store is written to partial/ under the source's lock and
+renamed into place after all of it is on disk, so that it is complete or does not exist. The next process removes what
+an interrupted one left in partial/.
 """
 
 import fcntl
@@ -21,16 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data
 from torchtitan_clone.data.encoder import encode_batches
 from torchtitan_clone.data.fingerprint import digest_of, source_fingerprint
 from torchtitan_clone.data.sources import BadRows, Source, read_documents
 from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -38,13 +40,15 @@ Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
 FORMAT = 1
-BATCH_CHARACTERS = 1 << 19  # of text that one tokenizer process gets at a time
+BATCH_CHARACTERS = 1 << 19
+"""Text that a tokenizer process gets at a time."""
 LOG_SECONDS = 10.0
+"""Time between two progress messages where there is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreMeta:
-    """meta.json. The first six fields decide the content and make the key."""
+class StoreKey:
+    """Everything that determines the content of a store."""
 
     format: int
     source_fingerprint: str
@@ -52,6 +56,12 @@ class StoreMeta:
     vocab_size: int
     eos_id: int
     held_out_fraction: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreMeta(StoreKey):
+    """Content of meta.json."""
+
     source: str
     tokens: dict[str, int]
     documents: dict[str, int]
@@ -61,17 +71,17 @@ class StoreMeta:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """A whole store. Holds no open file, so that it can be sent to another process."""
+    """A complete store. Holds no open file, so that it can be pickled."""
 
     folder: Path
     meta: StoreMeta
 
     def tokens(self, split: Split) -> np.ndarray:
-        """All token ids of a split, as a view of the file."""
+        """Returns all token ids of a split, memory-mapped."""
         return _map(self.folder / f"{split}.tokens", dtype=_dtype(self.meta.vocab_size))
 
     def offsets(self, split: Split) -> np.ndarray:
-        """Where each document starts in tokens(split), and at last where they end."""
+        """Returns the start of each document in tokens(split), and the end of the last."""
         return _map(self.folder / f"{split}.offsets", dtype="int64")
 
 
@@ -80,74 +90,78 @@ def _dtype(vocab_size: int) -> str:
 
 
 def _map(path: Path, *, dtype: str) -> np.ndarray:
-    if path.stat().st_size == 0:  # which cannot be mapped
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
 
 
 def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenStore:
-    """The store of this source, made now if it is not there.
+    """Returns the store of a source, and makes it first if it does not exist.
 
-    Call it before process groups start: it can take long, and all but one process of a node wait for it meanwhile.
-    ConfigError where the source cannot be read, has no text or more than data.max_bad_rows bad rows.
+    Call it before process groups start: it can take long, and the other processes of the node wait for it.
+    ConfigError if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
     """
     cache = cache_folder(data)
-    desk = cache / "sources" / digest_of([source.name, str(source.root.resolve())])[:16]
+    work_dir = cache / "sources" / digest_of([source.name, str(source.root.resolve())])[:16]
     try:
-        with _locked(desk, source=source):
-            contents = {
-                "format": FORMAT,
-                "source_fingerprint": source_fingerprint(source, listing=desk / "files.json"),
-                "tokenizer_fingerprint": tokenizer.fingerprint,
-                "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id,
-                "held_out_fraction": data.held_out_fraction,
-            }
-            folder = cache / "stores" / digest_of(contents)[:16]
-            shutil.rmtree(desk / "partial", ignore_errors=True)
+        with _locked(work_dir, source=source):
+            key = StoreKey(
+                format=FORMAT,
+                source_fingerprint=source_fingerprint(source, listing=work_dir / "files.json"),
+                tokenizer_fingerprint=tokenizer.fingerprint,
+                vocab_size=tokenizer.vocab_size,
+                eos_id=tokenizer.eos_id,
+                held_out_fraction=data.held_out_fraction,
+            )
+            folder = cache / "stores" / digest_of(asdict(key))[:16]
+            partial = work_dir / "partial"
+            shutil.rmtree(partial, ignore_errors=True)
             if not folder.exists():
-                _make_store(source, tokenizer=tokenizer, data=data, contents=contents, partial=desk / "partial")
-                _commit(desk / "partial", folder)
+                _make_store(source, tokenizer=tokenizer, data=data, key=key, partial=partial)
+                _commit(partial, folder)
         store = _open_store(folder)
     except OSError as error:
-        raise ConfigError(f"preparing {source.name} in data.cache_folder {cache}: {error}") from error
+        raise ConfigError(
+            f"data.cache_folder = {toml_like(str(cache))}: preparing {source.name} there failed: {error}; set it to a "
+            "folder that can be written, with enough space."
+        ) from error
     BadRows(limit=data.max_bad_rows, count=store.meta.bad_rows, first=store.meta.first_bad_rows).check()
     return store
 
 
 def cache_folder(data: Data) -> Path:
-    """data.cache_folder, or torchtitan_clone below the user's cache."""
+    """Returns data.cache_folder, or torchtitan_clone in the user's cache folder."""
     if data.cache_folder is not None:
         return Path(data.cache_folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_clone"
 
 
 @contextmanager
-def _locked(desk: Path, *, source: Source) -> Iterator[None]:
-    """Hold the source's lock; the kernel releases it however this process ends."""
-    desk.mkdir(parents=True, exist_ok=True)
-    with (desk / "lock").open("w") as lock:
+def _locked(work_dir: Path, *, source: Source) -> Iterator[None]:
+    """Holds the lock of a source; the kernel releases it even if this process is killed."""
+    work_dir.mkdir(parents=True, exist_ok=True)
+    with (work_dir / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("another process prepares %s: waiting for it", source.name)
+            logger.info("waiting for another process that prepares %s", source.name)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, contents: dict[str, Any], partial: Path) -> None:
+def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, partial: Path) -> None:
     partial.mkdir()
     start = time.perf_counter()
     bad_rows = BadRows(limit=data.max_bad_rows)
     try:
         writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
         if data.held_out_fraction and not writers["validation"].documents and writers["train"].documents > 1:
-            # So few documents that none fell into the share: the one with the lowest hash is held out.
+            # Too few documents for one to be held out by chance: hold out the one with the lowest hash.
             data = replace(data, held_out_fraction=_lowest_hash(source, limit=data.max_bad_rows))
             bad_rows = BadRows(limit=data.max_bad_rows)
             writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
         meta = StoreMeta(
-            **contents,
+            **asdict(key),
             source=f"{source.name} ({source.root})",
             tokens={split: writer.tokens for split, writer in writers.items()},
             documents={split: writer.documents for split, writer in writers.items()},
@@ -155,10 +169,10 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, contents: d
             first_bad_rows=bad_rows.first,
         )
         if not sum(meta.documents.values()):
-            raise ConfigError(f"training data {source.name}: there is no text in {source.root}")
-        with (partial / "meta.json").open("w") as file:
-            json.dump(asdict(meta), file, indent=2)
-            _sync(file)
+            raise ConfigError(
+                f"training data {source.name}: no text in {source.root}; set training.dataset_path to text files."
+            )
+        write_atomically(partial / "meta.json", json.dumps(asdict(meta), indent=2).encode())
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -168,7 +182,7 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, contents: d
 def _write_splits(
     source: Source, *, tokenizer: Tokenizer, data: Data, bad_rows: BadRows, partial: Path
 ) -> dict[Split, "_SplitWriter"]:
-    """Tokenize the source into the files of both splits, never holding more than a few batches of it."""
+    """Tokenizes the source into the files of both splits, with at most a few batches in memory."""
     writers: dict[Split, _SplitWriter] = {split: _SplitWriter(partial, split) for split in SPLITS}
     encoded = encode_batches(
         _batches(source, bad_rows=bad_rows, held_out_fraction=data.held_out_fraction),
@@ -183,7 +197,7 @@ def _write_splits(
             report(bytes_read)
     for writer in writers.values():
         writer.close()
-    if not writers["train"].documents:  # a small source may fall into the held-out share whole
+    if not writers["train"].documents:  # all documents of a small source may be held out
         _exchange_splits(partial)
         writers = {"train": writers["validation"], "validation": writers["train"]}
     return writers
@@ -199,28 +213,31 @@ def _exchange_splits(partial: Path) -> None:
 def _batches(
     source: Source, *, bad_rows: BadRows, held_out_fraction: float
 ) -> Iterator[tuple[list[str], tuple[np.ndarray, int]]]:
-    """Texts for one tokenizer process at a time; with them, which are held out, and bytes of the source read so far."""
+    """Yields texts for one tokenizer process, which of them are held out, and the bytes of the source read so far."""
     texts: list[str] = []
     held_out: list[bool] = []
-    size = bytes_read = 0
+    size = 0
+    bytes_read = 0
     for text, bytes_read in read_documents(source, bad_rows=bad_rows):
         texts.append(text)
         held_out.append(is_held_out(text, fraction=held_out_fraction))
         size += len(text)
         if size >= BATCH_CHARACTERS:
             yield texts, (np.array(held_out), bytes_read)
-            texts, held_out, size = [], [], 0
+            texts = []
+            held_out = []
+            size = 0
     if texts:
         yield texts, (np.array(held_out), bytes_read)
 
 
 def is_held_out(text: str, *, fraction: float) -> bool:
-    """Whether this document is for validation: decided by its text alone, so the same wherever it is found again."""
+    """Returns whether a document is for validation; depends on its text only, so copies are in the same split."""
     return fraction > 0 and _hash(text) <= fraction
 
 
 def _hash(text: str) -> float:
-    """Between 0 and 1, evenly."""
+    """Uniform in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
@@ -229,7 +246,7 @@ def _lowest_hash(source: Source, *, limit: int) -> float:
 
 
 class _SplitWriter:
-    """Appends documents to the two files of a split."""
+    """Writes documents to the two files of a split."""
 
     def __init__(self, partial: Path, split: Split) -> None:
         self._tokens = (partial / f"{split}.tokens").open("wb")
@@ -252,7 +269,7 @@ class _SplitWriter:
 
 @contextmanager
 def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """A function to call with the bytes read so far: moves a bar on a terminal, else logs now and then."""
+    """Yields a function that reports the bytes read so far: a progress bar on a terminal, else log messages."""
     from tqdm import tqdm
 
     total = sum(file.stat().st_size for file in source.files)
@@ -279,12 +296,12 @@ def _log_summary(meta: StoreMeta, *, bad_rows: BadRows, seconds: float) -> None:
         f"{meta.tokens['validation']:,}",
     )
     if bad_rows.count:
-        logger.warning("left out %s", bad_rows.report())
+        logger.warning("skipped %s", bad_rows.report())
 
 
 def _commit(partial: Path, folder: Path) -> None:
-    """Make a whole store visible under its name."""
-    _sync_folder(partial)
+    """Renames a complete store into place."""
+    sync_folder(partial)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         partial.rename(folder)
@@ -292,33 +309,27 @@ def _commit(partial: Path, folder: Path) -> None:
         if not folder.exists():
             raise
         shutil.rmtree(partial)  # the same content, prepared at the same time from another path
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
 
 
-def _sync(file: IO[Any]) -> None:
+def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _open_store(folder: Path) -> TokenStore:
     try:
         meta = StoreMeta(**json.loads((folder / "meta.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError) as error:
-        raise damaged_store(folder, reason=f"meta.json: {error}") from error
+        raise corrupt_store_error(folder, reason=f"meta.json: {error}") from error
     store = TokenStore(folder=folder, meta=meta)
     for split in SPLITS:
         _check_size(folder / f"{split}.tokens", items=meta.tokens[split], dtype=_dtype(meta.vocab_size))
         _check_size(folder / f"{split}.offsets", items=meta.documents[split] + 1, dtype="int64")
         if store.offsets(split)[-1] != meta.tokens[split]:
-            raise damaged_store(folder, reason=f"{split}.offsets ends elsewhere than {split}.tokens")
+            raise corrupt_store_error(
+                folder, reason=f"the last offset of {split}.offsets is not the size of {split}.tokens"
+            )
     return store
 
 
@@ -326,9 +337,9 @@ def _check_size(path: Path, *, items: int, dtype: str) -> None:
     expected = items * np.dtype(dtype).itemsize
     size = path.stat().st_size if path.exists() else 0
     if size != expected:
-        raise damaged_store(path.parent, reason=f"{path.name} has {size:,} bytes, not {expected:,}")
+        raise corrupt_store_error(path.parent, reason=f"{path.name} has {size:,} bytes, not {expected:,}")
 
 
-def damaged_store(folder: Path, *, reason: str) -> ConfigError:
-    """The error about a store that no longer holds what was written."""
-    return ConfigError(f"the token store {folder} is damaged ({reason}); delete that folder, and it is prepared again")
+def corrupt_store_error(folder: Path, *, reason: str) -> ConfigError:
+    """Returns the error about a store whose files are not what was written."""
+    return ConfigError(f"the token store {folder} is corrupt ({reason}); delete that folder to prepare it again.")
