@@ -160,14 +160,12 @@ def _tokens_per_step(options: list[str]) -> int:
 def _loader_rate(*, seconds: float = 2.0) -> float:
     """Tokens per second that the loader alone delivers in this process."""
     from torchtitan_clone.config import load_config
-    from torchtitan_clone.data import build_loader, build_tokenizer, open_dataset
+    from torchtitan_clone.data import LoaderOptions, build_tokenizer, build_train_loader, open_dataset
 
     config = load_config(["--training.seq_len=2048"])
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=build_tokenizer(None))
-    loader = build_loader(
-        dataset=dataset, split="train", seq_len=2048, document_masking=True, seed=0, global_batch_size=16, rank=0,
-        num_ranks=1, num_workers=0, all_gather_object=lambda value: [value],
-    )  # fmt: skip
+    options = LoaderOptions(seq_len=2048, document_masking=True)
+    loader = build_train_loader(dataset, options=options, seed=0, global_batch_size=16)
     next(loader)
     tokens, start = 0, time.process_time()
     while time.process_time() - start < seconds:

@@ -270,7 +270,7 @@ class Trainer:
     def _warm_up(self) -> None:
         """One pass of which nothing comes: other replica groups do not wait until this one has compiled its model."""
         options = self._config.fault_tolerance
-        batch = self._loader.take(part=options.replica_id, parts=options.group_size)
+        batch = self._loader.next_batch(replica_index=options.replica_id, num_replicas=options.group_size)
         first = next(iter(batch.microbatches(self._shape.config.training.local_batch_size)))
         self._forward_backward([first.to(self._device)], num_targets=1)
         self.optimizer.zero_grad()
@@ -298,8 +298,8 @@ class Trainer:
         """One attempt at the step of this number, which must follow the last; a collective over all ranks."""
         training, replicas = self._config.training, self._replicas
         start = time.perf_counter()
-        batch = self._loader.take(part=replicas.part, parts=replicas.parts)
-        replicas.record(self._loader.taken)
+        batch = self._loader.next_batch(replica_index=replicas.part, num_replicas=replicas.parts)
+        replicas.record(self._loader.sample_range)
         data_seconds = time.perf_counter() - start
         (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._mesh.is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
@@ -337,7 +337,7 @@ class Trainer:
         )
 
     def _count_step(self, step: int, *, skipped: bool) -> None:
-        self._loader.advance()
+        self._loader.commit()
         self._progress = Progress(
             step=step,
             tokens_seen=self._progress.tokens_seen + self._shape.tokens_per_step,
@@ -355,7 +355,7 @@ class Trainer:
             tensors=local,
             note=lambda: asdict(self._progress_with_data()),
             take_over=self._take_over,
-            positions=lambda: self._loader.notes,
+            positions=lambda: self._loader.stream_positions,
             take_positions=self._loader.set_stream_positions,
         )
 

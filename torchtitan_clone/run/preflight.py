@@ -31,10 +31,12 @@ from torchtitan_clone.config import (
 from torchtitan_clone.data import (
     Dataset,
     Loader,
+    LoaderOptions,
     Tokenizer,
     ValidationLoader,
-    build_loader,
     build_tokenizer,
+    build_train_loader,
+    build_validation_loader,
     describe_source,
     open_dataset,
 )
@@ -302,27 +304,26 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
 def open_loaders(plan: RunPlan, *, dataset: Dataset, rank: int) -> tuple[Loader, ValidationLoader | None]:
     """What a rank of that plan reads its batches from, both at the start of the data."""
     config = plan.config
-    common = {
-        "dataset": dataset,
-        "seq_len": config.training.seq_len,
-        "document_masking": config.training.document_masking,
-        "seed": config.debug.seed,
-        "rank": batch_rank(plan.degrees, rank=rank),
-        "num_ranks": plan.degrees.data,
-        "num_workers": config.data.num_workers,
-        "all_gather_object": _all_gather_object,
-        "tokens": tokens_of_rank(plan, rank=rank),
-    }
-    loader = build_loader(
-        split="train",
+    options = LoaderOptions(
+        seq_len=config.training.seq_len,
+        document_masking=config.training.document_masking,
+        rank=batch_rank(plan.degrees, rank=rank),
+        num_ranks=plan.degrees.data,
+        token_indices=tokens_of_rank(plan, rank=rank),
+    )
+    loader = build_train_loader(
+        dataset,
+        options=options,
+        seed=config.debug.seed,
         global_batch_size=plan.global_batch_size,
         local_batch_size=config.training.local_batch_size,
-        **common,
+        num_workers=config.data.num_workers,
+        all_gather_object=_all_gather_object,
     )
     if not config.validation.enable:
         return loader, None
     rows = config.validation.local_batch_size * plan.degrees.data
-    return loader, build_loader(split="validation", global_batch_size=rows, **common)
+    return loader, build_validation_loader(dataset, options=options, global_batch_size=rows)
 
 
 def _initial_weights(plan: RunPlan) -> InitialWeights | None:
