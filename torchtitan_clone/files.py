@@ -1,11 +1,11 @@
-"""Durable writes to a local or shared file system."""
+"""File operations whose effect survives a crash of the machine."""
 
 import os
 from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes a folder's entries (created, renamed and removed names) to disk."""
+    """Flushes the entries of a folder (names that were added, renamed or removed) to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -14,11 +14,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file so that readers, and a machine that loses power, see the old or the new content."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("wb") as file:
+    """Writes a file under a temporary name, flushes it and renames it: readers see the old or the new content."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+    partial.rename(path)
     sync_folder(path.parent)
