@@ -1,4 +1,4 @@
-"""Small corpora on disk for the tests of the data room."""
+"""Small corpora on disk for the tests."""
 
 import gzip
 import io
@@ -14,11 +14,11 @@ from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
 
 TOKENIZER = build_tokenizer(None)
-"""The one that the package ships."""
+"""The tokenizer that is part of the package."""
 
 
 def texts(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
-    """Distinct texts of differing lengths, some with characters beyond ASCII."""
+    """Returns distinct texts of different lengths, some with non-ASCII characters."""
     generator = np.random.default_rng(seed)
     vocabulary = ["import", "self", "returns", "größe", "日本", "for", "value", "None", "(x)", "\n", "def", "class"]
     return [
@@ -28,12 +28,12 @@ def texts(count: int, *, seed: int = 0, words: int = 60) -> list[str]:
 
 
 def jsonl(rows: list[str]) -> bytes:
-    """Rows of {"text": ...}."""
+    """Returns rows {"n": ..., "text": ...}."""
     return b"".join(json.dumps({"n": n, "text": text}).encode() + b"\n" for n, text in enumerate(rows))
 
 
 def parquet(rows: list, *, kind: pyarrow.DataType | None = None) -> bytes:
-    """A file with the columns n and text, in row groups of three."""
+    """Returns a file with the columns n and text, in row groups of three."""
     table = pyarrow.table({"n": list(range(len(rows))), "text": pyarrow.array(rows, type=kind or pyarrow.string())})
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer, row_group_size=3)
@@ -41,14 +41,14 @@ def parquet(rows: list, *, kind: pyarrow.DataType | None = None) -> bytes:
 
 
 def zst(content: bytes, *, frames: int = 1) -> bytes:
-    """Compressed in so many frames, one after another."""
+    """Returns the content compressed into this many frames."""
     size = -(-len(content) // frames)
-    parts = [content[start : start + size] for start in range(0, len(content), size)]
-    return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
+    pieces = [content[start : start + size] for start in range(0, len(content), size)]
+    return b"".join(zstandard.ZstdCompressor().compress(piece) for piece in pieces)
 
 
 def write(folder: Path, files: dict[str, bytes | str]) -> Path:
-    """Files below folder, by name."""
+    """Writes files below a folder, by name; returns the folder."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write(folder: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def write_corpus(folder: Path, *, count: int = 300, seed: int = 0) -> Path:
-    """Texts spread over every kind of file."""
+    """Writes texts to files of every format; returns the folder."""
     rows = texts(count, seed=seed)
     third = count // 3
     return write(
@@ -72,8 +72,8 @@ def write_corpus(folder: Path, *, count: int = 300, seed: int = 0) -> Path:
     )
 
 
-def opened(path: Path, *, cache: Path, tokenizer=TOKENIZER, held_out_fraction: float = 0.1, **options):
-    """The dataset at a path; options are those of [data] or [training]."""
+def open_corpus(path: Path, *, cache: Path, tokenizer=TOKENIZER, held_out_fraction: float = 0.1, **options):
+    """Opens the dataset at a path; options are those of [data] or [training]."""
     training = {key: options.pop(key) for key in list(options) if key in Training.__dataclass_fields__}
     return open_dataset(
         training=Training(dataset_path=str(path), **training),
@@ -83,5 +83,5 @@ def opened(path: Path, *, cache: Path, tokenizer=TOKENIZER, held_out_fraction: f
 
 
 def files_below(folder: Path) -> list[str]:
-    """Names of everything below a folder."""
+    """Returns the names of all files and folders below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

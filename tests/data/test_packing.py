@@ -1,4 +1,4 @@
-"""Targets, positions and documents of a batch, against the obvious loop."""
+"""Batches are compared with a loop over tokens."""
 
 import itertools
 
@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_clone.data.packing import IGNORE_INDEX, pack
+from torchtitan_clone.data.packing import pack
+from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
 
 EOS = 0
 
 
 def random_rows(num_rows: int, seq_len: int, *, seed: int) -> np.ndarray:
-    """Token rows in which one token in five ends a document, so that all neighbourhoods of ends occur."""
+    """Returns rows in which one token in five ends a document, so that short and empty documents occur."""
     generator = np.random.default_rng(seed)
     rows = generator.integers(1, 2048, (num_rows, seq_len + 1), dtype=np.uint16)
     rows[generator.random(rows.shape) < 0.2] = EOS
@@ -20,8 +21,10 @@ def random_rows(num_rows: int, seq_len: int, *, seed: int) -> np.ndarray:
 
 
 def reference(row: list[int], *, document_masking: bool) -> list[tuple[int, int, int, int]]:
-    """(token, target, position, document) one after the other."""
-    found, position, document = [], 0, 0
+    """Returns (token, target, position, document) of each token of a row."""
+    found = []
+    position = 0
+    document = 0
     for token, following in itertools.pairwise(row):
         ends = document_masking and token == EOS
         found.append((token, IGNORE_INDEX if ends else following, position, document))
@@ -44,7 +47,7 @@ def test_a_batch_equals_the_reference(num_rows, seq_len, document_masking):
         assert batch.num_targets == (batch.targets_BT != IGNORE_INDEX).sum()
 
 
-def test_types_are_what_embedding_and_loss_take():
+def test_tensors_have_the_dtypes_that_embedding_and_loss_need():
     batch = pack(random_rows(2, 8, seed=0), eos_id=EOS, document_masking=True)
     assert {batch.tokens_BT.dtype, batch.targets_BT.dtype, batch.positions_BT.dtype} == {torch.int64}
     assert batch.documents_BT is not None
@@ -55,21 +58,21 @@ def test_types_are_what_embedding_and_loss_take():
 @pytest.mark.parametrize("document_masking", [True, False])
 def test_padding_rows_have_no_targets(document_masking):
     rows = random_rows(4, 16, seed=1)
-    whole = pack(rows, eos_id=EOS, document_masking=document_masking)
+    unpadded = pack(rows, eos_id=EOS, document_masking=document_masking)
     batch = pack(rows, eos_id=EOS, document_masking=document_masking, padding=3)
     assert (batch.targets_BT[1:] == IGNORE_INDEX).all()
-    assert torch.equal(batch.targets_BT[0], whole.targets_BT[0])
-    assert batch.num_targets == (whole.targets_BT[0] != IGNORE_INDEX).sum()
+    assert torch.equal(batch.targets_BT[0], unpadded.targets_BT[0])
+    assert batch.num_targets == (unpadded.targets_BT[0] != IGNORE_INDEX).sum()
 
 
-def test_microbatches_are_the_batch_in_parts():
+def test_microbatches_concatenate_to_the_batch():
     batch = pack(random_rows(7, 16, seed=2), eos_id=EOS, document_masking=True)
-    parts = batch.microbatches(3)
-    assert [len(part.tokens_BT) for part in parts] == [3, 3, 1]
-    assert torch.equal(torch.cat([part.targets_BT for part in parts]), batch.targets_BT)
-    assert torch.equal(torch.cat([part.positions_BT for part in parts]), batch.positions_BT)
-    assert all(part.num_targets == (part.targets_BT != IGNORE_INDEX).sum() for part in parts)
-    assert sum(part.num_targets for part in parts) == batch.num_targets
+    microbatches = batch.microbatches(3)
+    assert [len(microbatch.tokens_BT) for microbatch in microbatches] == [3, 3, 1]
+    assert torch.equal(torch.cat([microbatch.targets_BT for microbatch in microbatches]), batch.targets_BT)
+    assert torch.equal(torch.cat([microbatch.positions_BT for microbatch in microbatches]), batch.positions_BT)
+    assert all(microbatch.num_targets == (microbatch.targets_BT != IGNORE_INDEX).sum() for microbatch in microbatches)
+    assert sum(microbatch.num_targets for microbatch in microbatches) == batch.num_targets
 
 
 def test_a_batch_moves_to_a_device():
@@ -83,6 +86,6 @@ def test_a_batch_moves_to_a_device():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_pinned_microbatches_reach_the_gpu_unchanged():
     batch = pack(random_rows(4, 64, seed=4), eos_id=EOS, document_masking=True).pin_memory()
-    for part in batch.microbatches(2):
-        assert part.tokens_BT.is_pinned()
-        assert torch.equal(part.to(torch.device("cuda")).targets_BT.cpu(), part.targets_BT)
+    for microbatch in batch.microbatches(2):
+        assert microbatch.tokens_BT.is_pinned()
+        assert torch.equal(microbatch.to(torch.device("cuda")).targets_BT.cpu(), microbatch.targets_BT)

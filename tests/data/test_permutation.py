@@ -1,14 +1,14 @@
-"""The shuffled order: one-to-one for every size, another for every seed and epoch, without visible structure."""
+"""The shuffled order is a permutation for every size, differs by seed and epoch, and has no visible structure."""
 
 import numpy as np
 import pytest
 
-from torchtitan_clone.data.permutation import permuted
-from torchtitan_clone.data.token_dataset import rows_of_samples
+from torchtitan_clone.data.permutation import permute
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:
-    return permuted(np.arange(n), n=n, seed=seed, epoch=epoch)
+    """Returns the permutation of n elements."""
+    return permute(np.arange(n), n=n, seed=seed, epoch=epoch)
 
 
 def test_every_small_size_is_a_permutation():
@@ -22,17 +22,17 @@ def test_large_sizes_are_permutations(n):
     assert np.array_equal(np.bincount(order(n), minlength=n), np.ones(n))
 
 
-def test_sizes_beyond_memory_stay_in_range_and_one_to_one():
+def test_sizes_beyond_memory_stay_in_range_and_are_one_to_one():
     n = 10**12 + 39
-    found = permuted(np.arange(100_000), n=n, seed=1, epoch=2)
+    found = permute(np.arange(100_000), n=n, seed=1, epoch=2)
     assert found.min() >= 0
     assert found.max() < n
     assert len(np.unique(found)) == len(found)
     assert 0.49 < found.mean() / n < 0.51
 
 
-def test_one_position_does_not_depend_on_the_others_asked_for():
-    assert order(1000)[[7, 3, 999]].tolist() == permuted(np.array([7, 3, 999]), n=1000, seed=0, epoch=0).tolist()
+def test_a_position_does_not_depend_on_the_others_requested():
+    assert order(1000)[[7, 3, 999]].tolist() == permute(np.array([7, 3, 999]), n=1000, seed=0, epoch=0).tolist()
 
 
 def test_seeds_and_epochs_give_unrelated_orders():
@@ -43,14 +43,14 @@ def test_seeds_and_epochs_give_unrelated_orders():
         assert abs(np.corrcoef(base, other)[0, 1]) < 0.05
 
 
-def test_all_orders_of_a_small_set_are_about_equally_frequent():
+def test_all_orders_of_a_small_set_are_equally_frequent():
     orders, counts = np.unique([order(4, epoch=epoch) for epoch in range(4800)], axis=0, return_counts=True)
     assert len(orders) == 24
     chi_square = ((counts - 200) ** 2 / 200).sum()
     assert chi_square < 60, counts  # 23 degrees of freedom: beyond 50 in 1 of 1000
 
 
-def test_where_a_position_goes_is_uniform():
+def test_a_position_is_mapped_uniformly():
     n, bins = 20_000, 20
     cells = np.zeros((bins, bins))
     np.add.at(cells, (np.arange(n) * bins // n, order(n) * bins // n), 1)
@@ -58,14 +58,7 @@ def test_where_a_position_goes_is_uniform():
     assert ((cells - expected) ** 2 / expected).sum() < 480  # 361 degrees of freedom, standard deviation 27
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbors_are_separated():
     steps = np.diff(order(100_000))
     assert np.count_nonzero(np.abs(steps) <= 1) < 15  # expected: 2
     assert len(np.unique(steps)) > 73_000  # expected of a random order: 2 (1 - (1 - 1/e)) n = 73,576
-
-
-def test_samples_walk_through_one_epoch_after_another():
-    rows = rows_of_samples(np.arange(7 * 5 + 2), num_rows=5, seed=3)
-    epochs = [rows[start : start + 5].tolist() for start in range(0, 35, 5)]
-    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 3

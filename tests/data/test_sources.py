@@ -1,4 +1,4 @@
-"""Reading documents from every kind of file, and what is said about files that cannot be read."""
+"""Documents are read from every file format; files that cannot be read are reported."""
 
 import gzip
 import logging
@@ -15,7 +15,7 @@ ROWS = texts(20)
 
 
 def read(path, *, max_bad_rows: int = 0, text_key: str = "text") -> list[str]:
-    """All documents at a path."""
+    """Returns all documents at a path."""
     source = find_source(Training(dataset_path=str(path), text_key=text_key))
     return [text for text, _ in read_documents(source, bad_rows=BadRows(limit=max_bad_rows))]
 
@@ -45,15 +45,15 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     assert read(write(tmp_path, files)) == ["1", "2", "3", "4"]
 
 
-def test_empty_texts_are_no_documents(tmp_path):
+def test_empty_texts_are_not_documents(tmp_path):
     assert read(write(tmp_path, {"a.txt": "", "b.jsonl": jsonl(["", "x", ""]), "c.parquet": parquet([""])})) == ["x"]
 
 
-def test_another_key_holds_the_text(tmp_path):
+def test_text_key_selects_the_text(tmp_path):
     assert read(write(tmp_path, {"a.jsonl": b'{"body": "x"}'}), text_key="body") == ["x"]
 
 
-def test_a_long_text_is_cut_at_line_ends(tmp_path):
+def test_a_long_text_is_split_at_line_ends(tmp_path):
     line = "zeile ä\n" * 1000
     text = line * (3 * PIECE_BYTES // len(line.encode()))
     documents = read(write(tmp_path, {"a.txt": text}))
@@ -62,15 +62,15 @@ def test_a_long_text_is_cut_at_line_ends(tmp_path):
     assert all(document.endswith("\n") for document in documents)
 
 
-def test_a_line_longer_than_a_piece_stays_whole(tmp_path):
+def test_a_line_longer_than_a_piece_is_not_split(tmp_path):
     text = "ä" * PIECE_BYTES + "\nrest"
     assert read(write(tmp_path, {"a.txt": text})) == ["ä" * PIECE_BYTES + "\n", "rest"]
 
 
-def test_a_binary_file_is_left_out_and_named(tmp_path, caplog):
+def test_a_binary_file_is_skipped_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="torchtitan_clone"):
         assert read(write(tmp_path, {"a.png": b"\x89PNG\0\xff", "b.txt": "x"})) == ["x"]
-    assert "a.png is not text" in caplog.text
+    assert "a.png is not text: skipped" in caplog.text
 
 
 BAD_ROWS = [
@@ -87,13 +87,13 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
-def test_a_bad_row_is_named_with_its_line(tmp_path, row, reason):
+def test_a_bad_row_is_reported_with_its_line(tmp_path, row, reason):
     write(tmp_path, {"a.jsonl": jsonl(["x"]) + row + b"\n" + jsonl(["y"])})
     with pytest.raises(ConfigError) as error:
         read(tmp_path)
     assert f"{tmp_path / 'a.jsonl'}:2: " in str(error.value)
     assert reason in str(error.value)
-    assert "data.max_bad_rows is 0" in str(error.value)
+    assert "data.max_bad_rows = 0" in str(error.value)
     assert read(tmp_path, max_bad_rows=1) == ["x", "y"]
 
 
@@ -107,12 +107,12 @@ def test_bad_rows_of_all_files_are_counted_together(tmp_path):
     assert "and 6 more" in str(error.value)
 
 
-def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+def test_text_that_is_not_utf8_is_reported_with_its_line(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.txt:3: not UTF-8"):
         read(write(tmp_path, {"a.txt": b"one\ntwo\nthr\xe9e"}))
 
 
-def test_the_line_counts_from_the_start_of_a_long_text(tmp_path):
+def test_lines_are_counted_from_the_start_of_a_long_text(tmp_path):
     lines = PIECE_BYTES // len(b"line\n") + 1000
     with pytest.raises(ConfigError, match=rf"a\.txt:{lines + 1}: not UTF-8"):
         read(write(tmp_path, {"a.txt": b"line\n" * lines + b"\xff"}))
@@ -128,34 +128,38 @@ def test_parquet_strings_that_are_not_utf8_are_bad_rows(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-@pytest.mark.parametrize("damage", ["cut", "overwritten"])
-def test_damaged_files_are_errors_whatever_the_limit(tmp_path, kind, damage):
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_corrupt_files_are_errors_regardless_of_the_limit(tmp_path, kind, damage):
     rows = texts(3000)
     content = {"a.jsonl.gz": gzip.compress(jsonl(rows)), "a.jsonl.zst": zst(jsonl(rows)), "a.parquet": parquet(rows)}
-    whole = content[kind]
-    middle = len(whole) // 2
-    broken = whole[:middle] if damage == "cut" else whole[:middle] + bytes(200) + whole[middle + 200 :]
-    with pytest.raises(ConfigError, match=rf"{kind}.* damaged after"):
+    intact = content[kind]
+    middle = len(intact) // 2
+    broken = intact[:middle] if damage == "truncated" else intact[:middle] + bytes(200) + intact[middle + 200 :]
+    with pytest.raises(ConfigError, match=rf"{kind}.* corrupt after .* replace "):
         read(write(tmp_path, {kind: broken}), max_bad_rows=10**6)
 
 
-def test_a_parquet_file_without_the_column_lists_what_it_has(tmp_path):
-    with pytest.raises(ConfigError, match=r"no column 'body'; set training\.text_key to one of \['n', 'text'\]"):
+def test_a_missing_parquet_column_is_an_error_with_its_columns(tmp_path):
+    with pytest.raises(ConfigError, match=r'text_key = "body": .*no such column; set it to one of n, text\.'):
         read(write(tmp_path, {"a.parquet": parquet(ROWS)}), text_key="body")
-    with pytest.raises(ConfigError, match="column 'n' holds int64, not strings"):
+    with pytest.raises(
+        ConfigError, match=r'text_key = "n": the column of .* holds int64, not strings; set it to another'
+    ):
         read(tmp_path, text_key="n")
 
 
-def test_what_does_not_exist(tmp_path):
-    with pytest.raises(ConfigError, match="no such file or folder"):
+def test_a_missing_or_unknown_source_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"training\.dataset_path = .*missing\": no such file or folder"):
         find_source(Training(dataset_path=str(tmp_path / "missing")))
-    with pytest.raises(ConfigError, match="holds no file"):
+    with pytest.raises(ConfigError, match=r"training\.dataset_path = .*no files to read in"):
         find_source(Training(dataset_path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"'stdlb' is unknown; known: c4, stdlib; .*\"org/name\""):
+    with pytest.raises(
+        ConfigError, match=r'dataset = "stdlb": unknown dataset; set it to one of c4, stdlib or .*"org/name"'
+    ):
         find_source(Training(dataset="stdlb"))
 
 
-def test_the_standard_library_is_there_without_its_tests():
+def test_the_standard_library_source_excludes_its_tests():
     source = find_source(Training())
     names = {file.relative_to(source.root).as_posix() for file in source.files}
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= names

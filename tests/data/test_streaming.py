@@ -1,5 +1,7 @@
-"""Hub data: the streams against an obvious reference, exact resume, and what is refused. Offline: the library takes a
-folder ./org/name for the dataset of that name, and reads it the way it reads the hub."""
+"""Streamed hub data equals a simple reference and resumes exactly.
+
+These tests are offline: the library treats a folder ./org/name as the dataset of that name, and reads it like the hub.
+"""
 
 import json
 import sys
@@ -10,11 +12,20 @@ import torch
 import torch.distributed as dist
 
 from tests.data.corpora import TOKENIZER, jsonl, parquet, texts, write
-from tests.data.test_loader import GLOBAL_BATCH, SEQ_LEN, assert_equal, joined, take, train_loader, validation_loader
+from tests.data.loaders import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    assert_equal,
+    concatenate,
+    next_batches,
+    train_loader,
+    validation_loader,
+)
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data import IGNORE_INDEX, open_dataset
+from torchtitan_clone.data import open_dataset
 from torchtitan_clone.data.token_store import is_held_out
+from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
 from torchtitan_clone.testing.harness import run_ranks
 
 pytest.importorskip("datasets")
@@ -24,8 +35,8 @@ FRACTION = 0.1
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    """The current folder is the test's own, and nothing asks the network."""
+def _offline(tmp_path, monkeypatch):
+    """Changes to an empty folder, and keeps the libraries from using the network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -33,14 +44,14 @@ def _here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dataset(tmp_path):
-    """Three shards."""
+    """The dataset org/name, of three files."""
     shards = {f"org/name/{n}.jsonl": jsonl(ROWS[n * 100 : (n + 1) * 100]) for n in range(3)}
     write(tmp_path, shards)
     return hub()
 
 
 def hub(name: str = "org/name", *, tokenizer=TOKENIZER, text_key: str = "text", **data):
-    """The dataset of that name."""
+    """Opens a hub dataset."""
     return open_dataset(
         training=Training(dataset=name, text_key=text_key),
         data=Data(**{"held_out_fraction": FRACTION, **data}),
@@ -49,7 +60,7 @@ def hub(name: str = "org/name", *, tokenizer=TOKENIZER, text_key: str = "text", 
 
 
 def reference_stream(row: int, *, epochs: int) -> list[int]:
-    """All tokens of one stream."""
+    """Returns all tokens of one stream."""
     tokens = []
     for epoch in range(epochs):
         for index, text in enumerate(ROWS):
@@ -61,42 +72,44 @@ def reference_stream(row: int, *, epochs: int) -> list[int]:
 def test_each_row_of_the_batch_is_a_stream_of_documents(dataset):
     streams = [reference_stream(row, epochs=3) for row in range(GLOBAL_BATCH)]
     steps = 2 * min(map(len, streams)) // 3 // SEQ_LEN + 5  # well into the third epoch
-    batches = take(train_loader(dataset, document_masking=False), steps)
+    batches = next_batches(train_loader(dataset, document_masking=False), steps)
     for row, tokens in enumerate(streams):
         found = torch.stack([batch.tokens_BT[row] for batch in batches])
         assert found.flatten().tolist() == tokens[: steps * SEQ_LEN]
         assert [batch.targets_BT[row, -1] for batch in batches] == tokens[SEQ_LEN : steps * SEQ_LEN + 1 : SEQ_LEN]
 
 
-def test_ranks_together_read_what_one_reads(dataset):
-    alone = take(train_loader(dataset), 20)
+def test_ranks_together_read_what_one_rank_reads(dataset):
+    expected = next_batches(train_loader(dataset), 20)
     for num_ranks in (2, 8):
-        of_ranks = [take(train_loader(dataset, rank=rank, num_ranks=num_ranks), 20) for rank in range(num_ranks)]
-        assert_equal(joined(of_ranks), alone)
+        of_ranks = [
+            next_batches(train_loader(dataset, rank=rank, num_ranks=num_ranks), 20) for rank in range(num_ranks)
+        ]
+        assert_equal(concatenate(of_ranks), expected)
 
 
 @pytest.mark.parametrize("steps", [1, 30, 150, 250])
-def test_a_resume_goes_on_exactly(dataset, steps):
+def test_a_resumed_loader_continues_exactly(dataset, steps):
     loader = train_loader(dataset)
-    take(loader, steps)
+    next_batches(loader, steps)
     state = json.loads(json.dumps(loader.state_dict()))
-    expected = take(loader, 8)
+    expected = next_batches(loader, 8)
     of_ranks = []
     for rank in range(4):
         resumed = train_loader(hub(), rank=rank, num_ranks=4)
         resumed.load_state_dict(state, allow_change=False)
-        of_ranks.append(take(resumed, 8))
-    assert_equal(joined(of_ranks), expected)
+        of_ranks.append(next_batches(resumed, 8))
+    assert_equal(concatenate(of_ranks), expected)
     again = train_loader(hub())
     again.load_state_dict(state, allow_change=False)
     assert again.state_dict() == state
-    take(again, 8)
+    next_batches(again, 8)
     assert {**again.state_dict(), "bookmark": 0} == {**loader.state_dict(), "bookmark": 0}
 
 
-def test_a_resume_reads_from_the_bookmark_on(dataset):
+def test_a_resume_reads_from_the_bookmark(dataset):
     loader = train_loader(dataset)
-    take(loader, 150)
+    next_batches(loader, 150)
     epoch, document, place = loader.state_dict()["bookmark"]
     cursors = loader.state_dict()["cursors"]
     behind = min(cursors)[1] - document
@@ -106,20 +119,20 @@ def test_a_resume_reads_from_the_bookmark_on(dataset):
 
 
 def gather(value):
-    """Objects of all ranks."""
+    """Returns the objects of all ranks."""
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def read_on_a_rank(name: str):
-    """Reads some batches, saves, and reads on."""
+    """Reads batches, saves the state, and reads more; returns the state and the later batches."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     loader = train_loader(hub(name), rank=rank, num_ranks=num_ranks, all_gather_object=gather)
-    take(loader, 40)
+    next_batches(loader, 40)
     state = loader.state_dict()
-    following = take(loader, 5)
+    following = next_batches(loader, 5)
     dist.destroy_process_group()
     return state, following
 
@@ -130,36 +143,53 @@ def test_the_state_is_gathered_from_all_ranks(dataset, tmp_path):
     assert len(state["cursors"]) == GLOBAL_BATCH
     resumed = train_loader(hub(str(tmp_path / "org/name")))
     resumed.load_state_dict(json.loads(json.dumps(state)), allow_change=False)
-    assert_equal(take(resumed, 5), joined([left, right]))
+    assert_equal(next_batches(resumed, 5), concatenate([left, right]))
+
+
+def test_positions_of_replica_groups_merge_to_one_state(dataset):
+    undivided = train_loader(dataset)
+    groups = [train_loader(dataset) for _ in range(2)]
+    for _ in range(30):
+        batches = [group.next_batch(replica_index=index, num_replicas=2) for index, group in enumerate(groups)]
+        assert_equal(concatenate([[batch] for batch in batches]), next_batches(undivided, 1))
+        # The groups exchange their positions as JSON.
+        positions = json.loads(json.dumps([position for group in groups for position in group.stream_positions]))
+        for group in groups:
+            group.commit()
+            group.set_stream_positions(positions)
+    states = [group.state_dict() for group in groups]
+    assert states[0] == states[1]
+    assert states[0]["cursors"] == undivided.state_dict()["cursors"]
+    assert_equal(next_batches(groups[0], 5), next_batches(undivided, 5))
 
 
 def test_workers_read_what_this_process_reads(dataset):
     loader = train_loader(dataset)
-    take(loader, 10)
+    next_batches(loader, 10)
     with_workers = train_loader(dataset, num_workers=2)
     with_workers.load_state_dict(loader.state_dict(), allow_change=False)
-    expected = take(loader, 12)
-    assert_equal(take(with_workers, 6), expected[:6])
+    expected = next_batches(loader, 12)
+    assert_equal(next_batches(with_workers, 6), expected[:6])
     resumed = train_loader(hub())
     resumed.load_state_dict(with_workers.state_dict(), allow_change=False)
-    assert_equal(take(resumed, 6), expected[6:])
+    assert_equal(next_batches(resumed, 6), expected[6:])
 
 
 def test_fewer_documents_than_rows_reach_every_row(tmp_path):
     write(tmp_path, {"org/few/a.parquet": parquet(ROWS[:3])})
-    batches = take(train_loader(hub("org/few", held_out_fraction=0.0)), 10)
+    batches = next_batches(train_loader(hub("org/few", held_out_fraction=0.0)), 10)
     decoded = TOKENIZER.decode(torch.cat([batch.tokens_BT[5] for batch in batches]).tolist())
     assert any(text in decoded for text in ROWS[:3])
 
 
-def test_validation_has_the_held_out_documents_and_nothing_else(dataset):
+def test_validation_reads_exactly_the_held_out_documents(dataset):
     held_out = [text for text in ROWS if is_held_out(text, fraction=FRACTION)]
     tokens = np.concatenate([[*ids, TOKENIZER.eos_id] for ids in TOKENIZER.encode_batch(held_out)])
     num_rows = (len(tokens) - 1) // SEQ_LEN
     loaders = [validation_loader(dataset, rank=rank, num_ranks=2) for rank in range(2)]
     for _ in range(2):
         of_ranks = [list(loader) for loader in loaders]
-        batches = joined(of_ranks)
+        batches = concatenate(of_ranks)
         assert len(of_ranks[0]) == len(of_ranks[1]) == -(-num_rows // GLOBAL_BATCH)
         found = torch.cat([batch.tokens_BT for batch in batches])[:num_rows]
         assert found.flatten().tolist() == tokens[: num_rows * SEQ_LEN].tolist()
@@ -170,9 +200,9 @@ def test_validation_has_the_held_out_documents_and_nothing_else(dataset):
         len(loaders[0])
 
 
-def test_another_batch_size_is_refused_or_goes_on_behind_all_streams(dataset):
+def test_another_batch_size_is_an_error_unless_allowed(dataset):
     loader = train_loader(dataset)
-    batches = take(loader, 20)
+    batches = next_batches(loader, 20)
     state = loader.state_dict()
     other = train_loader(dataset, global_batch_size=4)
     with pytest.raises(ConfigError, match=r"training\.global_batch_size was 8 and is 4"):
@@ -183,40 +213,40 @@ def test_another_batch_size_is_refused_or_goes_on_behind_all_streams(dataset):
     assert not any(tuple(row) in rows for row in next(other).tokens_BT[:, 4:].tolist())
 
 
-def test_other_data_are_refused_or_start_at_their_beginning(dataset, tmp_path):
+def test_other_data_is_an_error_or_starts_at_its_beginning(dataset, tmp_path):
     loader = train_loader(dataset)
-    take(loader, 20)
+    next_batches(loader, 20)
     write(tmp_path, {"org/other/a.jsonl": jsonl(texts(100, seed=1))})
     other = train_loader(hub("org/other"))
     with pytest.raises(ConfigError, match="the fingerprint of the data was"):
         other.load_state_dict(loader.state_dict(), allow_change=False)
     other.load_state_dict(loader.state_dict(), allow_change=True)
-    assert_equal(take(other, 2), take(train_loader(hub("org/other")), 2))
+    assert_equal(next_batches(other, 2), next_batches(train_loader(hub("org/other")), 2))
 
 
-def test_bad_rows_are_left_out_up_to_the_limit(tmp_path):
+def test_bad_rows_are_skipped_up_to_the_limit(tmp_path):
     write(tmp_path, {"org/bad/a.parquet": parquet(["x" * 50, None, "", "y" * 50] * 20)})
-    with pytest.raises(ConfigError, match=r"org/bad, row 1: 'text' holds null(.|\n)*data\.max_bad_rows is 0"):
-        take(train_loader(hub("org/bad")), 1)
-    take(train_loader(hub("org/bad", max_bad_rows=20)), 20)
+    with pytest.raises(ConfigError, match=r"data\.max_bad_rows = 0: (.|\n)*org/bad, row 1: 'text' holds null"):
+        next_batches(train_loader(hub("org/bad")), 1)
+    next_batches(train_loader(hub("org/bad", max_bad_rows=20)), 20)
     with pytest.raises(ConfigError, match=r"no key 'body' \(training\.text_key\) among 'n', 'text'"):
-        take(train_loader(hub("org/bad", text_key="body")), 1)
+        next_batches(train_loader(hub("org/bad", text_key="body")), 1)
 
 
-def test_a_dataset_without_text_is_an_error_and_no_endless_search(tmp_path):
+def test_a_dataset_without_text_is_an_error(tmp_path):
     write(tmp_path, {"org/none/a.parquet": parquet([""] * 200)})
-    with pytest.raises(ConfigError, match="has no train text in 200 rows"):
-        take(train_loader(hub("org/none")), 1)
-    with pytest.raises(ConfigError, match="has no validation text in 200 rows"):
+    with pytest.raises(ConfigError, match=r'training\.dataset = "org/none": no train text in 200 rows; set it to'):
+        next_batches(train_loader(hub("org/none")), 1)
+    with pytest.raises(ConfigError, match="no validation text in 200 rows"):
         list(validation_loader(hub("org/none")))
 
 
-def test_a_dataset_that_cannot_be_opened_is_named():
-    with pytest.raises(ConfigError, match="'org/missing' cannot be opened"):
+def test_a_dataset_that_cannot_be_opened_is_an_error():
+    with pytest.raises(ConfigError, match=r'training\.dataset = "org/missing": cannot be opened'):
         hub("org/missing")
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch):
+def test_a_missing_package_is_an_error_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r'pip install "torchtitan_clone\[data\]"'):
         hub("org/name")

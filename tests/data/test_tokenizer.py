@@ -1,4 +1,4 @@
-"""The shipped tokenizer, its making, and what is said about folders that hold none."""
+"""The tokenizer of the package and its training; folders without a valid tokenizer are errors."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 
 
 def word_level(folder, vocabulary, *, config=None, special=("<end>",)):
-    """A folder with a tokenizer of whole words."""
+    """Writes a tokenizer with a word-level vocabulary; returns the folder."""
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=min(vocabulary, key=vocabulary.get)))
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -24,7 +24,7 @@ def word_level(folder, vocabulary, *, config=None, special=("<end>",)):
     return str(folder)
 
 
-def test_the_shipped_tokenizer_gives_text_back():
+def test_the_shipped_tokenizer_round_trips_text():
     tokenizer = build_tokenizer(None)
     assert tokenizer.vocab_size == 2048
     assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
@@ -42,7 +42,7 @@ def test_a_text_cannot_contain_the_separator():
         assert one.decode(ids) == text
 
 
-def test_training_gives_the_same_tokenizer_twice():
+def test_training_a_tokenizer_is_deterministic():
     first, second = (train_tokenizer.train(texts(200), vocab_size=280) for _ in range(2))
     assert first.to_str() == second.to_str()
     assert first.get_vocab_size() == 280
@@ -62,22 +62,22 @@ def test_an_eos_token_may_be_an_object(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "complaint"),
-    [(None, "names no eos_token"), ({}, "names no eos_token"), ({"eos_token": "</s>"}, "'</s>', which has no id")],
+    [(None, "has no eos_token"), ({}, "has no eos_token"), ({"eos_token": "</s>"}, "'</s>', which has no id")],
 )
-def test_without_a_separator_the_error_names_folder_and_choices(tmp_path, config, complaint):
+def test_a_missing_eos_token_is_an_error_with_the_choices(tmp_path, config, complaint):
     folder = word_level(tmp_path, {"a": 0}, config=config)
     with pytest.raises(ConfigError) as error:
         build_tokenizer(folder)
-    assert all(part in str(error.value) for part in (folder, complaint, "one of the special tokens: <end>"))
+    assert all(fragment in str(error.value) for fragment in (folder, complaint, "to one of the special tokens: <end>."))
 
 
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"hf_assets_path = .*has no tokenizer\.json; set it to"):
         build_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "\udcff"])
-def test_a_file_that_is_no_tokenizer(tmp_path, content):
+def test_an_invalid_tokenizer_file_is_an_error(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match="is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"hf_assets_path = .*is not a valid tokenizer .*download"):
         build_tokenizer(str(tmp_path))

@@ -1,0 +1,53 @@
+"""Tokenizer processes return every document in order, and end with the process that started them."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.corpora import TOKENIZER, texts
+from tests.data.processes import children, is_alive, wait_for
+from torchtitan_clone.data.encoder import encode_batches
+
+
+def batches(count: int) -> list[tuple[list[str], int]]:
+    """Returns labeled batches of texts."""
+    return [(texts(20, seed=number), number) for number in range(count)]
+
+
+def encoders() -> list[int]:
+    """Returns the tokenizer processes of this process."""
+    return [pid for pid in children(os.getpid()) if "encoder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_batches_come_back_in_order_with_their_labels(num_processes):
+    encoded = encode_batches(batches(12), tokenizer=TOKENIZER, dtype="uint16", num_processes=num_processes)
+    for number, (label, tokens, lengths) in enumerate(encoded):
+        expected = [[*ids, TOKENIZER.eos_id] for ids in TOKENIZER.encode_batch(texts(20, seed=number))]
+        assert label == number
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == [token for document in expected for token in document]
+        assert lengths.tolist() == [len(document) for document in expected]
+    assert number == 11
+    assert not encoders()
+
+
+def test_closing_early_ends_the_processes():
+    encoded = encode_batches(batches(30), tokenizer=TOKENIZER, dtype="uint16", num_processes=2)
+    next(encoded)
+    assert encoders()
+    encoded.close()
+    assert not encoders()
+
+
+def test_a_killed_tokenizer_process_is_an_error():
+    encoded = encode_batches(batches(200), tokenizer=TOKENIZER, dtype="uint16", num_processes=1)
+    next(encoded)
+    (process,) = encoders()
+    os.kill(process, signal.SIGKILL)
+    wait_for(lambda: not is_alive(process))
+    with pytest.raises(RuntimeError, match="a tokenizer process failed with exit code -9"):
+        list(encoded)
