@@ -1,4 +1,4 @@
-"""Files of tensors: what the library of safetensors reads is what was written, whatever it is."""
+"""The safetensors library reads what was written, for every kind of tensor."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def mixed_tensors():
 
 
 def write(path, tensors, *, then=lambda: None):
-    """Writes the file; calls `then` when all tensors are handed over, before it is read back."""
+    """Writes the file; calls `then` after the last tensor, before the file is read back."""
 
     def one_by_one():
         yield from tensors.values()
@@ -41,7 +41,7 @@ def assert_same(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-def test_every_kind_of_tensor_comes_back(tmp_path):
+def test_every_kind_of_tensor_is_read_back(tmp_path):
     tensors = dict(sorted(mixed_tensors().items(), key=lambda item: -item[1].itemsize))
     write(tmp_path / "ours", tensors)
     assert_same(load_file(tmp_path / "ours"), tensors)
@@ -51,7 +51,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["bit", "tail", "header"])
-def test_damage_is_found_before_the_file_counts_as_written(tmp_path, damage):
+def test_corruption_is_found_before_writing_returns(tmp_path, damage):
     path = tmp_path / "file"
 
     def harm():
@@ -66,3 +66,8 @@ def test_damage_is_found_before_the_file_counts_as_written(tmp_path, damage):
 
     with pytest.raises(OSError, match="does not read back"):
         write(path, {"a": torch.randn(300_000), "b": torch.randn(10)}, then=harm)
+
+
+def test_an_unsupported_type_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"model/freqs: .* torch.complex64 cannot be saved, only .*float32"):
+        entry_for("model/freqs", dtype=torch.complex64, shape=(2,))

@@ -1,9 +1,13 @@
-"""Saving and loading of training state.
+"""Saving and loading of training state as named tensors.
 
-- a *step* is a folder that is committed by one rename, after its manifest: `commit.py`;
-- a *plan* says which rank writes which part of which tensor, a *layout* where in its file: `layout.py`;
-- a *rank file* is a rank's part of a save, copied into an *arena* of shared memory (`staging.py`) and written by a
-  thread or by a *writer* process (`writer.py`, watched by `supervision.py`): `rank_file.py`;
-- ranks report their *parts* of a *save* to rank 0, which commits: `parts.py`, `saving.py`;
-- `manager.py` decides when to save, `resume.py` what to go on from, `loading.py` reads tensors.
+- A *step* is a folder that one rename commits, after its manifest is written: `commit.py`.
+- A *plan* says which rank writes which shard of which tensor, a *layout* where in that rank's file: `layout.py`.
+- A *rank file* is the file that one rank contributes. It is written from the tensors directly, or from a *staging
+  buffer* in shared memory (`staging.py`) by a thread or by a *writer process* (`writer.py`, supervised by
+  `writer_process.py`): `rank_file.py`.
+- All ranks *report* to rank 0, which commits the save: `save_votes.py`, `saving.py`. One save runs at a time:
+  `save_runner.py`.
+- `policy.py` decides which steps are saved, `resume.py` which checkpoint a run resumes from, `loading.py` reads tensors
+  onto any mesh, and `manager.py` is the interface of the trainer to all of this.
+- `offline.py` reads and writes checkpoints in one process; `hf.py` reads and writes Hugging Face folders.
 """

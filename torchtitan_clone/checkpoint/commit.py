@@ -1,15 +1,15 @@
-"""Checkpoint folders on disk: what makes one committed and whole, how it becomes so, and when it goes.
+"""Checkpoint folders on disk: what makes one committed and complete, and how it is created and deleted.
 
-    step-N                 committed: it came by one rename, after its manifest
+    step-N                 committed: renamed to this after its manifest was written
     step-N.partial-ID      being written, or left behind by a process that was killed
-    step-N.bad-REASON      was found damaged; kept for people to look at
-    step-N.left-REASON     is of a future that load_step turned away from
-    step-N.replaced        the older of two saves of one step, for the moment of the exchange
+    step-N.bad-REASON      found corrupted; kept for inspection
+    step-N.left-REASON     newer than the step that load_step resumed from
+    step-N.replaced        the older of two saves of one step, while they are exchanged
     step-N.purged          being deleted
     finished.json          the run is complete
 
-The manifest lists every file with its size and digest, and has a digest of its own. Nothing here needs torch, a process
-group, or trust in what it reads.
+The manifest lists every file with its size and digest, and has a digest of its own. Nothing here needs torch or a
+process group, and nothing that is read is trusted.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS, FileRecord, digest_of_file, write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -36,21 +36,22 @@ _FINISHED_FILE = "finished.json"
 _FORMAT = 1
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"step-\d+\.(partial-.*|replaced|purged)")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
-class DamagedError(Exception):
-    """A checkpoint is not what its manifest says, or has none; the message names the file."""
+class CorruptCheckpointError(Exception):
+    """A checkpoint does not match its manifest, or has none; the message names the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a run has done so far, apart from its tensors."""
+    """The state of a run apart from its tensors; `data` is the position in the data."""
 
     step: int
     tokens_seen: int
     skipped_steps: int
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
 
 
 NOTHING_DONE = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
@@ -58,7 +59,7 @@ NOTHING_DONE = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Every file of one committed step."""
+    """The files of one committed step; `algorithm` is that of their digests."""
 
     step: int
     algorithm: str
@@ -66,38 +67,38 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of the whole checkpoint."""
+        """Total size of the checkpoint."""
         return sum(record.bytes for record in self.files.values())
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where a committed step stands."""
+    """Returns the folder of a committed step."""
     return folder / f"step-{step}"
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """The steps that were committed, whole or not, oldest first."""
+    """Returns the steps that were committed, oldest first; their files may have been damaged since."""
     if not folder.is_dir():
         return []
     matches = [_STEP.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
-def bad_steps(folder: Path) -> list[Path]:
-    """What was set aside as damaged."""
+def corrupt_steps(folder: Path) -> list[Path]:
+    """Returns the folders that were renamed because they were corrupted."""
     return sorted(folder.glob("step-*.bad-*"))
 
 
 def newest_complete_step(folder: Path) -> int | None:
-    """The newest step that looks whole, by sizes; None where there is none. Needs no process group, changes nothing."""
+    """Returns the newest step whose files have the recorded sizes, or None. Changes nothing."""
     return next((step for step in reversed(committed_steps(folder)) if is_complete(folder, step=step)), None)
 
 
 def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | None:
-    """Where a run will go on from if no digest is wrong: load_step, or the newest step that looks whole."""
+    """Returns the progress that a run resumes from if all digests match: that of load_step or the newest step."""
     if not checkpoint.enable:
         return None
-    recover(folder)
+    restore_replaced(folder)
     step = newest_complete_step(folder) if checkpoint.load_step == -1 else checkpoint.load_step
     if step is None or not is_complete(folder, step=step):
         return None
@@ -105,9 +106,9 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | Non
 
 
 def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
-    """The checkpoint that a new run starts from, and its step where a folder of several was given; None for none.
+    """Returns the checkpoint that a new run starts from, and its step if a folder of several was given.
 
-    ConfigError where initial_load_path is no checkpoint.
+    Returns None without initial_load_path; raises ConfigError if it is not a checkpoint.
     """
     if not checkpoint.initial_load_path or checkpoint.initial_load_in_hf:
         return None
@@ -116,28 +117,28 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     found = folder if step is None else step_folder(folder, step)
     if not (found / MANIFEST_FILE).exists():
         raise ConfigError(
-            f"checkpoint.initial_load_path = {folder}: it has no {MANIFEST_FILE} and so is no checkpoint; for weights "
-            "in the Hugging Face format set checkpoint.initial_load_in_hf to true"
+            f"checkpoint.initial_load_path = {folder}: it is not a checkpoint, because it has no {MANIFEST_FILE}; give "
+            "a step-N folder or a folder of them, or for Hugging Face weights set checkpoint.initial_load_in_hf = true"
         )
     return found, step
 
 
 def without_excluded(progress: Progress, *, checkpoint: Checkpoint) -> Progress:
-    """The progress, but for the position in the data where that is excluded from loading."""
+    """Returns the progress, without the position in the data if exclude_from_loading lists "data"."""
     return replace(progress, data={}) if "data" in checkpoint.exclude_from_loading else progress
 
 
 def is_complete(folder: Path, *, step: int) -> bool:
-    """Whether all files of a step are there in their sizes, and the manifest and the progress are intact."""
+    """Returns whether all files of a step have the recorded sizes, and its manifest and progress are intact."""
     try:
         check_sizes(step_folder(folder, step), step=step)
-    except DamagedError:
+    except CorruptCheckpointError:
         return False
     return True
 
 
 def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) -> None:
-    """The last file of a checkpoint: from here on its content is settled."""
+    """Writes the last file of a checkpoint, after which its content is final."""
     content = {
         "format": _FORMAT,
         "step": step,
@@ -150,65 +151,67 @@ def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) 
 
 
 def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
-    """The manifest of a checkpoint; DamagedError where it is missing, torn, or that of another step."""
+    """Returns the manifest of a checkpoint; CorruptCheckpointError if it is missing, invalid or of another step."""
     try:
-        whole = json.loads((folder / MANIFEST_FILE).read_bytes())
-        content = whole["manifest"]
+        content_and_digest = json.loads((folder / MANIFEST_FILE).read_bytes())
+        content = content_and_digest["manifest"]
         algorithm = content["algorithm"]
-        intact = algorithm not in DIGESTS or whole["digest"] == _digest_of_text(_canonical(content), algorithm)
+        is_intact = algorithm not in DIGESTS or content_and_digest["digest"] == _digest_of_text(
+            _canonical(content), algorithm
+        )
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         files[PROGRESS_FILE]  # every checkpoint has one
         manifest = Manifest(step=content["step"], algorithm=algorithm, files=files)
     except FileNotFoundError:
-        raise DamagedError(f"{MANIFEST_FILE} is missing") from None
+        raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
-        raise DamagedError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
+        raise CorruptCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedError(f"{MANIFEST_FILE} is torn") from None
-    if not intact:
-        raise DamagedError(f"{MANIFEST_FILE} has another digest than it says")
+        raise CorruptCheckpointError(f"{MANIFEST_FILE} is not a valid manifest") from None
+    if not is_intact:
+        raise CorruptCheckpointError(f"{MANIFEST_FILE} does not match its own digest")
     if algorithm not in DIGESTS:
-        raise ConfigError(f"{folder} was written with {algorithm} digests: pip install xxhash")
+        raise ConfigError(f"{folder} was written with {algorithm} digests, which need a package: pip install xxhash")
     if step is not None and manifest.step != step:
-        raise DamagedError(f"{MANIFEST_FILE} is that of step {manifest.step}")
+        raise CorruptCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
     return manifest
 
 
 def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
-    """The manifest, if all files are there in their sizes, and the progress is intact; else DamagedError."""
+    """Returns the manifest; CorruptCheckpointError if a file has another size or the progress is not intact."""
     manifest = read_manifest(folder, step=step)
     for name, record in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError:
-            raise DamagedError(f"{name} is missing") from None
+            raise CorruptCheckpointError(f"{name} is missing") from None
         if size != record.bytes:
-            raise DamagedError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
+            raise CorruptCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
     check_digest(folder, PROGRESS_FILE, manifest=manifest)
     read_progress(folder)
     return manifest
 
 
 def check_digest(folder: Path, name: str, *, manifest: Manifest) -> None:
-    """Reads a file through; DamagedError if it is not what was written."""
+    """Reads a file; CorruptCheckpointError if it does not match its digest in the manifest."""
     try:
         found = digest_of_file(folder / name, name=manifest.algorithm)
     except OSError as error:
-        raise DamagedError(f"{name} cannot be read: {error.strerror}") from None
+        raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from None
     if found != manifest.files[name].digest:
-        raise DamagedError(f"{name} has another digest than the manifest says")
+        raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
 
 
 def read_progress(folder: Path) -> Progress:
-    """What stands in the folder of a step; needs no process group. DamagedError where it cannot be read."""
+    """Returns the progress of a checkpoint; CorruptCheckpointError if it cannot be read."""
     try:
         return Progress(**json.loads((folder / PROGRESS_FILE).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        raise DamagedError(f"{PROGRESS_FILE} cannot be read: {error}") from None
+        raise CorruptCheckpointError(f"{PROGRESS_FILE} cannot be read: {error}") from None
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Makes a complete folder visible in one step, in place of an older one of its name."""
+    """Renames a complete folder to its final name; replaces an older folder of that name atomically if possible."""
     sync_folder(partial)
     if final.exists():
         _replace(partial, final)
@@ -218,12 +221,13 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def _replace(partial: Path, final: Path) -> None:
-    """Exchanges the two names; where the file system cannot, there are two renames, which `recover` completes."""
+    """Exchanges two names; without file system support by two renames, which `restore_replaced` can complete."""
     old = final.with_name(f"{final.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    names = os.fsencode(partial), os.fsencode(final)
-    if rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+    source = os.fsencode(partial)
+    target = os.fsencode(final)
+    if rename is not None and rename(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) == 0:
         partial.rename(old)
     else:
         final.rename(old)
@@ -231,16 +235,16 @@ def _replace(partial: Path, final: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def recover(folder: Path) -> None:
-    """Brings back a step that was about to be replaced when the process was killed; any process may call it."""
+def restore_replaced(folder: Path) -> None:
+    """Restores steps that a killed process was replacing. Any process may call it."""
     for old in folder.glob("step-*.replaced"):
         final = old.with_name(old.name.removesuffix(".replaced"))
         if not final.exists():
             old.rename(final)
 
 
-def clean(folder: Path) -> None:
-    """Deletes what killed processes left behind; one process of a run calls it, before anything is saved."""
+def delete_leftovers(folder: Path) -> None:
+    """Deletes what killed processes left behind. One process of a run calls it, before the first save."""
     if folder.is_dir():
         for entry in folder.iterdir():
             if _LEFTOVER.fullmatch(entry.name):
@@ -248,61 +252,50 @@ def clean(folder: Path) -> None:
 
 
 def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
-    """Renames a step, so that nothing takes it for a checkpoint any more."""
+    """Renames a step, so that it no longer counts as a checkpoint; returns its new path."""
     name = f"step-{step}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')}"
     names = (folder / f"{name}{number}" for number in ("", *(f"-{again}" for again in range(2, 1000))))
     target = next(path for path in names if not path.exists())
-    with contextlib.suppress(FileNotFoundError):  # another group of ranks was faster
+    with contextlib.suppress(FileNotFoundError):  # another replica group has renamed it
         step_folder(folder, step).rename(target)
     sync_folder(folder)
     return target
 
 
 def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Deletes whole steps beyond the newest `keep_latest_k`, but none that is permanent; returns them.
+    """Deletes complete steps other than the newest `keep_latest_k` (0: keep all) and multiples of `keep_every`.
 
-    Steps that are not whole neither count nor go: the newest whole one always stays.
+    Returns the deleted steps. Incomplete steps are neither counted nor deleted.
     """
-    whole = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
-    old = whole[:-keep_latest_k] if keep_latest_k else []
+    complete = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
+    old = complete[:-keep_latest_k] if keep_latest_k else []
     purged = [step for step in old if not (keep_every and step % keep_every == 0)]
     for step in purged:
-        doomed = step_folder(folder, step).rename(folder / f"step-{step}.purged")
-        shutil.rmtree(doomed, ignore_errors=True)
+        renamed = step_folder(folder, step).rename(folder / f"step-{step}.purged")
+        shutil.rmtree(renamed, ignore_errors=True)
     return purged
 
 
 def mark_finished(folder: Path, *, step: int) -> None:
-    """Notes that the run is complete."""
-    write_file(folder / f"{_FINISHED_FILE}.partial", [json.dumps({"step": step}).encode()])
-    (folder / f"{_FINISHED_FILE}.partial").rename(folder / _FINISHED_FILE)
-    sync_folder(folder)
+    """Records that the run is complete."""
+    write_atomically(folder / _FINISHED_FILE, json.dumps({"step": step}).encode())
 
 
 def finished_step(folder: Path) -> int:
-    """The step at which a run was complete; 0 where it was not."""
+    """Returns the last step of a complete run; 0 if the run is not complete."""
     try:
         return json.loads((folder / _FINISHED_FILE).read_bytes())["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
-def sync_folder(folder: Path) -> None:
-    """Forces the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def files_of_rank(manifest: Manifest, *, rank: int, world_size: int) -> Iterator[str]:
-    """The files whose digest a rank checks: the largest first, dealt out in turns."""
+    """Yields the files whose digests a rank checks; sorted by size and dealt in turn, to balance the reading."""
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
     yield from by_size[rank::world_size]
 
 
-def _canonical(content: Mapping[str, Any]) -> str:
+def _canonical(content: Mapping[str, object]) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 

@@ -1,31 +1,41 @@
-"""Which rank writes which part of which tensor, and where it stands in that rank's file.
+"""Which rank writes which shard of which tensor, and where it is in that rank's file.
 
-torch.distributed.checkpoint's planner decides who writes what, so that nothing is written twice. Every rank writes one
-safetensors file; `index.json` says where the parts of each tensor are. Both are plain data: reading them runs no code,
-and torch's own HuggingFaceStorageReader reads the files too.
+The planner of torch.distributed.checkpoint decides who writes what, so that replicated values are written once. A plain
+tensor counts as replicated over all ranks that have it. Every rank writes one safetensors file; `index.json` maps each
+tensor to its shards. Both are plain data: reading them runs no code, and torch's HuggingFaceStorageReader can read the
+files too.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torchtitan_clone.checkpoint.tensor_file import NAMES, entry_for, file_header
+from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, entry_for, file_header
 
 INDEX_FILE = "index.json"
 
 
+class IndexEntry(TypedDict):
+    """A tensor in `index.json`; each of its "parts" is a shard: offsets, sizes, file, first byte in the file."""
+
+    dtype: str
+    shape: list[int]
+    parts: list[tuple[list[int], list[int], str, int]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The part of a tensor that a rank writes, and its bytes [begin, end) in the rank's file."""
+    """A shard that a rank writes, and its bytes [begin, end) in the rank's file."""
 
     item: WriteItem
     begin: int
@@ -34,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One rank's file: what stands before the numbers, and where each part of a tensor goes."""
+    """The file of one rank: its header, and the position of each shard."""
 
     file: str
     header: bytes
@@ -42,19 +52,18 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Size of the whole file."""
+        """Size of the file."""
         return self.placements[-1].end if self.placements else len(self.header)
 
-    def sources(self, state: dict[str, Tensor]) -> Iterator[tuple[Placement, Tensor]]:
-        """Every placement with this rank's numbers for it, as one row of bytes; a view wherever that is possible."""
-        for place in self.placements:
-            part = find_state_dict_object(state, place.item.index).detach()
-            yield place, part.contiguous().reshape(-1).view(torch.uint8)
+    def shards(self, state: dict[str, Tensor]) -> Iterator[tuple[Placement, Tensor]]:
+        """Yields every placement with its values as a 1-D tensor of bytes; a view if the values are contiguous."""
+        for placement in self.placements:
+            yield placement, bytes_of(find_state_dict_object(state, placement.item.index))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What this rank writes; rank 0 also knows the index of all files, as JSON, and their bytes together."""
+    """What this rank writes. `total_bytes` is over all ranks; only rank 0 has the `index` of all files, as JSON."""
 
     layout: Layout
     index: str
@@ -62,25 +71,27 @@ class Plan:
 
 
 def plan_save(state: dict[str, Tensor]) -> Plan:
-    """Agrees with all ranks on who writes what; a collective. It holds as long as names, shapes and splits do."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Plans with all ranks who writes what; valid as long as names, shapes and shardings stay. Collective."""
+    rank = dist.get_rank()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, is_coordinator=rank == 0)
-    local_plans: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(planner.create_local_plan(), local_plans)
-    plans: list[Any] = [None] * world_size
-    if local_plans is not None:
+    gathered: list[SavePlan | None] = [None] * dist.get_world_size()
+    dist.gather_object(planner.create_local_plan(), gathered if rank == 0 else None)
+    plans: list[Plan | None] = [None] * dist.get_world_size()
+    if rank == 0:
+        local_plans = [plan for plan in gathered if plan is not None]
         layouts = [build_layout(plan, rank=r) for r, plan in enumerate(planner.create_global_plan(local_plans)[0])]
         total = sum(layout.bytes for layout in layouts)
         plans = [Plan(layout=layout, index="", total_bytes=total) for layout in layouts]
         plans[0] = Plan(layout=layouts[0], index=_index(layouts), total_bytes=total)
-    mine: list[Any] = [None]
-    dist.scatter_object_list(mine, plans)
-    return mine[0]
+    received: list[Plan | None] = [None]
+    dist.scatter_object_list(received, plans)
+    assert received[0] is not None
+    return received[0]
 
 
-def plan_alone(state: dict[str, Tensor]) -> Plan:
-    """The same for a process without others; only names, types and shapes count, so that tensors may lie on meta."""
+def plan_save_offline(state: dict[str, Tensor]) -> Plan:
+    """Plans a save by one process without a process group. Needs no values: tensors may be on the meta device."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(state, is_coordinator=True)
     layout = build_layout(planner.create_global_plan([planner.create_local_plan()])[0][0], rank=0)
@@ -88,12 +99,13 @@ def plan_alone(state: dict[str, Tensor]) -> Plan:
 
 
 def build_layout(plan: SavePlan, *, rank: int) -> Layout:
-    """Places the parts one behind the other, wide types first, so that each is aligned without gaps between them."""
+    """Places the shards one after another, largest item size first, so that all are aligned without padding."""
     items = sorted(plan.items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
-    assert len({item.index.fqn for item in items}) == len(items), "a rank has one part of a tensor"
+    assert len({item.index.fqn for item in items}) == len(items), "a rank must have one shard of each tensor"
     sizes = [prod(_chunk(item).sizes) * _dtype(item).itemsize for item in items]
     header = _header(items)
-    placements, begin = [], len(header)
+    placements: list[Placement] = []
+    begin = len(header)
     for item, size in zip(items, sizes, strict=True):
         placements.append(Placement(item=item, begin=begin, end=begin + size))
         begin += size
@@ -101,26 +113,26 @@ def build_layout(plan: SavePlan, *, rank: int) -> Layout:
 
 
 def _header(items: Sequence[WriteItem]) -> bytes:
-    """safetensors' header; where each part lies in its tensor is noted as torch's reader expects it."""
+    """Returns the safetensors header, with the offsets of the shards where torch's reader expects them."""
     offsets = {item.index.fqn: {"saved_offsets": list(_chunk(item).offsets)} for item in items}
     entries = [entry_for(item.index.fqn, dtype=_dtype(item), shape=_chunk(item).sizes) for item in items]
     return file_header(entries, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def _index(layouts: Sequence[Layout]) -> str:
-    """Of every tensor its type, its shape, and its parts: offsets, sizes, file, first byte in the file."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, IndexEntry] = {}
     for layout in layouts:
-        for place in layout.placements:
-            item, chunk = place.item, _chunk(place.item)
+        for placement in layout.placements:
+            item = placement.item
+            chunk = _chunk(item)
             assert item.tensor_data is not None
-            entry = {"dtype": NAMES[_dtype(item)], "shape": list(item.tensor_data.size), "parts": []}
-            part = [list(chunk.offsets), list(chunk.sizes), layout.file, place.begin]
+            entry: IndexEntry = {"dtype": NAMES[_dtype(item)], "shape": list(item.tensor_data.size), "parts": []}
+            part = (list(chunk.offsets), list(chunk.sizes), layout.file, placement.begin)
             tensors.setdefault(item.index.fqn, entry)["parts"].append(part)
     return json.dumps({"tensors": tensors})
 
 
-def _chunk(item: WriteItem) -> Any:
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     assert item.tensor_data is not None
     return item.tensor_data.chunk
 

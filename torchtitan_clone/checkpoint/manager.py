@@ -1,21 +1,10 @@
-"""Saves and loads the state of one run: when, and what may run at the same time.
-
-A save is begun by all ranks together, in a collective of a millisecond. Then each rank on its own stages its part,
-writes it and reports it; rank 0 collects the reports and commits. With `async_mode` all but the beginning runs beside
-the training, and the optimizer waits until the staging is done. One save is in flight at a time: a save that comes due
-meanwhile is left out, and one that must not be (the last, a permanent one, one before a stop) waits.
-"""
+"""Saves and loads the training state of one run."""
 
 import json
-import logging
 import platform
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,29 +12,24 @@ from torch import Tensor
 
 from torchtitan_clone import __version__
 from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
+from torchtitan_clone.checkpoint.layout import Plan, plan_save
+from torchtitan_clone.checkpoint.policy import SavePolicy
+from torchtitan_clone.checkpoint.rank_file import RankFile
+from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point
 from torchtitan_clone.checkpoint.rng import rng_state
+from torchtitan_clone.checkpoint.save_runner import SaveRunner, save_model_only
+from torchtitan_clone.checkpoint.saving import SaveReport
 from torchtitan_clone.config.schema import Checkpoint
-
-if TYPE_CHECKING:  # the planner and the readers of torch are loaded when there is something to save or to load
-    from torchtitan_clone.checkpoint.layout import Plan
-    from torchtitan_clone.checkpoint.rank_file import RankFile
-    from torchtitan_clone.checkpoint.resume import Source
-    from torchtitan_clone.checkpoint.saving import Save, SaveReport
-
-logger = logging.getLogger("torchtitan_clone")
-
-MODEL_ONLY_FOLDER = "model_only"
-"""Below the folder of the checkpoints: exports of the weights alone."""
-_SPACE = 1.02
-"""Free space that a save must find, as a multiple of its size."""
 
 
 class CheckpointManager:
-    """Saves and loads the state of one run.
+    """Saves and loads the training state of one run.
 
-    `state` returns the tensors to be saved by name, the very tensors that training uses: loading fills them in place.
-    `documents` are text files that every checkpoint holds too, by name; `is_shared` says that other groups of ranks use
-    the folder at the same time. What is a collective over all ranks says so.
+    `state` returns the tensors to save by name: the tensors that training uses, which loading fills in place. A tensor
+    is a DTensor, or a plain tensor that is identical on every rank that has it. `extra_files` are text files, by name,
+    that are added to every checkpoint. `is_shared` says that other replica groups use the folder at the same time.
+
+    Methods that say "Collective" must be called by all ranks in the same order.
     """
 
     def __init__(
@@ -54,227 +38,132 @@ class CheckpointManager:
         *,
         folder: Path,
         state: Callable[[], dict[str, Tensor]],
-        documents: Mapping[str, str],
+        extra_files: Mapping[str, str],
         is_shared: bool = False,
     ):
+        self.is_saving_enabled = checkpoint.enable and not checkpoint.load_only
+        """Whether this run saves checkpoints at all."""
+        self.saved_step = 0
+        """The newest step that was committed or resumed from; up to date after `finish`."""
         self._options = checkpoint
         self._folder = folder
         self._state = state
         self._is_shared = is_shared
-        self._documents = {**documents, "versions.json": json.dumps(_versions(), indent=1)}
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._policy = SavePolicy(checkpoint)
+        self._saves = SaveRunner(checkpoint, extra_files={**extra_files, "versions.json": _versions()})
         self._plan: Plan | None = None
         self._file: RankFile | None = None
-        self._save: Save | None = None
-        self._unreported: list[Save] = []
-        self._source: Source | None = None
-        self._saved_step = 0
-        self._last_save = time.monotonic()
-
-    @property
-    def saved_step(self) -> int:
-        """The newest step that is committed, or was gone on from; settled by `finish`."""
-        return self._saved_step
-
-    @property
-    def saves(self) -> bool:
-        """Whether this run saves at all."""
-        return self._options.enable and not self._options.load_only
+        self._resume_point: ResumePoint | None = None
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of this rank's writer, where there is one."""
+        """Process id of this rank's writer process, if there is one."""
         return self._file.writer_pid if self._file else None
 
     def newest_step(self) -> int | None:
-        """The newest step in the folder that looks whole, whoever saved it."""
+        """Returns the newest complete step in the folder, saved by any replica group; file contents are not read."""
         return newest_complete_step(self._folder)
 
     def is_overdue(self) -> bool:
-        """Whether interval_minutes have passed since the last save; the clocks of ranks differ, so one must decide."""
-        minutes = self._options.interval_minutes
-        return minutes is not None and time.monotonic() - self._last_save >= 60 * minutes
+        """Returns whether interval_minutes have passed since the last save. Clocks differ: let one rank decide."""
+        return self._policy.is_overdue()
 
     def is_due(self, step: int, *, overdue: bool) -> bool:
-        """Whether the policy asks for a save after this step."""
-        options = self._options
-        first = options.enable_first_step_checkpoint and step == 1
-        return self.saves and (step % options.interval == 0 or self._is_permanent(step) or first or overdue)
+        """Returns whether to save after this step."""
+        return self.is_saving_enabled and self._policy.is_due(step, overdue=overdue)
 
-    def find(self) -> Progress | None:
-        """Where the run goes on: verifies until a step is whole, see resume.find_source. A collective."""
-        from torchtitan_clone.checkpoint.resume import find_source
+    def find_resume_point(self) -> Progress | None:
+        """Verifies checkpoints, newest first, and returns the progress of the one to resume from. Collective.
 
-        self._source = find_source(self._options, folder=self._folder, is_shared=self._is_shared)
-        if self._source is None or self._source.progress is None:
+        Returns None for a new run, including one that starts from the weights of another run. Raises ConfigError if
+        checkpoints exist and none of them is usable.
+        """
+        self._resume_point = find_resume_point(self._options, folder=self._folder, is_shared=self._is_shared)
+        if self._resume_point is None or self._resume_point.progress is None:
             return None
-        self._saved_step = self._source.progress.step
-        return self._source.progress
+        self.saved_step = self._resume_point.progress.step
+        return self._resume_point.progress
 
     def load(self) -> None:
-        """Fills the tensors from what `find` has found, if anything. A collective."""
-        if self._source is not None:
-            from torchtitan_clone.checkpoint.resume import load_source
-
-            load_source(self._source, checkpoint=self._options, state=self._all_tensors())
-            if self._source.progress is not None:
-                logger.info("resumed after step %d", self._source.progress.step)
+        """Fills the tensors from the checkpoint that `find_resume_point` chose, if any. Collective."""
+        if self._resume_point is not None:
+            load_resume_point(self._resume_point, checkpoint=self._options, state=self._state() | rng_state())
 
     def prepare(self) -> None:
-        """Agrees on who writes what, and makes ready beside the training what a first save would wait for.
+        """Plans who writes what, and allocates buffers in the background, which the first save would wait for.
 
-        A collective. It holds until `forget_plan`; until then later calls do nothing.
+        Collective. The plan is valid until `forget_plan`; until then, further calls do nothing.
         """
-        if self._plan is not None or not self.saves:
+        if self._plan is not None or not self.is_saving_enabled:
             return
-        from torchtitan_clone.checkpoint.layout import plan_save
-        from torchtitan_clone.checkpoint.rank_file import RankFile
-
         options = self._options
-        self._plan = plan_save(self._all_tensors())
+        self._plan = plan_save(self._state() | rng_state())
         self._file = RankFile(
             self._plan.layout, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds
         )
-        self._thread.submit(_logged, self._file.prepare)
+        self._saves.run_in_background(self._file.prepare)
 
     def forget_plan(self) -> None:
-        """To be called by all ranks before names, shapes or splits of the state change: ends what is in flight."""
+        """Finishes saves and drops the plan. Collective; call it before names, shapes or shardings change."""
         self.finish()
         self.close()
-        self._plan = self._file = None
+        self._plan = None
+        self._file = None
 
     def save(self, progress: Progress, *, wait: bool = False) -> None:
-        """Begins to save a step; with `wait` it ends what is in flight first, and returns when this one is committed.
+        """Starts to save a step; with `wait`, finishes the previous save first and returns after the commit.
 
-        A collective. A failure (full disk) is reported and not raised: training goes on, and older steps stay whole.
+        Collective. Permanent steps always wait. A failure, such as a full disk, is reported and not raised: training
+        continues, and older checkpoints stay intact.
         """
         start = time.perf_counter()
-        wait = wait or self._is_permanent(progress.step)
+        wait = wait or self._policy.is_permanent(progress.step)
         if wait:
             self.finish()
         self.prepare()
         assert self._plan is not None
         assert self._file is not None
-        save = self._begin(progress, folder=self._folder, plan=self._plan, file=self._file)
+        state = self._state() | rng_state()
+        save = self._saves.start(progress, folder=self._folder, plan=self._plan, file=self._file, state=state)
         if save is None:
             return
-        self._last_save = time.monotonic()
-        self._run(save, self._all_tensors())
+        self._policy.record_save()
         if wait or self._options.async_mode == "disabled":
             self.finish()
         save.blocked_seconds += time.perf_counter() - start
 
     def wait_for_staging(self) -> None:
-        """To be called just before the state changes: waits until a save in flight has its copy of it."""
-        if self._save is not None and not self._save.over.is_set():
-            start = time.perf_counter()
-            self._save.staged.wait()
-            self._save.file.hold_current_stream()
-            self._save.blocked_seconds += time.perf_counter() - start
+        """Waits until the save in progress has copied the state. Call it just before the state changes."""
+        self._saves.wait_for_staging()
 
     def finish(self) -> None:
-        """Waits until the save in flight is committed or has failed; every rank calls it. It never waits for ever."""
-        if self._save is not None and self._save.outcome() is None:
-            self._saved_step = self._save.step
+        """Waits until the save in progress is committed or has failed, for a bounded time. Call it on every rank."""
+        step = self._saves.finish()
+        if step is not None:
+            self.saved_step = step
 
-    def reports(self) -> Iterator["SaveReport"]:
-        """The saves that came to their end since the last call; on rank 0."""
-        for save in [save for save in self._unreported if save.over.is_set()]:
-            self._unreported.remove(save)
-            yield save.report
+    def reports(self) -> Iterator[SaveReport]:
+        """Yields, on rank 0, a report for each save that ended since the last call."""
+        yield from self._saves.reports()
 
-    def complete(self, progress: Progress) -> None:
-        """The last step is saved: exports the weights where that is asked for, and marks the run. A collective."""
+    def mark_complete(self, progress: Progress) -> None:
+        """Marks the run as complete after its last save; exports the weights if configured. Collective."""
         if self._options.last_save_model_only:
-            self._export(progress)
+            save_model_only(self._saves, progress, folder=self._folder, state=self._state(), checkpoint=self._options)
         if dist.get_rank() == 0:
             mark_finished(self._folder, step=progress.step)
 
     def close(self) -> None:
-        """Ends the writer process and frees the staging memory; to be called after `finish`."""
+        """Ends the writer process and frees the staging memory. Call it after `finish`."""
         if self._file is not None:
-            self._thread.submit(_logged, self._file.close)
-
-    def _is_permanent(self, step: int) -> bool:
-        return self._options.keep_every > 0 and step % self._options.keep_every == 0
-
-    def _all_tensors(self) -> dict[str, Tensor]:
-        return self._state() | rng_state()
-
-    def _begin(self, progress: Progress, *, folder: Path, plan: "Plan", file: "RankFile") -> "Save | None":
-        """Agrees with all ranks that a save begins; None, with a warning, where it cannot."""
-        from torchtitan_clone.checkpoint.saving import Save, warn_of_failure
-
-        is_busy = self._save is not None and not self._save.over.is_set()
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, (is_busy, uuid.uuid4().hex[:12], _lack_of_space(folder, size=plan.total_bytes)))
-        _, save_id, error = said[0]
-        if any(busy for busy, _, _ in said):
-            error = "the save before it is still in flight"
-        elif self._save is not None:
-            if dist.get_rank() == 0:
-                self._save.forget()
-            self._save = None
-        if error is None:
-            return Save(
-                progress,
-                folder=folder,
-                save_id=save_id,
-                plan=plan,
-                file=file,
-                documents=self._documents,
-                checkpoint=self._options,
-            )
-        if dist.get_rank() == 0:
-            warn_of_failure(progress.step, error)
-        return None
-
-    def _run(self, save: "Save", state: dict[str, Tensor]) -> None:
-        self._save = save
-        if dist.get_rank() == 0:
-            self._unreported.append(save)
-        if save.file.is_staged:
-            save.file.follow_current_stream()
-            self._thread.submit(_logged, lambda: save.run(state))
-        else:
-            save.run(state)
-
-    def _export(self, progress: Progress) -> None:
-        """A checkpoint of the weights alone, in export_dtype."""
-        from torchtitan_clone.checkpoint.layout import plan_save
-        from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
-
-        dtype = getattr(torch, self._options.export_dtype)
-        state = {name: tensor.to(dtype) for name, tensor in self._state().items() if name.startswith("model/")}
-        plan = plan_save(state)
-        file = RankFile(plan.layout, mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
-        save = self._begin(progress, folder=self._folder / MODEL_ONLY_FOLDER, plan=plan, file=file)
-        if save is not None:
-            self._run(save, state)
-            self.finish()
+            self._saves.run_in_background(self._file.close)
 
 
-def _lack_of_space(folder: Path, *, size: int) -> str | None:
-    """What is to be said where the disk has no room for so many bytes."""
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free >= size * _SPACE:
-        return None
-    return f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB left"
-
-
-def _versions() -> dict[str, Any]:
-    return {
+def _versions() -> str:
+    versions = {
         "torchtitan_clone": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "ranks": dist.get_world_size(),
     }
-
-
-def _logged(action: Callable[[], None]) -> None:
-    """An error in a thread would be heard of by nobody."""
-    try:
-        action()
-    except Exception:
-        logger.exception("checkpoint: a background thread failed")
+    return json.dumps(versions, indent=1)

@@ -1,9 +1,8 @@
-"""How one rank's file of a save comes to disk, in the mode that is asked for or the simpler one that still works."""
+"""Writes the file of one rank, in the configured mode or in a simpler one if that fails."""
 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -14,106 +13,106 @@ from torchtitan_clone.checkpoint.writer_process import WriterLostError, WriterPr
 
 logger = logging.getLogger("torchtitan_clone")
 
-DIRECT, THREAD, PROCESS = "disabled", "async", "async_with_pinned_mem"
+DIRECT = "disabled"
+THREAD = "async"
+PROCESS = "async_with_pinned_mem"
 _ATTEMPTS = 2
 
 
 class RankFile:
-    """Writes this rank's file, again and again.
+    """Writes this rank's file, once per save.
 
-    With a staging arena the state is copied first and written later, by a thread of this process or by a process of its
-    own; without one it is written from the tensors themselves.
+    With a staging buffer the shards are copied first and written later, by a thread of this process or by a writer
+    process; without one they are written from the tensors directly.
     """
 
     def __init__(self, layout: Layout, *, mode: str, timeout_seconds: float):
         self._layout = layout
-        self._arena = None if mode == DIRECT else _build_arena(layout)
+        self._buffer = None if mode == DIRECT else _build_buffer(layout)
         self._writer: WriterProcess | None = None
-        if self._arena is not None and mode == PROCESS:
-            self._writer = WriterProcess(self._arena.descriptor, timeout_seconds=timeout_seconds)
+        if self._buffer is not None and mode == PROCESS:
+            self._writer = WriterProcess(self._buffer.descriptor, timeout_seconds=timeout_seconds)
 
     @property
     def name(self) -> str:
-        """The file's name in the checkpoint."""
+        """Name of the file in the checkpoint folder."""
         return self._layout.file
 
     @property
     def is_staged(self) -> bool:
-        """Whether the state is copied first."""
-        return self._arena is not None
+        """Whether the shards are copied before they are written."""
+        return self._buffer is not None
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of the writer, where there is one."""
+        """Process id of the writer process, if there is one."""
         return self._writer.pid if self._writer else None
 
     def prepare(self) -> None:
-        """What the first save would otherwise have to wait for; may run beside the training."""
-        if self._arena is not None:
-            self._arena.prepare()
+        """Does the setup that the first save would wait for; may run in another thread."""
+        if self._buffer is not None:
+            self._buffer.prepare()
         if self._writer is not None:
             self._writer.start()
 
     def follow_current_stream(self) -> None:
-        """On CUDA, copies wait for all that the training has asked the device for up to now."""
-        if self._arena is not None:
-            self._arena.follow_current_stream()
+        """On CUDA, makes later copies wait for the work queued on the current stream so far."""
+        if self._buffer is not None:
+            self._buffer.follow_current_stream()
 
     def stage(self, state: dict[str, Tensor]) -> None:
-        """Copies this rank's part; on CUDA the copies may still be under way."""
-        assert self._arena is not None
-        self._arena.stage(state)
+        """Copies this rank's shards; on CUDA the copies may still be running afterwards."""
+        assert self._buffer is not None
+        self._buffer.stage(state)
 
     def wait_for_copies(self) -> None:
-        """Until no copy is under way any more."""
-        if self._arena is not None:
-            self._arena.wait()
+        """Waits until the copies are complete."""
+        if self._buffer is not None:
+            self._buffer.wait_for_copies()
 
     def hold_current_stream(self) -> None:
-        """On CUDA, what the training asks for from now on waits for the copies."""
-        if self._arena is not None:
-            self._arena.hold_current_stream()
+        """On CUDA, makes work that is queued on the current stream from now on wait for the copies."""
+        if self._buffer is not None:
+            self._buffer.hold_current_stream()
 
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
-        """Writes what was staged, or else the state. OSError for what the disk had to say."""
-        if self._arena is None:
+        """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
+        if self._buffer is None:
             return write_file(path, self._pieces(state))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
-        return write_file(path, pieces_of(self._arena.view), direct=True)
+        return write_file(path, pieces_of(self._buffer.view), direct=True)
 
     def close(self) -> None:
         """Ends the writer process and frees the memory."""
         if self._writer is not None:
             self._writer.close()
-        if self._arena is not None:
-            self._arena.close()
+        if self._buffer is not None:
+            self._buffer.close()
 
     def _write_by_process(self, path: Path, writer: WriterProcess) -> FileRecord | None:
-        """The process has two attempts; then this mode is over."""
+        """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return writer.write(path, size=self._layout.bytes)
             except WriterLostError as lost:
                 logger.warning("checkpoint: %s; attempt %d of %d", lost, attempt, _ATTEMPTS)
-        logger.warning('checkpoint: from now on a thread writes, as with checkpoint.async_mode = "%s"', THREAD)
+        logger.warning('checkpoint: falling back to a writer thread, as with checkpoint.async_mode = "%s"', THREAD)
         self._writer = None
         return None
 
     def _pieces(self, state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
         yield self._layout.header
-        for _, source in self._layout.sources(state):
-            numbers: Any = source.cpu().numpy()
-            yield from pieces_of(memoryview(numbers))
+        for _, shard in self._layout.shards(state):
+            yield from pieces_of(shard.cpu().numpy().data)
 
 
-def _build_arena(layout: Layout) -> StagingBuffer | None:
+def _build_buffer(layout: Layout) -> StagingBuffer | None:
     try:
         return StagingBuffer(layout)
     except OSError as error:
-        gib = layout.bytes / 2**30
         logger.warning(
-            'checkpoint: no %.2f GiB of memory for staging (%s); the training waits for each save, as with '
-            'checkpoint.async_mode = "%s"', gib, error.strerror, DIRECT,
+            "checkpoint: cannot allocate %.2f GiB of memory for staging (%s); training waits for each save, as with "
+            'checkpoint.async_mode = "%s"', layout.bytes / 2**30, error.strerror, DIRECT,
         )  # fmt: skip
         return None

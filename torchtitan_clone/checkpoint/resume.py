@@ -1,34 +1,33 @@
-"""Where a run goes on from: the newest step that all ranks agree is whole.
+"""Chooses the checkpoint that a run resumes from: the newest one that all ranks agree is intact.
 
-A step that is not is set aside under a name that says why, and the next older one is tried. A state that does not fit
-the model is an error, not damage.
+A corrupted step is quarantined under a name that says why, and the next older one is tried. A checkpoint that does not
+match the model is an error, not corruption.
 """
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import (
-    DamagedError,
+    CorruptCheckpointError,
     Progress,
-    bad_steps,
     check_digest,
     check_sizes,
-    clean,
     committed_steps,
+    corrupt_steps,
+    delete_leftovers,
     files_of_rank,
     initial_folder,
     quarantine,
     read_progress,
-    recover,
+    restore_replaced,
     step_folder,
     without_excluded,
 )
-from torchtitan_clone.checkpoint.loading import load_tensors, matching
+from torchtitan_clone.checkpoint.loading import load_tensors, loadable_tensors
 from torchtitan_clone.checkpoint.rng import PREFIX as RNG
 from torchtitan_clone.checkpoint.rng import set_rng_state
 from torchtitan_clone.checkpoint.tensor_file import open_tensors
@@ -37,144 +36,161 @@ from torchtitan_clone.config.schema import Checkpoint
 
 logger = logging.getLogger("torchtitan_clone")
 
-MODEL, OPTIMIZER, OUTER = "model/", "optimizer/", "outer/"
-TENSORS = ".safetensors"
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+OUTER = "outer/"
+TENSOR_FILES = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """A checkpoint that was verified, and what of it is to be loaded."""
+class ResumePoint:
+    """A verified checkpoint, and the groups of tensors to load from it; `progress` is None if the run starts anew."""
 
     folder: Path
     groups: tuple[str, ...]
     progress: Progress | None
 
 
-def find_source(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> Source | None:
-    """The newest step that is whole, or load_step, or else initial_load_path; a collective over all ranks.
+def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> ResumePoint | None:
+    """Returns the newest intact step, or load_step, or else initial_load_path. Collective.
 
-    ConfigError: steps exist and none is whole, or what is asked for by name is not. `is_shared`: other groups of ranks
-    save there now.
+    `is_shared` says that other replica groups save in the folder at the same time. Raises ConfigError if steps exist
+    and none is intact, or if an option names one that is not.
     """
-    steps, had_steps = _agreed_steps(folder, load_step=checkpoint.load_step, is_shared=is_shared)
-    for step in reversed(steps):
-        if _is_complete_or_quarantined(checkpoint, folder=folder, step=step):
+    steps, had_steps = _agree_on_steps(folder, is_shared=is_shared)
+    for step in reversed([step for step in steps if checkpoint.load_step in (-1, step)]):
+        if _verify_or_quarantine(checkpoint, folder=folder, step=step):
             if checkpoint.load_step != -1:
                 _quarantine_newer(folder, step=step)
-            where = step_folder(folder, step)
+            source = step_folder(folder, step)
             groups = (MODEL, OPTIMIZER, OUTER, RNG)
-            return Source(folder=where, groups=groups, progress=_progress_of(checkpoint, where))
+            return ResumePoint(folder=source, groups=groups, progress=_progress_of(checkpoint, source))
     if checkpoint.load_step != -1:
-        raise ConfigError(f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no whole checkpoint of it")
+        available = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step; saved "
+            f"steps: {available}; choose one of them, or -1 for the newest"
+        )
     if had_steps and not checkpoint.start_fresh:
         raise ConfigError(
-            f"{folder} has checkpoints, but none of them is whole, see above; bring one back, or set "
-            "checkpoint.start_fresh = true to begin with the first step"
+            f"{folder}: no checkpoint is complete, for the reasons logged above; restore one, or set "
+            "checkpoint.start_fresh = true to train from the first step"
         )
     initial = initial_folder(checkpoint)
-    return _initial_source(checkpoint, folder=initial[0], step=initial[1]) if initial else None
+    return _initial_point(checkpoint, folder=initial[0], step=initial[1]) if initial else None
 
 
-def load_source(source: Source, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    """Fills the tensors of the groups, but for those that are excluded; a collective over all ranks.
+def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
+    """Fills the tensors of the point's groups, except those in exclude_from_loading. Collective.
 
-    ConfigError where they do not fit, or where the disk cannot read what it could read before.
+    Raises ConfigError if they do not match, or if a file can no longer be read.
     """
     excluded = tuple(f"{name.rstrip('/')}/" for name in checkpoint.exclude_from_loading)
 
     def is_loaded(name: str) -> bool:
-        return name.startswith(source.groups) and not f"{name}/".startswith(excluded)
+        return name.startswith(point.groups) and not f"{name}/".startswith(excluded)
 
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
     try:
-        fitting = matching(
-            source.folder,
+        tensors = loadable_tensors(
+            point.folder,
             wanted,
-            # Ranks may have come and gone, each with its random numbers.
-            counts=lambda name: is_loaded(name) and not name.startswith(RNG),
+            # Each rank has its own random state, and the number of ranks may have changed.
+            is_checked=lambda name: is_loaded(name) and not name.startswith(RNG),
             allow_partial=checkpoint.allow_partial,
         )
-        load_tensors(source.folder, fitting)
-    except DamagedError as error:
-        raise ConfigError(
-            f'{source.folder}: {error}; with checkpoint.verify = "full" it is passed over for an older step'
-        ) from None
-    set_rng_state(fitting)
-    what = " and ".join(group.rstrip("/") for group in source.groups if group != RNG)
-    logger.info("loaded %s from %s", what, source.folder)
+        load_tensors(point.folder, tensors)
+    except CorruptCheckpointError as error:
+        raise ConfigError(f"{point.folder}: {error}; {_remedy(checkpoint, point)}") from None
+    set_rng_state(tensors)
+    loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
+    logger.info("loaded %s from %s", loaded, point.folder)
+    if point.progress is not None:
+        logger.info("resumed after step %d", point.progress.step)
+
+
+def _remedy(checkpoint: Checkpoint, point: ResumePoint) -> str:
+    if checkpoint.verify == "sizes":
+        return 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
+    return f"move {point.folder.name} out of its folder to use an older checkpoint"
 
 
 def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
-    """What is wrong with a checkpoint, None where nothing; one verdict of all ranks, who share the reading."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    damage = None
+    """Returns what is wrong with a checkpoint, or None. Collective: ranks share the reading and agree on the answer.
+
+    With `digests` all bytes are checked, else only the bytes of files that hold no tensors.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    problem: str | None = None
     try:
         manifest = check_sizes(folder, step=step)
         for name in files_of_rank(manifest, rank=rank, world_size=world_size):
-            if digests or not name.endswith(TENSORS):
+            if digests or not name.endswith(TENSOR_FILES):
                 check_digest(folder, name, manifest=manifest)
-            if name.endswith(TENSORS):
+            if name.endswith(TENSOR_FILES):
                 _check_header(folder, name)
-    except DamagedError as error:
-        damage = str(error)
-    verdicts: list[Any] = [damage]
+    except CorruptCheckpointError as error:
+        problem = str(error)
+    problems = [problem] * world_size
     if dist.is_initialized():
-        verdicts = [None] * world_size
-        dist.all_gather_object(verdicts, damage)
-    return next((text for text in verdicts if text is not None), None)
+        dist.all_gather_object(problems, problem)
+    return next((text for text in problems if text is not None), None)
 
 
 def _check_header(folder: Path, name: str) -> None:
-    """DamagedError where a file of tensors does not begin as one, whatever the manifest says."""
+    """Raises CorruptCheckpointError if a file has no safetensors header, even if its digest matches."""
     from safetensors import SafetensorError
 
     try:
         with open_tensors(folder / name):
             pass
     except (OSError, SafetensorError) as error:
-        raise DamagedError(f"{name} is no file of tensors: {error}") from None
+        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from None
 
 
-def _agreed_steps(folder: Path, *, load_step: int, is_shared: bool) -> tuple[list[int], bool]:
-    """The steps to try, as rank 0 sees them after it has cleaned up, and whether there ever was one."""
-    answer: list[Any] = [None, None]
+def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
+    """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one. Collective."""
+    answer: list[tuple[list[int], bool]] = [([], False)]
     if dist.get_rank() == 0:
-        recover(folder)
-        if not is_shared:  # else what looks left behind may be what another group is writing
-            clean(folder)
+        restore_replaced(folder)
+        if not is_shared:  # a partial folder may belong to another replica group that is saving now
+            delete_leftovers(folder)
         steps = committed_steps(folder)
-        answer = [[step for step in steps if load_step in (-1, step)], bool(steps or bad_steps(folder))]
+        answer = [(steps, bool(steps or corrupt_steps(folder)))]
     dist.broadcast_object_list(answer)
-    return answer[0], answer[1]
+    return answer[0]
 
 
-def _is_complete_or_quarantined(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
-    damage = find_corruption(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
-    if damage is not None:
+def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
+    problem = find_corruption(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
+    if problem is not None:
         if dist.get_rank() == 0:
-            target = quarantine(folder, step=step, suffix="bad", reason=damage)
-            logger.error("the checkpoint of step %d is damaged: %s; it is now %s", step, damage, target)
+            target = quarantine(folder, step=step, suffix="bad", reason=problem)
+            logger.error("the checkpoint of step %d is corrupted: %s; renamed it to %s", step, problem, target)
         dist.barrier()
-    return damage is None
+    return problem is None
 
 
 def _quarantine_newer(folder: Path, *, step: int) -> None:
-    """With load_step there may be newer steps, of a future that will now be another."""
+    """Renames the steps after load_step: the run will save these steps again, with other values."""
     if dist.get_rank() == 0:
         for newer in [newer for newer in committed_steps(folder) if newer > step]:
             target = quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
-            logger.warning("checkpoint.load_step = %d: the newer step %d is now %s", step, newer, target)
+            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", step, newer, target)
     dist.barrier()
 
 
-def _initial_source(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> Source:
-    """Another run's checkpoint: its weights, or with initial_load_model_only = false all of it. It is left as it is."""
-    damage = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
-    if damage is not None:
-        raise ConfigError(f"checkpoint.initial_load_path: {folder} is damaged: {damage}")
+def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> ResumePoint:
+    """Verifies another run's checkpoint, which is never renamed."""
+    problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
+    if problem is not None:
+        raise ConfigError(
+            f"checkpoint.initial_load_path: {folder} is corrupted: {problem}; copy it again or choose another one"
+        )
     if checkpoint.initial_load_model_only:
-        return Source(folder=folder, groups=(MODEL,), progress=None)
-    return Source(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, folder))
+        return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
+    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, folder))
 
 
 def _progress_of(checkpoint: Checkpoint, folder: Path) -> Progress:

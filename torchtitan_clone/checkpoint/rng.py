@@ -1,6 +1,6 @@
-"""The state of torch's random generators, as tensors under names that carry the rank.
+"""The state of torch's random number generators, as tensors whose names contain the rank.
 
-Under one name for all ranks, one rank's state would silently become everybody's.
+Under one name, the state of one rank would be saved and loaded by all ranks.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ PREFIX = "rng/"
 
 
 def rng_state() -> dict[str, Tensor]:
-    """This rank's generators; copies, so that a save may take its time."""
+    """Returns copies of the states of this rank's generators."""
     rank = dist.get_rank()
     states = {f"{PREFIX}cpu/{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -22,7 +22,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Takes over what was loaded for this rank; a rank that did not exist at the save keeps its own."""
+    """Sets the states that were loaded; a rank that did not exist when they were saved keeps its own."""
     for name, tensor in state.items():
         if name.startswith(f"{PREFIX}cpu/"):
             torch.set_rng_state(tensor)

@@ -1,8 +1,8 @@
 """Files in the safetensors format, written as a stream: the header first, then one tensor after another.
 
-The library of that name writes only what is in memory all at once. What was written is read back through it, from
-disk, and compared: so a file that is closed without an error can be read by everybody and holds what it was given.
-Source: the format is described at https://github.com/huggingface/safetensors.
+The safetensors library can only write tensors that are all in memory. What is written here is read back from disk
+through the library and compared, so a file that is closed without an error holds the values that it was given.
+Source: https://github.com/huggingface/safetensors.
 """
 
 import json
@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,7 +39,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file, without its values; `dtype` is the format's word for it."""
+    """A tensor in a file, without its values; `dtype` is the name of its type in the format."""
 
     name: str
     dtype: str
@@ -44,29 +47,34 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The type of its numbers; None for one that torch has not."""
+        """Its type in torch; None if torch does not have it."""
         return DTYPES.get(self.dtype)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one of its numbers."""
+        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Bytes of all elements."""
         return prod(self.shape) * self.item_bytes
 
 
 def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-    """The entry of a tensor that is to be written."""
+    """Returns the entry of a tensor to be written; TypeError if the format does not support its type."""
+    if dtype not in NAMES:
+        raise TypeError(
+            f"{name}: a tensor of type {dtype} cannot be saved, only {', '.join(str(known)[6:] for known in NAMES)}; "
+            "convert it, or register the buffer with persistent=False"
+        )
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 
 def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:
-    """Writes the tensors of the entries, in their order, forces the file to disk and reads it back.
+    """Writes the tensors in the order of their entries, flushes the file to disk and reads it back.
 
-    No more than one of them is asked for at a time. OSError says what went wrong.
+    Holds one tensor at a time. Raises OSError if the disk fails or the values read back differ.
     """
     checksums: dict[str, int] = {}
     with path.open("xb") as file:
@@ -78,20 +86,20 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
             checksums[entry.name] = zlib.crc32(content)
         file.flush()
         os.fsync(file.fileno())
-        # So that what is read back comes from the disk, as far as its own cache allows.
+        # Drops the page cache, so that the values are read back from the disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if (wrong := _difference(path, entries=entries, checksums=checksums)) is not None:
-        raise OSError(f"{path.name} does not read back as it was written: {wrong}")
+    if (difference := _difference(path, entries=entries, checksums=checksums)) is not None:
+        raise OSError(f"{path.name} does not read back as written ({difference}); check the disk {path.parent} is on")
 
 
 def _difference(path: Path, *, entries: Sequence[Entry], checksums: Mapping[str, int]) -> str | None:
-    """In what the file is not what was written; None where it is."""
+    """Returns how the file differs from what was written, or None."""
     from safetensors import SafetensorError
 
     try:
         found = {entry.name: entry for entry in read_entries(path)}
         if sorted(found) != sorted(checksums):
-            return f"it has the tensors {', '.join(sorted(found))}"
+            return f"its tensors are {', '.join(sorted(found))}"
         with open_tensors(path) as file:
             for entry in entries:
                 content = bytes_of(file.get_tensor(entry.name)).numpy().data
@@ -103,30 +111,31 @@ def _difference(path: Path, *, entries: Sequence[Entry], checksums: Mapping[str,
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's values as one row of bytes; a view where the tensor is contiguous."""
+    """Returns the values as a 1-D tensor of bytes; a view if the tensor is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def open_tensors(path: Path) -> Any:
-    """The library's reader, a context manager. SafetensorError where the file is damaged."""
+def open_tensors(path: Path) -> "safe_open":
+    """Opens a file with the safetensors library, as a context manager. SafetensorError if the file is not valid."""
     from safetensors import safe_open
 
     return safe_open(path, framework="pt")
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """What is in a file, from its header. SafetensorError where it is damaged, or shorter than the header says."""
+    """Returns the entries of a file from its header. SafetensorError if the file is not valid or truncated."""
     with open_tensors(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
         return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
 
 
 def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:
-    """Length, and JSON filled up with spaces, so that the values start at a multiple of 8."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    """Returns the header: its length and JSON padded with spaces, so that the values start at a multiple of 8."""
+    table: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for entry in entries:
-        start, end = end, end + entry.num_bytes
+        start = end
+        end = start + entry.num_bytes
         table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

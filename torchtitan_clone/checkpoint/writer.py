@@ -1,12 +1,12 @@
-"""Writing a file so that it is on disk and its digest known; run as a script, a process that does so on request.
+"""Writes a file and computes its digest; as a script, a process that does so on request.
 
-The process is handed shared memory as an open file and copies it into files. It needs nothing but the standard library
-(and xxhash, where there is one), so that it starts in a few hundredths of a second and holds no copy of torch.
+The process receives shared memory as an open file descriptor and copies it into files. It needs only the standard
+library (and xxhash, if installed), so that it starts in a few hundredths of a second without a copy of torch.
 
     a line of its stdin    {"path": FILE, "bytes": N}: write the first N bytes of the shared memory to FILE
-    lines of its stdout    empty ones while it gets on; then {"bytes": N, "digest": HEX} or {"error": WHY}
+    lines of its stdout    empty ones while it makes progress; then {"bytes": N, "digest": HEX} or {"error": WHY}
 
-It dies with the thread that started it, also where it is stopped or waits for the disk.
+The kernel kills it when the thread that started it ends, even if it is stopped or waits for the disk.
 """
 
 import contextlib
@@ -19,50 +19,68 @@ import mmap
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 try:
     import xxhash
 except ImportError:
     xxhash = None
 
-DIGESTS: dict[str, Callable[[], Any]] = {"blake2b": lambda: hashlib.blake2b(digest_size=16)}
-"""Makers of digests, by the name that stands in a manifest; the last one is used for new files."""
+
+class Digest(Protocol):
+    """A hash function in progress."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Adds bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Returns the digest of all bytes so far."""
+        ...
+
+
+DIGESTS: dict[str, Callable[[], Digest]] = {"blake2b": lambda: hashlib.blake2b(digest_size=16)}
+"""Constructors of digests by their name in a manifest; new files use the last one."""
 if xxhash is not None:
     DIGESTS["xxh3_128"] = xxhash.xxh3_128
 DIGEST = list(DIGESTS)[-1]
 
 PIECE = 1 << 24
+"""Bytes that are read or written at once."""
 BLOCK = 1 << 12
-"""What a disk reads and writes at once divides this."""
+"""Direct I/O requires lengths that are multiples of this."""
 SYNC_EVERY = 1 << 30
-"""Bytes after which what was written is forced to disk, so that the last forcing is never a long one."""
+"""Bytes after which written data is flushed to disk, so that the flush at the end is short."""
 _PR_SET_PDEATHSIG = 1
-FAREWELL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal or a cluster sends to all processes of a run: the trainer answers it, and needs its writer for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What is known of a file on disk."""
+    """Size and digest of a file."""
 
     bytes: int
     digest: str
 
 
 def write_file(
-    path: Path, pieces: Iterable[Any], *, direct: bool = False, alive: Callable[[], object] = lambda: None
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    direct: bool = False,
+    alive: Callable[[], object] = lambda: None,
 ) -> FileRecord:
-    """Writes bytes-like pieces to a new file and forces it to disk; `alive` is called after each. OSError names it.
+    """Writes a new file and flushes it to disk; calls `alive` after each piece. Raises OSError with the path.
 
-    The digest is that of what was to be written, not of what can be read back. With `direct` the disk fetches pieces
-    that begin at a page of memory itself, where it can: that takes a tenth of the CPU time, and no memory.
+    The digest is that of the given bytes, not of what can be read back. `direct` bypasses the page cache if the file
+    system can and pieces start at a memory page: it costs a tenth of the CPU time, and no memory.
     """
-    digest, size, unsynced = DIGESTS[DIGEST](), 0, 0
+    digest = DIGESTS[DIGEST]()
+    size = 0
+    unsynced = 0
     try:
         with path.open("wb", buffering=0) as file:
             if direct:
@@ -70,7 +88,8 @@ def write_file(
             for piece in pieces:
                 _write(file, memoryview(piece))
                 digest.update(piece)
-                size, unsynced = size + len(piece), unsynced + len(piece)
+                size += len(piece)
+                unsynced += len(piece)
                 if unsynced >= SYNC_EVERY:
                     os.fdatasync(file.fileno())
                     unsynced = 0
@@ -82,7 +101,7 @@ def write_file(
 
 
 def _write(file: FileIO, piece: memoryview) -> None:
-    """All of it; what cannot be written directly, as the last bytes of a file, goes through the page cache."""
+    """Writes all of a piece; bytes that direct I/O cannot write, such as the last of a file, use the page cache."""
     while piece:
         blocks = len(piece) - len(piece) % BLOCK
         try:
@@ -93,7 +112,7 @@ def _write(file: FileIO, piece: memoryview) -> None:
 
 
 def _set_direct(file: FileIO, wanted: bool) -> bool:
-    """Whether that changed something; a file system that cannot write directly stays as it is."""
+    """Switches direct I/O on or off if the file system supports it; returns whether that is a change."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
     with contextlib.suppress(OSError):
@@ -102,7 +121,7 @@ def _set_direct(file: FileIO, wanted: bool) -> bool:
 
 
 def digest_of_file(path: Path, *, name: str) -> str:
-    """The digest of that name, of what stands in the file."""
+    """Returns the digest of a file, by the algorithm of this name."""
     digest = DIGESTS[name]()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(PIECE))
@@ -112,34 +131,38 @@ def digest_of_file(path: Path, *, name: str) -> str:
 
 
 def pieces_of(view: memoryview) -> Iterator[memoryview]:
-    """Parts of at most PIECE bytes."""
+    """Returns slices of at most PIECE bytes."""
     return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
 
 
 def _die_with(parent: int) -> None:
-    """Tells the kernel to kill this process when its parent ends: a closed pipe says so only to who reads it."""
+    """Makes the kernel kill this process when its parent ends: a closed pipe is noticed only by reading it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def main(descriptor: int, *, parent: int) -> None:
-    """Serves requests. Progress and answers go out line by line."""
-    for number in FAREWELL_SIGNALS:
+def main(descriptor: int, *, parent: int, ignored_signals: Sequence[int]) -> None:
+    """Serves requests from stdin; writes progress and answers to stdout, line by line.
+
+    Ignores the signals that a terminal or a cluster sends to all processes of a run: the trainer handles them, and may
+    need its writer to do so.
+    """
+    for number in ignored_signals:
         signal.signal(number, signal.SIG_IGN)
     _die_with(parent)
-    # All pages at once: each would be a page fault in the first save.
+    # Maps all pages now, to avoid page faults in the first save.
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags, prot=mmap.PROT_READ))
     for line in sys.stdin:
         request = json.loads(line)
-        path, pieces = Path(request["path"]), pieces_of(memory[: request["bytes"]])
+        pieces = pieces_of(memory[: request["bytes"]])
         try:
-            answer = asdict(write_file(path, pieces, direct=True, alive=lambda: os.write(1, b"\n")))
+            answer = asdict(write_file(Path(request["path"]), pieces, direct=True, alive=lambda: os.write(1, b"\n")))
         except OSError as error:
             answer = {"error": error.strerror or str(error), "number": error.errno}
         os.write(1, json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), parent=int(sys.argv[2]))
+    main(int(sys.argv[1]), parent=int(sys.argv[2]), ignored_signals=[int(number) for number in sys.argv[3:]])

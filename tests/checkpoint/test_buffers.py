@@ -1,0 +1,168 @@
+"""Persistent buffers: plain tensors of any dtype under "model/", saved once and loaded on any mesh."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from torchtitan_clone.checkpoint.loading import read_tensors
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.testing.checkpoint_states import build_manager, progress_at, rank_of_a_group
+from torchtitan_clone.testing.harness import run_ranks
+
+BUFFERS = {
+    "model/layers.0.moe.expert_bias": torch.tensor([0.5, -1.25, 3.0]),
+    "model/layers.0.moe.is_used": torch.tensor([True, False, True]),
+    "model/layers.1.moe.expert_bias": torch.tensor([7.0, 8.0, -9.0]),
+    "model/layers.1.moe.tokens_per_expert": torch.tensor([2**40 + 1, 0, 5]),
+    "model/num_updates": torch.tensor(2**33 + 7),
+    "model/is_warm": torch.tensor(True),
+    "model/scale": torch.tensor(1.5),
+    "model/half": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "model/empty": torch.zeros(0, 2),
+}
+"""Those of a layer are only on the pipeline ranks that hold it."""
+WEIGHTS = {
+    "model/layers.0.weight": torch.arange(20.0).reshape(5, 4),
+    "model/layers.1.weight": -torch.arange(20.0).reshape(5, 4),
+}
+OPTIMIZER = {"optimizer/layers.0.weight/exp_avg": torch.full((5, 4), 2.0)}
+TENSORS = BUFFERS | WEIGHTS | OPTIMIZER
+MESHES = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+"""Degrees of pipeline and data parallelism, by the number of ranks."""
+
+
+def make_state(*, is_filled):
+    """Returns the tensors of this rank's pipeline stage: weights sharded over data parallelism, buffers plain."""
+    mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("pp", "dp"))
+    state = {}
+    for name, values in TENSORS.items():
+        layer = next((layer for layer in (0, 1) if f"layers.{layer}." in name), None)
+        if layer is not None and layer % mesh["pp"].size() != mesh["pp"].get_local_rank():
+            continue
+        values = values.clone() if is_filled else torch.zeros_like(values)
+        state[name] = values if name in BUFFERS else distribute_tensor(values, mesh["dp"], [Shard(0)])
+    return state
+
+
+def save_state(folder, options):
+    """Saves one step, and marks the run as complete; the error, if any."""
+    with rank_of_a_group():
+        manager = build_manager(folder, make_state(is_filled=True), **options)
+        manager.save(progress_at(1), wait=True)
+        manager.mark_complete(progress_at(1))
+        errors = [report.error for report in manager.reports()]
+        manager.close()
+        return errors
+
+
+def load_state(folder, options, *, changes=None):
+    """Loads into a state of zeros; full tensors of this rank, or the error."""
+    with rank_of_a_group():
+        state = make_state(is_filled=False) | (changes or {})
+        manager = build_manager(folder, state, **options)
+        try:
+            manager.find_resume_point()
+            manager.load()
+        except ConfigError as error:
+            return str(error)
+        return {
+            name: tensor.redistribute(placements=[Replicate()]).to_local() if name not in BUFFERS else tensor
+            for name, tensor in state.items()
+            if name in TENSORS
+        }
+
+
+def load_changed(folder, options, changes):
+    return load_state(folder, options, changes=changes)
+
+
+def assert_equal(found, expected):
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One step of four ranks, and an export of its weights."""
+    folder = tmp_path_factory.mktemp("saved")
+    options = {"last_save_model_only": True, "export_dtype": "bfloat16"}
+    assert run_ranks(save_state, 4, folder, options)[0] == [None, None]
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_buffers_are_bit_identical_on_any_mesh_in_any_mode(tmp_path, mode, world_size):
+    run_ranks(save_state, world_size, tmp_path, {"async_mode": mode})
+    for ranks in (4, 2, 1):
+        merged = {}
+        for state in run_ranks(load_state, ranks, tmp_path, {}):
+            assert_equal(state, {name: TENSORS[name] for name in state})
+            merged |= state
+        assert_equal(merged, TENSORS)
+
+
+def test_every_buffer_is_written_once(saved):
+    index = json.loads((saved / "step-1" / "index.json").read_text())["tensors"]
+    assert {name: len(index[name]["parts"]) for name in BUFFERS} == dict.fromkeys(BUFFERS, 1)
+    assert {name: len(index[name]["parts"]) for name in WEIGHTS} == dict.fromkeys(WEIGHTS, 2)
+    assert_equal(read_tensors(saved / "step-1", TENSORS), TENSORS)
+
+
+def test_an_export_keeps_the_types_of_integers_and_booleans(saved):
+    exported = read_tensors(saved / "model_only" / "step-1")
+    expected = {
+        name: tensor.to(torch.bfloat16) if tensor.dtype.is_floating_point else tensor
+        for name, tensor in (BUFFERS | WEIGHTS).items()
+    }
+    assert_equal(exported, expected)
+
+
+def zeros_of(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("excluded", "kept"),
+    [
+        (["model"], [*BUFFERS, *WEIGHTS]),
+        (["model/num_updates", "model/layers.1.moe.expert_bias"], None),
+        (["optimizer"], [*OPTIMIZER]),
+    ],
+)
+def test_buffers_are_excluded_from_loading_with_the_model_or_by_name(saved, excluded, kept):
+    (state,) = run_ranks(load_state, 1, saved, {"exclude_from_loading": excluded})
+    names = excluded if kept is None else kept
+    assert_equal(state, TENSORS | zeros_of({name: TENSORS[name] for name in names}))
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_new_run_starts_from_the_weights_and_buffers_of_another(saved, tmp_path, model_only):
+    options = {"initial_load_path": str(saved), "initial_load_model_only": model_only}
+    for ranks in (2, 1):
+        merged = {}
+        for state in run_ranks(load_state, ranks, tmp_path / "new", options):
+            merged |= state
+        assert_equal(merged, TENSORS | (zeros_of(OPTIMIZER) if model_only else {}))
+
+
+def test_a_buffer_that_does_not_match_is_refused_unless_allowed(saved):
+    changes = {
+        "model/new_buffer": torch.tensor(5),
+        "model/num_updates": torch.zeros((), dtype=torch.int32),
+        "model/scale": torch.zeros(2),
+    }
+    for error in run_ranks(load_changed, 2, saved, {}, changes):
+        assert "missing in the checkpoint: model/new_buffer" in error
+        assert "different shape: model/scale () -> (2,)" in error
+        assert "different dtype: model/num_updates int64 -> int32" in error
+    for state in run_ranks(load_changed, 2, saved, {"allow_partial": True}, changes):
+        assert torch.equal(state["model/scale"], torch.zeros(2))
+        assert torch.equal(state["model/is_warm"], BUFFERS["model/is_warm"])

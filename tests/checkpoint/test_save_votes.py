@@ -1,0 +1,45 @@
+"""Ranks report to rank 0, which announces the outcome."""
+
+from torchtitan_clone.checkpoint.save_votes import RankReport, SaveCoordinator
+from torchtitan_clone.checkpoint.writer import FileRecord
+from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
+from torchtitan_clone.testing.harness import run_ranks
+
+
+def report_and_collect(reporting):
+    """Some ranks report; what rank 0 collects, or its error, and the outcome that every rank is told."""
+    import torch.distributed as dist
+
+    with rank_of_a_group():
+        rank = dist.get_rank()
+        coordinator = SaveCoordinator("some-save")
+        if rank in reporting:
+            coordinator.report(RankReport(files={f"rank-{rank}": FileRecord(bytes=rank, digest="")}, error=None))
+        collected = None
+        if rank == 0:
+            try:
+                collected = [report.files for report in coordinator.collect(timeout_seconds=0.5)]
+                coordinator.announce(None)
+            except TimeoutError as error:
+                collected = str(error)
+                coordinator.announce(collected)
+        outcome = coordinator.outcome(timeout_seconds=60)
+        dist.barrier()
+        if rank == 0:
+            coordinator.forget()
+        dist.barrier()
+        return collected, outcome, coordinator.outcome(timeout_seconds=0.01)
+
+
+def test_reports_of_all_ranks_are_collected_and_the_outcome_forgotten():
+    answers = run_ranks(report_and_collect, 2, (0, 1))
+    assert [list(files) for files in answers[0][0]] == [["rank-0"], ["rank-1"]]
+    for _, outcome, after in answers:
+        assert outcome is None
+        assert "rank 0 did not commit within 0.01 s" in after
+
+
+def test_a_rank_that_does_not_report_is_named_to_all():
+    for _, outcome, _ in run_ranks(report_and_collect, 3, (0, 2)):
+        assert "ranks [1] did not finish writing within 0.5 s" in outcome
+        assert "checkpoint.writer_timeout_seconds" in outcome

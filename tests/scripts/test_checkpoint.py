@@ -1,0 +1,40 @@
+"""scripts/checkpoint.py lists, verifies, shows and prunes the checkpoints of a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from torchtitan_clone.testing.checkpoint_states import SHAPES, save
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
+
+
+def checkpoint_script(*arguments):
+    """Runs the script; its exit code and output."""
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_script_lists_verifies_shows_and_prunes(tmp_path):
+    save(tmp_path, [5, 10, 15], world_size=2)
+    code, text = checkpoint_script("list", tmp_path)
+    assert (code, text.count("complete")) == (0, 3)
+    file = tmp_path / "step-10" / "rank-0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert checkpoint_script("list", tmp_path)[0] == 0
+    code, text = checkpoint_script("verify", tmp_path)
+    assert (code, text.count("verified")) == (1, 2)
+    assert "CORRUPTED: rank-0.safetensors does not match its digest" in text
+    code, text = checkpoint_script("show", tmp_path)
+    assert code == 0
+    assert all(name in text for name in SHAPES)
+    assert json.loads(text[text.index("{") : text.index("}") + 1])["ranks"] == 2
+    code, text = checkpoint_script("prune", tmp_path, "--keep_latest_k=1")
+    assert (code, text) == (0, "deleted step 5\ndeleted step 10\n")
+    assert checkpoint_script("prune", tmp_path, "--keep_latest_k=0")[0] == 2
+    code, text = checkpoint_script("show", tmp_path, "--step=10")
+    assert (code, "no step 10; its steps: 15" in text) == (1, True)
