@@ -164,7 +164,7 @@ def saver_of_ours(
     from torchtitan_clone.config.schema import Checkpoint
 
     options: Any = {"async_mode": mode, "keep_latest_k": 0}
-    manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, documents={})
+    manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, extra_files={})
     loop.before_update = manager.wait_for_staging
     manager.prepare()
     for _ in range(6):  # as long as an interval would be, at the least: what is made ready beside the training is

@@ -47,8 +47,8 @@ def convert(source: Path, folder: Path, *, model: Model, dtype: torch.dtype) -> 
         return whole
 
     config = Config(model=model)
-    documents = {"config.toml": to_toml(config)}
-    write_weights_checkpoint(folder / "step-0", meta=parameters, read=read, documents=documents)
+    extra_files = {"config.toml": to_toml(config)}
+    write_weights_checkpoint(folder / "step-0", meta=parameters, read=read, extra_files=extra_files)
     return model
 
 

@@ -158,7 +158,7 @@ def make_state(step: int) -> dict[str, DTensor]:
 def manager_of(folder: Path, mode: str, state: dict[str, Any]) -> CheckpointManager:
     """A manager that keeps two steps."""
     options = Checkpoint(async_mode=mode, keep_latest_k=2, writer_timeout_seconds=0.3)  # pyright: ignore
-    return CheckpointManager(options, folder=folder / "checkpoint", state=lambda: state, documents={})
+    return CheckpointManager(options, folder=folder / "checkpoint", state=lambda: state, extra_files={})
 
 
 def save_until_killed(_answer: Any, folder: Path, mode: str, again: bool) -> None:
@@ -187,7 +187,7 @@ def load_newest(answer: Any, folder: Path, mode: str) -> None:
     state = make_state(-1)
     manager = manager_of(folder, mode, state)
     try:
-        progress = manager.find()
+        progress = manager.find_resume_point()
         manager.load()
     except Exception as error:  # noqa: BLE001, whatever it is, it is a loss
         answer.send(f"{type(error).__name__}: {error}")

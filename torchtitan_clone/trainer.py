@@ -92,7 +92,7 @@ class Trainer:
             config.checkpoint,
             folder=run.plan.folder / config.checkpoint.folder,
             state=self._state,
-            documents={CONFIG_FILE: to_toml(config)},
+            extra_files={CONFIG_FILE: to_toml(config)},
             is_shared=config.fault_tolerance.enable,
         )
         self._progress = self._find_progress()
@@ -144,7 +144,7 @@ class Trainer:
     def _find_progress(self) -> Progress:
         """Where the run goes on; where that is not what preflight expected, the data follow."""
         run, checkpoint = self._run, self._config.checkpoint
-        progress = (self._checkpoints.find() if checkpoint.enable else None) or NOTHING_DONE
+        progress = (self._checkpoints.find_resume_point() if checkpoint.enable else None) or NOTHING_DONE
         self._loader, self._validation_loader = run.loader, run.validation_loader
         if progress.step != run.progress.step:
             plan = run.plan.at_step(progress.step + 1)
@@ -485,7 +485,7 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> None:
         """Begins to save the step, with `wait` until it is committed; of several replica groups, one does it."""
-        if self._checkpoints.saves and self._replicas.writes:
+        if self._checkpoints.is_saving_enabled and self._replicas.writes:
             with self._patience():
                 self._checkpoints.save(self._progress_with_data(), wait=wait)
 
@@ -519,7 +519,7 @@ class Trainer:
         if step in self._failed_exports:
             return
         if step == self._config.training.steps and self._checkpoints.saved_step == step and self._replicas.writes:
-            self._checkpoints.complete(self._progress)
+            self._checkpoints.mark_complete(self._progress)
 
     def _load_initial(self, weights: InitialWeights) -> None:
         start = time.perf_counter()
@@ -595,7 +595,7 @@ class Trainer:
 
     def _say_how_it_ended(self) -> None:
         step, last_step = self._progress.step, self._config.training.steps
-        saves = self._checkpoints.saves
+        saves = self._checkpoints.is_saving_enabled
         elsewhere = saves and not self._replicas.writes
         saved = saves and self._checkpoints.saved_step == step
         if saves and not (saved or elsewhere):

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.states import rank_of_a_group
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state, split_into_fragments
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState
+from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.harness import collect, start_ranks
