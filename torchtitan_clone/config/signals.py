@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop."""
+"""The signals that ask a run to stop. Imports nothing heavy: handlers are installed before torch is imported."""
 
 import signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-"""What a terminal, a user or a cluster sends to end a run; the trainer saves a checkpoint and exits."""
+"""Sent by a scheduler to every process of a job, or by a terminal (Ctrl-C) to its foreground processes."""
