@@ -23,13 +23,17 @@ def test_the_options_decide_which_steps_are_saved(changes, expected):
     assert all(policy.is_due(step, overdue=True) for step in range(1, 11))
 
 
-def test_a_save_restarts_the_clock():
-    assert not SavePolicy(Checkpoint()).is_overdue()
-    assert SavePolicy(Checkpoint(interval_minutes=0.0)).is_overdue()
-    policy = SavePolicy(Checkpoint(interval_minutes=1e6))
-    assert not policy.is_overdue()
-    policy.record_save()
-    assert not policy.is_overdue()
+def test_interval_minutes_are_counted_from_the_last_save():
+    seconds = [0.0]
+    policy = SavePolicy(Checkpoint(interval_minutes=2), clock=lambda: seconds[0])
+    for start in (0.0, 1000.0):
+        seconds[0] = start
+        policy.record_save()
+        seconds[0] = start + 119
+        assert not policy.is_overdue()
+        seconds[0] = start + 120
+        assert policy.is_overdue()
+    assert not SavePolicy(Checkpoint(), clock=lambda: seconds[0]).is_overdue()
 
 
 def test_a_run_saves_when_the_minutes_are_over(corpus, tmp_path):

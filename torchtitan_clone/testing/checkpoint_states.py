@@ -121,7 +121,7 @@ def build_manager(
 def started_writer(manager: CheckpointManager) -> int:
     """Prepares the first save and returns the id of the writer process, which starts in the background."""
     manager.prepare()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while manager.writer_pid is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
