@@ -1,7 +1,7 @@
-"""Entry: parse the configuration, refuse what cannot work, train.
+"""Entry point: parses the configuration, refuses what cannot work, trains.
 
 Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configuration or the data cannot be used,
-75 stopped on request where `preemption.requeue` asks for that code.
+75 stopped on request with steps left, if `preemption.requeue` is set.
 """
 
 import logging
@@ -16,15 +16,20 @@ from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
-    from torchtitan_clone.run.preflight import RunPlan
+    from collections.abc import Callable
+
+    from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+    from torchtitan_clone.run.plan import RunPlan
+
+    WrapReplicaGroup = Callable[[ReplicaGroup], ReplicaGroup]
 
 logger = logging.getLogger("torchtitan_clone")
 
-PLACES = (
+PATH_OPTIONS = (
     "job.config_file", "data.", "slurm.", "training.dataset_path", "model.hf_assets_path",
     "checkpoint.initial_load_path",
 )  # fmt: skip
-"""How options begin that say where things are, which may differ from node to node."""
+"""Prefixes of the options that name a location, which may differ between nodes."""
 
 
 def main(argv: list[str]) -> int:
@@ -47,89 +52,84 @@ def main(argv: list[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def run(config: Config, *, stop: StopRequest) -> int:
-    """Trains and returns the exit code."""
+def run(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplicaGroup | None" = None) -> int:
+    """Trains and returns the exit code; `wrap_replica_group` wraps the replica group that the trainer joins."""
     try:
-        return _train(config, stop=stop)
+        return _train(config, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
         return _exit_code(config, complete=False)
 
 
-def _train(config: Config, *, stop: StopRequest) -> int:
-    """torch is imported only now, so that a wrong option is reported at once."""
-    with stop.ending_at_once():
-        from torchtitan_clone.parallel.runtime import Launch, meet, pick_device, process_group
+def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplicaGroup | None") -> int:
+    """Imports torch only here, so that a wrong option is reported at once."""
+    with stop.raising_at_once():
+        from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
-        from torchtitan_clone.trainer import Trainer, TrainingError
+        from torchtitan_clone.run.outcome import TrainingError
+        from torchtitan_clone.trainer import Trainer
 
         launch = Launch.from_environment()
         device = pick_device(launch)
         plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
         if config.job.dry_run or config.comm.mode == "fake_backend":
-            _describe(plan)
+            from torchtitan_clone.run.dry_run import describe_run
+
+            preflight.check_start(plan)
+            sys.stdout.write(describe_run(plan))
             return 0
-        run = preflight.prepare(plan, launch=launch)
-    done = max(run.progress.step, run.finished_step)
-    if done >= config.training.steps:
+        prepared = preflight.prepare(plan, launch=launch)
+    if prepared.completed_steps >= config.training.steps:
         logger.info(
-            "the run in %s is complete: step %d of training.steps = %d; raise training.steps to go on",
+            "the run in %s is complete: step %d of training.steps = %d; raise training.steps to continue",
             plan.folder,
-            done,
+            prepared.completed_steps,
             config.training.steps,
         )
         return 0
-    options = config.fault_tolerance
-    if options.enable:
-        with stop.ending_at_once():
-            wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=options.process_group_timeout_ms / 1000)
-    for line in (config.job.description, plan.overview):
+    if config.fault_tolerance.enable:
+        with stop.raising_at_once():
+            seconds = config.fault_tolerance.process_group_timeout_ms / 1000
+            wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
+    for line in (config.job.description, plan.one_line_summary):
         if line:
             logger.info("%s", line)
     try:
-        goes_on = meet(config.comm, launch=launch, options=_alike(plan), is_stop_wanted=lambda: stop.reason is not None)
+        starts = wait_for_all_ranks(
+            config.comm,
+            launch=launch,
+            options=_options_that_must_match(plan),
+            is_stop_wanted=lambda: stop.reason is not None,
+        )
     except TimeoutError as error:
         logger.error("%s", error)
         return 1
-    if not goes_on:
+    if not starts:
         raise StopBeforeTraining(stop.reason or "a signal to another rank")
     with process_group(config.comm, launch=launch, device=device):
         try:
-            complete = Trainer(run, launch=launch, device=device, stop=stop).train()
+            trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
+            complete = trainer.train()
         except TrainingError as error:
             logger.error("%s", error)
             return 1
     return _exit_code(config, complete=complete)
 
 
-def _alike(plan: "RunPlan") -> list[str]:
-    """What all ranks of a run must have alike, an option in a line; where they find files may differ."""
+def _options_that_must_match(plan: "RunPlan") -> list[str]:
+    """Returns what all ranks must have in common, one option a line; locations may differ."""
     lines = [f"WORLD_SIZE = {plan.world_size}"]
     for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
-    return [line for line in lines if not line.startswith(PLACES)]
+    return [line for line in lines if not line.startswith(PATH_OPTIONS)]
 
 
 def _exit_code(config: Config, *, complete: bool) -> int:
     return REQUEUE_EXIT_CODE if config.preemption.requeue and not complete else 0
 
 
-def _describe(plan: "RunPlan") -> None:
-    from torchtitan_clone.run import preflight
-
-    sys.stdout.write(preflight.summary(plan))
-    if plan.world_size > 1:
-        from torchtitan_clone.run.simulate import describe_layouts
-
-        sys.stdout.write(describe_layouts(plan))
-    if plan.config.comm.mode == "fake_backend":
-        from torchtitan_clone.run.simulate import simulate
-
-        sys.stdout.write(f"\n{simulate(plan)}")
-
-
 def exit_process(argv: list[str]) -> None:
-    """Runs main and ends at once: gloo's threads sometimes abort a process that tears down in order."""
+    """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order."""
     try:
         code = main(argv)
     except Exception:

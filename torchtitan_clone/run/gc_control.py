@@ -1,4 +1,4 @@
-"""Python's garbage collector at steps of our choosing, so that the ranks do not pause one after the other."""
+"""Runs Python's garbage collector at the same steps on all ranks, so that they do not pause one after another."""
 
 import gc
 import time
@@ -7,27 +7,29 @@ from torchtitan_clone.observe.logging import logger
 
 
 class GCControl:
-    """Collects now and then every gc_freq steps; nothing is collected in between until close().
+    """Context manager that collects on entry and then every gc_freq steps, and not in between.
 
-    What is alive after the first collection (modules, code, the model) is never looked at again, which makes the later
-    ones short.
+    Objects that are alive after the first collection (modules, code, the model) are excluded from later ones, which
+    makes these short.
     """
 
     def __init__(self, gc_freq: int) -> None:
-        self.gc_freq = gc_freq
+        self._gc_freq = gc_freq
+
+    def __enter__(self) -> "GCControl":
         gc.disable()
         self._collect()
         gc.freeze()
+        return self
 
-    def run(self, step: int) -> None:
-        """Collect if it is this step's turn."""
-        if step % self.gc_freq == 0:
-            self._collect()
-
-    def close(self) -> None:
-        """Give Python its automatic collection back."""
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         gc.enable()
+
+    def maybe_collect(self, step: int) -> None:
+        """Collects if the step is a multiple of gc_freq."""
+        if step % self._gc_freq == 0:
+            self._collect()
 
     def _collect(self) -> None:
         start = time.perf_counter()

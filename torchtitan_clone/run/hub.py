@@ -4,6 +4,8 @@ Brings together what rooms that do not know each other know: the model's mapping
 """
 
 import json
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.spec import ModelSpec
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
+logger = logging.getLogger("torchtitan_clone")
+
 EXPORT_FOLDER = "hf"
 """Folder of the exports below the run's folder."""
 
@@ -36,6 +40,14 @@ class InitialWeights:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies the weights into parameters and buffers, complete or shards, by our names."""
         self.folder.fill({name: tensor.detach() for name, tensor in tensors.items()}, pieces=self.pieces)
+
+    def load_into(self, tensors: Mapping[str, Tensor], *, log_warnings: bool) -> None:
+        """Copies the weights into parameters and buffers, and logs how long it took."""
+        start = time.perf_counter()
+        self.fill(tensors)
+        for warning in self.warnings if log_warnings else ():
+            logger.warning("%s", warning)
+        logger.info("weights of %s, read in %.1f s", self.folder.path, time.perf_counter() - start)
 
 
 def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:

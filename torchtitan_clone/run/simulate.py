@@ -1,7 +1,7 @@
-"""A run of any size on one CPU process, without its memory and without its peers: for --dry-run and the fake backend.
+"""Simulates a run of any size in one CPU process: for --dry-run and comm.mode = "fake_backend".
 
-Rank 0's part of the model is built on the meta device and parallelized as in training, over process groups that
-answer at once with nothing; one forward and backward then runs on tensors that have shapes and no data.
+Rank 0's model parts are built on the meta device and parallelized as in training, over fake process groups whose
+collectives return at once. One forward and backward then runs on fake tensors, which have shapes and no data.
 """
 
 import logging
@@ -9,117 +9,115 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config import Config
-from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.data import Batch
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.apply import named_parameters
-from torchtitan_clone.parallel.mesh import Mesh, build_mesh
+from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.trace import CollectiveTrace
-from torchtitan_clone.run.preflight import RunPlan
-from torchtitan_clone.trainer import build_step, parallelized_part
+from torchtitan_clone.run.engine import build_plan_forward_backward, build_plan_mesh, parallelize_model_parts
+from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.torch_compat import fake_tensors, init_fake_process_group
 
 CPU = torch.device("cpu")
 
 
 def simulate(plan: RunPlan) -> str:
-    """Memory of every pipeline rank and the collectives of rank 0 in one step, as text."""
+    """Returns a table of the memory of every pipeline rank, and one of the collectives of rank 0 in one step."""
     # Compiled or not, a step communicates the same; tracing needs the operators one by one.
     eager = replace(plan.config, compile=replace(plan.config.compile, enable=False))
-    rows = _rows_of_a_pass(eager, stages=len(plan.stages.ranks))
-    plan = replace(plan, config=replace(eager, training=replace(eager.training, local_batch_size=rows)))
-    with _pretended_ranks(plan) as mesh:
+    batch_size = _simulated_batch_size(eager, stages=len(plan.stages.ranks))
+    plan = replace(plan, config=replace(eager, training=replace(eager.training, local_batch_size=batch_size)))
+    with _fake_ranks(plan) as mesh:
         trace = _trace(plan, mesh)
     return (
-        f"{_memory_table(plan)}\n\ncollectives of rank 0 in one forward and backward of {rows} rows\n{trace.table()}\n"
+        f"{_memory_table(plan)}\n\n"
+        f"collectives of rank 0 in one forward and backward of {batch_size} sequences\n{trace.table()}\n"
     )
 
 
-def _rows_of_a_pass(config: Config, *, stages: int) -> int:
-    """As the run has them; of a long pipeline's pass one micro-batch a stage, as the rest repeats these."""
-    rows, parallelism = config.training.local_batch_size, config.parallelism
+def _simulated_batch_size(config: Config, *, stages: int) -> int:
+    """Returns local_batch_size, or in a pipeline one micro-batch per stage: the others only repeat these."""
+    batch_size, parallelism = config.training.local_batch_size, config.parallelism
     if parallelism.pipeline_parallel_degree == 1 or parallelism.pipeline_parallel_schedule_csv:
-        return rows
-    return min(rows, stages * parallelism.pipeline_parallel_microbatch_size)
+        return batch_size
+    return min(batch_size, stages * parallelism.pipeline_parallel_microbatch_size)
 
 
 def describe_layouts(plan: RunPlan) -> str:
-    """What rank 0 holds of its weights: a line for each way in which they are split, with a weight as an example."""
-    alike: dict[str, dict[str, str]] = {}
-    with _pretended_ranks(plan) as mesh:
-        for name, weight in named_parameters(_parts(plan, mesh)).items():
+    """Returns the sharding of rank 0's weights: one line for each layout, with a weight as an example."""
+    layouts: dict[str, dict[str, str]] = {}
+    with _fake_ranks(plan) as mesh:
+        for name, weight in named_parameters(parallelize_model_parts(plan, mesh=mesh)).items():
             example = f"{[*weight.shape]} -> {[*local_shard(weight).shape]}"
-            alike.setdefault(_split(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
+            layouts.setdefault(_describe_layout(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
     lines = []
-    for split, names in alike.items():
+    for layout, names in layouts.items():
         name, example = next(iter(names.items()))
-        others = f", and {len(names) - 1} like it" if len(names) > 1 else ""
-        lines.append(f"  {split:38} {name} {example}{others}\n")
+        others = f", and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"  {layout:38} {name} {example}{others}\n")
     return f"weights of rank 0\n{''.join(lines)}"
 
 
-def _split(weight: Any) -> str:
-    """Over which axes a weight is split, and what of it."""
-    axes = zip(weight.device_mesh.mesh_dim_names, weight.placements, weight.device_mesh.shape, strict=True)
-    dims = ("rows", "columns")
+def _describe_layout(weight: Tensor) -> str:
+    """Returns which dims of a weight are sharded over which mesh axes."""
+    if not isinstance(weight, DTensor):
+        return "replicated"
+    mesh = weight.device_mesh
     splits = [
-        f"{dims[placement.dim]} over {axis.partition('.')[0]} {size}"
-        for axis, placement, size in axes
-        if size > 1 and not placement.is_replicate()
+        # torch's placement of a dim that two axes shard is no Shard, but it has a dim too.
+        f"dim {dim} over {axis.partition('.')[0]} {size}"
+        for axis, placement, size in zip(mesh.mesh_dim_names or (), weight.placements, mesh.shape, strict=True)
+        if size > 1 and (dim := getattr(placement, "dim", None)) is not None
     ]
-    return ", ".join(reversed(splits)) or "whole"
+    return ", ".join(reversed(splits)) or "replicated"
 
 
 @contextmanager
-def _pretended_ranks(plan: RunPlan) -> Iterator[Mesh]:
-    """The mesh as rank 0 sees it, with peers that are not there."""
-    # Of a rank without peers torch would say that it uses only part of its communicators.
+def _fake_ranks(plan: RunPlan) -> Iterator[Mesh]:
+    """Yields the mesh as rank 0 sees it, without any peer."""
+    # torch would warn that one rank uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    dist.init_process_group("fake", rank=0, world_size=plan.world_size, store=FakeStore())
+    init_fake_process_group(world_size=plan.world_size)
     try:
-        yield build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type="cpu")
+        yield build_plan_mesh(plan, device_type="cpu")
     finally:
         dist.destroy_process_group()
 
 
-def _parts(plan: RunPlan, mesh: Mesh) -> list[Any]:
-    return [parallelized_part(plan, stage=stage, mesh=mesh) for stage in plan.stages.of_rank(0)]
-
-
 def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
     training = plan.config.training
-    parts = _parts(plan, mesh)
-    loss_fn = build_loss(chunk_tokens=training.loss_chunk_tokens, compile_backend=None)
-    with FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace(mesh.group_names()) as trace:
+    parts = parallelize_model_parts(plan, mesh=mesh)
+    with fake_tensors(), CollectiveTrace(mesh.group_names()) as trace:
         for part in parts:
             part.to_empty(device=CPU)
             part.init_buffers(CPU)
-        step = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=CPU)
-        step([_rows(plan)], num_targets=training.local_batch_size * training.seq_len)
+        step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=CPU)
+        step([_fake_batch(plan)], num_targets=training.local_batch_size * training.seq_len)
     return trace
 
 
-def _rows(plan: RunPlan) -> Any:
+def _fake_batch(plan: RunPlan) -> Batch:
     training = plan.config.training
     documents_BT = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int32)
     tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // plan.degrees.cp, dtype=torch.int64)
-    return SimpleNamespace(
+    return Batch(
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
         positions_BT=tokens_BT,
         documents_BT=documents_BT if training.document_masking else None,
+        num_targets=tokens_BT.numel(),
     )
 
 
 def _memory_table(plan: RunPlan) -> str:
-    """What each rank keeps all the time. Activations and gathered weights come on top."""
+    """Returns what each rank keeps during the whole run; activations and gathered weights come on top."""
     training = plan.config.training
     ranks = plan.degrees.dp_shard * plan.degrees.cp * plan.degrees.tp
     bytes_each = getattr(torch, training.dtype).itemsize

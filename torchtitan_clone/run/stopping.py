@@ -1,74 +1,130 @@
-"""Requests to stop: a signal or a limit of time asks, all ranks agree, the trainer answers between two steps.
+"""Requests to stop: a signal or a time limit asks, all ranks agree, and the trainer stops between two steps.
 
 Imports nothing heavy, because the handlers are installed before torch is imported: a signal that arrives during
-start-up must not be lost. The launcher holds signals back until then.
+start-up must not be lost. The launcher blocks signals until then.
 """
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from torchtitan_clone.config.signals import STOP_SIGNALS
 
 REQUEUE_EXIT_CODE = 75
-"""Of a run that was stopped with steps left, where `preemption.requeue` asks for it: a temporary failure."""
+"""Exit code of a run that was stopped with steps left, if `preemption.requeue` is set: a temporary failure."""
 
 
 class StopBeforeTraining(BaseException):
-    """The run was asked to stop while there was nothing to save yet."""
+    """The run was asked to stop before there was anything to save."""
+
+
+class StepInterrupted(Exception):
+    """The deadline passed within a step: nothing but gradients has changed, and the step is trained again later."""
 
 
 class StopRequest:
-    """What asked this process to stop, and when. The first request counts; later ones change nothing."""
+    """What asked this process to stop, and when. Only the first request counts."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         """Name of a signal or an option."""
         self._started = time.monotonic()
         self._asked = self._started
-        self._ends_at_once = False
+        self._raises_at_once = False
 
     def install(self) -> None:
-        """Takes over the stop signals of this process, also those held back so far; main thread only."""
+        """Handles the stop signals of this process, including those blocked so far; main thread only."""
         for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
+            signal.signal(number, self._record)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     @contextmanager
-    def ending_at_once(self) -> Iterator[None]:
-        """Inside, a signal raises StopBeforeTraining, also one that came before; outside it is only remembered."""
-        self._ends_at_once = True
+    def raising_at_once(self) -> Iterator[None]:
+        """Inside, a signal raises StopBeforeTraining, even one received earlier; outside it is only recorded."""
+        self._raises_at_once = True
         try:
             if self.reason is not None:
                 raise StopBeforeTraining(self.reason)
             yield
         finally:
-            self._ends_at_once = False
+            self._raises_at_once = False
 
     @property
     def age_seconds(self) -> float:
-        """Time since the process began to listen."""
+        """Seconds since this object was made, at the start of the process."""
         return time.monotonic() - self._started
 
     def is_wanted(self, *, max_seconds: float | None, seconds_needed: float) -> bool:
-        """Whether this process was asked to stop, or will have run for `max_seconds` in `seconds_needed` from now."""
+        """Returns whether a request was received, or max_seconds will have passed in seconds_needed from now."""
         if max_seconds is not None and self.age_seconds + seconds_needed >= max_seconds:
             self._ask("training.max_seconds")
         return self.reason is not None
 
     @property
     def seconds_since(self) -> float:
-        """Seconds since the process was asked; 0 where it was not."""
+        """Seconds since the request; 0 without one."""
         return 0.0 if self.reason is None else time.monotonic() - self._asked
 
     def _ask(self, reason: str) -> None:
         if self.reason is None:
             self.reason, self._asked = reason, time.monotonic()
 
-    def _remember(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         self._ask(signal.Signals(number).name)
-        if self._ends_at_once:
-            self._ends_at_once = False
+        if self._raises_at_once:
+            self._raises_at_once = False
             raise StopBeforeTraining(self.reason)
+
+
+class StopPolicy:
+    """Decides with all ranks whether to stop.
+
+    `sum_over_ranks` sums numbers over the ranks of this replica group.
+    """
+
+    def __init__(
+        self,
+        request: StopRequest,
+        *,
+        max_seconds: float | None,
+        deadline_seconds: float | None,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+    ) -> None:
+        self._request = request
+        self._max_seconds = max_seconds
+        self._deadline_seconds = deadline_seconds
+        self._sum_over_ranks = sum_over_ranks
+        self.step_seconds = 0.0
+        """Time of the last step."""
+        self.save_seconds = 0.0
+        """Time of the longest save so far."""
+
+    @property
+    def reason(self) -> str:
+        """What asked the run to stop."""
+        return self._request.reason or "a signal to another rank"
+
+    @property
+    def process_age_seconds(self) -> float:
+        """Seconds since the process started."""
+        return self._request.age_seconds
+
+    def is_wanted_here(self) -> bool:
+        """Returns this rank's own view, which leaves time for one more step and its save."""
+        seconds_needed = self.step_seconds + self.save_seconds
+        return self._request.is_wanted(max_seconds=self._max_seconds, seconds_needed=seconds_needed)
+
+    def agree(self) -> bool:
+        """Returns whether any rank wants to stop; a collective."""
+        return any(self._sum_over_ranks([self.is_wanted_here()]))
+
+    def check_deadline(self) -> None:
+        """Raises StepInterrupted on all ranks once half of the deadline has passed on one.
+
+        A collective if there is a deadline.
+        """
+        deadline = self._deadline_seconds
+        if deadline is not None and any(self._sum_over_ranks([self._request.seconds_since > deadline / 2])):
+            raise StepInterrupted

@@ -1,0 +1,45 @@
+"""What --dry-run and comm.mode = "fake_backend" print."""
+
+from torchtitan_clone.config import to_toml
+from torchtitan_clone.data import describe_source
+from torchtitan_clone.parallel.mesh import describe_mesh
+from torchtitan_clone.run.plan import RunPlan
+
+
+def describe_run(plan: RunPlan) -> str:
+    """Returns the resolved configuration, the mesh, the sizes and, for several ranks, the layout of the weights."""
+    text = summary(plan)
+    simulated = plan.config.comm.mode == "fake_backend"
+    if plan.world_size > 1 or simulated:
+        from torchtitan_clone.run.simulate import describe_layouts, simulate
+
+        text += describe_layouts(plan) if plan.world_size > 1 else ""
+        text += f"\n{simulate(plan)}" if simulated else ""
+    return text
+
+
+def summary(plan: RunPlan) -> str:
+    """Returns what follows from the configuration alone."""
+    accumulation = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
+    return (
+        f"{to_toml(plan.config)}\n"
+        f"data              {describe_source(plan.config.training)}\n"
+        f"mesh              {describe_mesh(plan.degrees)}\n"
+        f"pipeline          {plan.pipeline_summary or 'none'}\n"
+        f"parameters        {plan.parameter_count:,}\n"
+        f"FLOPs per token   {plan.flops_per_token:,.0f}\n"
+        f"tokens per step   {plan.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
+        f"tokens of the run {plan.tokens_per_step * plan.config.training.steps:,}\n"
+        f"run folder        {plan.folder}\n"
+        f"{''.join(map(_describe_phase, plan.later_phases()))}"
+    )
+
+
+def _describe_phase(plan: RunPlan) -> str:
+    return (
+        f"from step {plan.first_step}\n"
+        f"  frozen          {', '.join(plan.frozen_modules)}\n"
+        f"  mesh            {describe_mesh(plan.degrees)}\n"
+        f"  pipeline        {plan.pipeline_summary or 'none'}\n"
+        f"  FLOPs per token {plan.flops_per_token:,.0f}\n"
+    )

@@ -1,0 +1,144 @@
+"""The engine of one phase: mesh, model parts, optimizer and forward_backward, and their state as named tensors."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_clone.models import Decoder
+from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.optim import build_optimizer, build_schedule
+from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_parameters
+from torchtitan_clone.parallel.forward_backward import ForwardBackward, build_forward_backward
+from torchtitan_clone.parallel.gradients import clip_gradients
+from torchtitan_clone.parallel.init_weights import init_weights
+from torchtitan_clone.parallel.mesh import Mesh, build_mesh
+from torchtitan_clone.run.plan import RunPlan
+
+
+class Engine:
+    """Trains the model parts of this rank in one phase of a run."""
+
+    def __init__(self, plan: RunPlan, *, mesh: Mesh, model_parts: list[Decoder], device: torch.device) -> None:
+        config = plan.config
+        self.plan = plan
+        self.mesh = mesh
+        self.model_parts = model_parts
+        self.device = device
+        self.parameters = named_parameters(model_parts)
+        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
+        self.forward_backward = build_plan_forward_backward(model_parts, plan=plan, mesh=mesh, device=device)
+        self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the step that `set_lr` was called for."""
+        return self.optimizer.lr
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Returns the parameters and persistent buffers by name: the tensors themselves, detached, not copies."""
+        tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return tensors | named_buffers(self.model_parts)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Returns what checkpoints, recovery and re-meshing move: "model/NAME" and "optimizer/NAME/STATE"."""
+        model = {f"model/{name}": tensor for name, tensor in self.model_tensors().items()}
+        return model | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
+
+    def set_lr(self, step: int) -> None:
+        """Sets the learning rate of a step."""
+        self.optimizer.set_lr_factor(self._lr_factor(step))
+
+    def clip_gradients(self) -> Tensor:
+        """Scales the gradients to at most training.max_norm; returns their norm before, fp32. A collective."""
+        return clip_gradients(self.parameters.values(), max_norm=self.plan.config.training.max_norm)
+
+    def optimizer_step(self) -> None:
+        """Updates the parameters, then whatever else the model family changes once per committed step."""
+        self.optimizer.step()
+        if self.plan.spec.after_step is not None:
+            with torch.no_grad():
+                self.plan.spec.after_step(self.model_parts)
+
+    def free_unsharded_params(self) -> None:
+        """Frees the gathered weights that FSDP still holds."""
+        for module in (module for part in self.model_parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
+    """Builds the engine of a phase with initial weights; a collective over all ranks."""
+    mesh = build_plan_mesh(plan, device_type=device.type)
+    return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
+
+
+def build_plan_mesh(plan: RunPlan, *, device_type: str) -> Mesh:
+    """Builds the mesh of a phase; a collective over all ranks."""
+    return build_mesh(plan.degrees, loss_rank=plan.loss_rank, device_type=device_type)
+
+
+def build_model_parts(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> list[Decoder]:
+    """Builds the pipeline stages of this rank (the whole model without a pipeline) with initial weights."""
+    parts = parallelize_model_parts(plan, mesh=mesh)
+    config = plan.config
+    for part in parts:
+        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        part.init_buffers(device)
+        std_of = partial(plan.spec.initial_std, plan.model_args)
+        init_weights(named_parameters([part]), seed=config.debug.seed, std_of=std_of)
+    return parts
+
+
+def parallelize_model_parts(plan: RunPlan, *, mesh: Mesh) -> list[Decoder]:
+    """Builds the stages of this rank on the meta device and applies parallelism to them."""
+    return [_parallelize_stage(plan, stage=stage, mesh=mesh) for stage in plan.stages.of_rank(mesh.pp.get_local_rank())]
+
+
+def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
+    config = plan.config
+    convert = plan.spec.convert
+    with torch.device("meta"):
+        model = plan.spec.build(plan.model_args).to(getattr(torch, config.training.dtype))
+    apply_parallelism(
+        model,
+        modules=plan.stages.modules[stage],
+        frozen=plan.frozen_modules,
+        mesh=mesh,
+        tensor_plan=plan.spec.tensor_plan(plan.model_args),
+        kept_operations=plan.spec.kept_operations,
+        convert=None if convert is None else partial(convert, args=plan.model_args),
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+    )
+    return model
+
+
+def build_plan_forward_backward(
+    model_parts: Sequence[Decoder], *, plan: RunPlan, mesh: Mesh, device: torch.device
+) -> ForwardBackward:
+    """Builds forward_backward: plain, or through a pipeline."""
+    config = plan.config
+    compiled = config.compile.enable and "loss" in config.compile.components
+    loss_fn = build_loss(
+        chunk_tokens=config.training.loss_chunk_tokens, compile_backend=config.compile.backend if compiled else None
+    )
+    if plan.degrees.pp == 1:
+        return build_forward_backward(model_parts[0], loss_fn=loss_fn, device=device)
+    from torchtitan_clone.parallel.pipeline import build_pipelined_forward_backward
+
+    return build_pipelined_forward_backward(
+        model_parts,
+        stages=plan.stages,
+        frozen_stages=plan.frozen_stages,
+        parallelism=config.parallelism,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        dim=plan.model_args.dim,
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        device=device,
+    )

@@ -1,0 +1,52 @@
+"""Exports of the weights in the Hugging Face format, while a run trains."""
+
+import logging
+
+import torch
+
+from torchtitan_clone.checkpoint.hf import export_weights
+from torchtitan_clone.observe.metrics import MetricsWriter
+from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.hub import EXPORT_FOLDER, export_files
+from torchtitan_clone.run.plan import RunPlan
+
+logger = logging.getLogger("torchtitan_clone")
+
+
+class Exporter:
+    """Writes hf/step-N below the run's folder; training waits. A failed export is reported, and training continues."""
+
+    def __init__(self, plan: RunPlan, *, metrics: MetricsWriter) -> None:
+        self._plan = plan
+        self._metrics = metrics
+        self.failed_steps: set[int] = set()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the options ask for an export after this step."""
+        checkpoint = self._plan.config.checkpoint
+        is_last = step == self._plan.config.training.steps and checkpoint.last_save_in_hf
+        return is_last or (checkpoint.hf_export_interval > 0 and step % checkpoint.hf_export_interval == 0)
+
+    def export(self, step: int, *, engine: Engine) -> None:
+        """Exports the weights of a step; a collective."""
+        plan = self._plan
+        dtype = getattr(torch, plan.config.checkpoint.export_dtype)
+        report = export_weights(
+            plan.folder / EXPORT_FOLDER / f"step-{step}",
+            tensors=engine.model_tensors(),
+            pieces=plan.spec.hub_pieces(plan.model_tensors),
+            dtype=dtype,
+            files=export_files(
+                spec=plan.spec,
+                model_args=plan.model_args,
+                model=plan.config.model,
+                tokenizer=plan.tokenizer,
+                dtype=dtype,
+            ),
+        )
+        if report.error is None:
+            self._metrics.log_event(step, "weights exported", seconds=report.seconds, size_gib=report.gib)
+            self._metrics.ledger.book("saving", report.seconds)
+        else:
+            logger.warning("step %d could not be exported: %s; training continues without it", step, report.error)
+            self.failed_steps.add(step)

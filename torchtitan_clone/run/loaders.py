@@ -1,0 +1,72 @@
+"""The loaders that one rank of a phase reads its batches from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_clone.data import (
+    Dataset,
+    Loader,
+    LoaderOptions,
+    ValidationLoader,
+    build_train_loader,
+    build_validation_loader,
+)
+from torchtitan_clone.parallel.context import local_tokens
+from torchtitan_clone.parallel.mesh import batch_rank, context_rank
+from torchtitan_clone.run.plan import RunPlan
+
+
+def open_loaders(
+    plan: RunPlan, *, dataset: Dataset, rank: int, position: Mapping[str, Any]
+) -> tuple[Loader, ValidationLoader | None]:
+    """Opens the training loader at a position of the data (empty: the start) and the validation loader, if enabled.
+
+    ConfigError where the position belongs to other data and checkpoint.allow_data_change is false.
+    """
+    config = plan.config
+    options = LoaderOptions(
+        seq_len=config.training.seq_len,
+        document_masking=config.training.document_masking,
+        rank=batch_rank(plan.degrees, rank=rank),
+        num_ranks=plan.degrees.data,
+        token_indices=tokens_of_rank(plan, rank=rank),
+    )
+    loader = build_train_loader(
+        dataset,
+        options=options,
+        seed=config.debug.seed,
+        global_batch_size=plan.global_batch_size,
+        local_batch_size=config.training.local_batch_size,
+        num_workers=config.data.num_workers,
+        all_gather_object=_all_gather_object,
+    )
+    if position:
+        loader.load_state_dict(position, allow_change=config.checkpoint.allow_data_change)
+    if not config.validation.enable:
+        return loader, None
+    rows = config.validation.local_batch_size * plan.degrees.data
+    return loader, build_validation_loader(dataset, options=options, global_batch_size=rows)
+
+
+def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:
+    """Returns the indices in each sequence of the tokens that this rank reads; None for all."""
+    degree, parallelism = plan.degrees.cp, plan.config.parallelism
+    if degree == 1:
+        return None
+    pieces = local_tokens(
+        plan.config.training.seq_len,
+        rank=context_rank(plan.degrees, rank=rank),
+        degree=degree,
+        method=parallelism.context_parallel_rotate_method,
+    )
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+
+
+def _all_gather_object(value: object) -> list[object]:
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,174 @@
+"""What a run does, resolved from its configuration before any data is read or any process group exists."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
+from torchtitan_clone.data import Tokenizer
+from torchtitan_clone.files import write_atomically
+from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
+from torchtitan_clone.run.phases import phase_of_step
+
+CONFIG_FILE = "config.toml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The model, the mesh and the batches of one phase of a run."""
+
+    config: Config
+    folder: Path
+    spec: ModelSpec
+    model_args: ModelArgs
+    tokenizer: Tokenizer
+    degrees: Degrees
+    stages: Stages
+    pipeline_summary: str
+    global_batch_size: int
+    first_step: int = 1
+    """First step of the phase."""
+    frozen_layers: int = 0
+    """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
+
+    def at_step(self, step: int) -> "RunPlan":
+        """Returns the plan of the phase that a step belongs to; call it on the plan of the first phase."""
+        phase = phase_of_step(self.config, self.world_size, step=step)
+        if phase.config is self.config:
+            return self
+        stages = resolved_stages(
+            phase.config.parallelism, n_layers=self.model_args.n_layers, frozen_layers=phase.frozen_layers
+        )
+        return replace(
+            self,
+            config=phase.config,
+            degrees=resolved_degrees(phase.config.parallelism, self.world_size),
+            stages=stages,
+            pipeline_summary=_describe_pipeline(phase.config, stages=stages),
+            first_step=phase.first_step,
+            frozen_layers=phase.frozen_layers,
+        )
+
+    def later_phases(self) -> "list[RunPlan]":
+        """Returns the plan of each phase after the first."""
+        return [self.at_step(freeze.step) for freeze in self.config.training.freeze_schedule]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.degrees.data * self.degrees.pp * self.degrees.cp * self.degrees.tp
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run is complete."""
+        return 0 if self.config.checkpoint.create_seed_checkpoint else self.config.training.steps
+
+    @property
+    def frozen_modules(self) -> tuple[str, ...]:
+        """Names of the frozen modules."""
+        return tuple(model_modules(self.model_args.n_layers)[: self.frozen_layers + 1]) if self.frozen_layers else ()
+
+    @property
+    def frozen_stages(self) -> int:
+        """Number of pipeline stages, counted from the first, in which every module is frozen."""
+        frozen = set(self.frozen_modules)
+        return next(index for index, modules in enumerate(self.stages.modules) if set(modules) - frozen)
+
+    @property
+    def loss_rank(self) -> int:
+        """Rank of the pipeline axis that computes the loss."""
+        return self.stages.ranks[-1]
+
+    @property
+    def output_folder(self) -> Path:
+        """Folder of what this replica group writes by itself; the checkpoint folder is shared by all groups."""
+        options = self.config.fault_tolerance
+        return self.folder / f"replica-{options.replica_id}" if options.enable else self.folder
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.folder / self.config.checkpoint.folder
+
+    @property
+    def num_replica_groups(self) -> int:
+        """Number of replica groups when all are alive."""
+        return self.config.fault_tolerance.group_size if self.config.fault_tolerance.enable else 1
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.global_batch_size * self.config.training.seq_len
+
+    @cached_property
+    def model_tensors(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers by name, on the meta device and in the model's order."""
+        return self.spec.state_on_meta(self.model_args)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name, on the meta device; a tied one once."""
+        return {name: tensor for name, tensor in self.model_tensors.items() if isinstance(tensor, nn.Parameter)}
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of elements in all parameters."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward per token; of frozen layers forward only."""
+        seq_len = self.config.training.seq_len
+        return self.spec.flops_per_token(self.model_args, seq_len=seq_len, frozen_layers=self.frozen_layers)
+
+    @property
+    def one_line_summary(self) -> str:
+        """The run in one line."""
+        config, pipeline = self.config, self.pipeline_summary
+        return (
+            f"{config.model.name} {config.model.flavor}, {self.parameter_count:,} parameters, "
+            f"{config.training.steps:,} steps of {self.global_batch_size:,} sequences x {config.training.seq_len:,} = "
+            f"{self.tokens_per_step:,} tokens, in {self.folder}{pipeline and '; ' + pipeline}"
+        )
+
+    def write_config(self) -> None:
+        """Writes the resolved configuration into the output folder, atomically."""
+        self.output_folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.output_folder / CONFIG_FILE, to_toml(self.config).encode())
+
+
+def build_plan(
+    config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer
+) -> RunPlan:
+    """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
+    degrees = resolved_degrees(config.parallelism, world_size)
+    stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers)
+    return RunPlan(
+        config=config,
+        folder=run_folder(config.job),
+        spec=spec,
+        model_args=model_args,
+        tokenizer=tokenizer,
+        degrees=degrees,
+        stages=stages,
+        pipeline_summary=_describe_pipeline(config, stages=stages),
+        global_batch_size=resolved_global_batch_size(config.training, degrees, config.fault_tolerance),
+    )
+
+
+def _describe_pipeline(config: Config, *, stages: Stages) -> str:
+    """Returns one line about the pipeline, or nothing without one."""
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return ""
+    from torchtitan_clone.parallel.pipeline import describe_pipeline
+
+    return describe_pipeline(config.parallelism, stages=stages, rows=config.training.local_batch_size)
+
+
+def replica_identity(config: Config) -> str:
+    """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
+    training = replace(config.training, dataset_path=None)
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))

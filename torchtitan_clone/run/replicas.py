@@ -1,0 +1,41 @@
+"""How a run joins the other replica groups."""
+
+from collections.abc import Callable
+
+from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.fault_tolerance.protocol import ReplicaContext, ReplicaGroup, join_replica_group
+from torchtitan_clone.parallel.gradients import sum_over_ranks
+from torchtitan_clone.run.plan import RunPlan, replica_identity
+from torchtitan_clone.run.run_state import RunState
+
+
+def join_run(
+    plan: RunPlan, *, state: RunState, checkpoints: CheckpointManager, should_stop: Callable[[], bool]
+) -> ReplicaGroup:
+    """Joins the replica groups of the run, or returns the only one; `should_stop` is asked while waiting for others."""
+    config = plan.config
+    if config.fault_tolerance.enable:
+        _warm_up(state)
+    context = ReplicaContext(
+        device=state.engine.device,
+        step=state.step,
+        parameters=state.engine.parameters,
+        outer_weights=state.outer_weights,
+        recovery_state=lambda: state.recovery_state(before_load=checkpoints.wait_for_staging),
+        sum_over_ranks=sum_over_ranks,
+        is_run_complete=lambda: (checkpoints.newest_step() or 0) >= config.training.steps,
+        should_stop=should_stop,
+        identity=replica_identity(config),
+        folder=plan.output_folder,
+    )
+    return join_replica_group(config.fault_tolerance, run=context)
+
+
+def _warm_up(state: RunState) -> None:
+    """Runs forward and backward once and drops the gradients, so that no other group waits for a compilation."""
+    config = state.engine.plan.config
+    options = config.fault_tolerance
+    batch = state.loader.next_batch(replica_index=options.replica_id, num_replicas=options.group_size)
+    first = next(iter(batch.microbatches(config.training.local_batch_size)))
+    state.engine.forward_backward([first.to(state.engine.device)], num_targets=1)
+    state.engine.optimizer.zero_grad()

@@ -1,0 +1,76 @@
+"""Saves of a run: by which replica group, with relaxed timeouts, reported to the metrics."""
+
+import logging
+
+from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+from torchtitan_clone.observe.metrics import MetricsWriter
+from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.run_state import RunState
+from torchtitan_clone.run.stopping import StopPolicy
+from torchtitan_clone.run.timeouts import Timeouts
+
+logger = logging.getLogger("torchtitan_clone")
+
+
+class Saver:
+    """Saves the run's state; of several replica groups, one does."""
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        *,
+        plan: RunPlan,
+        state: RunState,
+        replicas: ReplicaGroup,
+        metrics: MetricsWriter,
+        timeouts: Timeouts,
+        stop: StopPolicy,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._plan = plan
+        self._state = state
+        self._replicas = replicas
+        self._metrics = metrics
+        self._timeouts = timeouts
+        self._stop = stop
+
+    def save(self, *, wait: bool = False) -> None:
+        """Starts to save the step; with `wait` returns once it is committed. A collective."""
+        if self._checkpoints.is_saving_enabled and self._replicas.is_writer:
+            with self._timeouts.relaxed():
+                self._checkpoints.save(self._state.progress_with_data(), wait=wait)
+
+    def log_finished_saves(self) -> None:
+        """Logs the saves that have finished since the last call."""
+        for save in self._checkpoints.reports():
+            if save.error is None:
+                self._stop.save_seconds = max(self._stop.save_seconds, save.seconds)
+                self._metrics.log_event(
+                    save.step,
+                    "checkpoint saved",
+                    seconds=save.seconds,
+                    blocked_seconds=save.blocked_seconds,
+                    staging_seconds=save.staging_seconds,
+                    bytes=save.bytes,
+                )
+                self._metrics.ledger.book("saving", save.blocked_seconds)
+                self._metrics.log_goodput(self._state.step)
+
+    def save_last(self) -> None:
+        """Saves the last step that this process trained, unless it is saved; returns once that is committed or failed.
+
+        A collective.
+        """
+        with self._timeouts.relaxed():
+            self._checkpoints.finish()
+        if self._checkpoints.saved_step != self._state.step or self._plan.config.checkpoint.create_seed_checkpoint:
+            self.save(wait=True)
+        self.log_finished_saves()
+
+    def close(self, *, is_exported: bool) -> None:
+        """Marks the run as complete, if its last step is saved and exported; frees the staging memory. A collective."""
+        is_complete = self._state.step == self._plan.config.training.steps and is_exported
+        if is_complete and self._checkpoints.saved_step == self._state.step and self._replicas.is_writer:
+            self._checkpoints.mark_complete(self._state.progress)
+        self._checkpoints.close()
