@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for
-from torchtitan_clone.ops.dtensor_shards import Part, gather_shard_map, local_shard
+from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard
 from torchtitan_clone.ops.tensor_pieces import Overlap, Pieces, sources_of
 
 
@@ -54,7 +54,7 @@ class FullTensorGather:
         complete = torch.empty(entry.shape, dtype=entry.torch_dtype) if self._rank == at else None
         for ours, piece in self._sources[entry.name]:
             for holder, part in self._parts[ours].items():
-                overlap = piece.overlap(part.whole, offset=part.offset, size=part.size)
+                overlap = piece.overlap(part.global_shape, offset=part.offset, size=part.size)
                 if overlap is None:
                     continue
                 if self._rank == holder:
@@ -81,13 +81,13 @@ def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point else dtype
 
 
-def _without_copies(parts: Mapping[int, Part]) -> dict[int, Part]:
+def _without_copies(parts: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
     """Of ranks that hold the same, the first; none that holds nothing."""
     chosen: dict[tuple[int, ...], int] = {}
     for rank, part in sorted(parts.items()):
-        if prod(part.size) or not prod(part.whole):
+        if prod(part.size) or not prod(part.global_shape):
             chosen.setdefault(part.offset, rank)
     found = {rank: parts[rank] for rank in chosen.values()}
-    whole = next(iter(found.values())).whole
+    whole = next(iter(found.values())).global_shape
     assert sum(prod(part.size) for part in found.values()) == prod(whole), f"parts are missing: {found}"
     return found

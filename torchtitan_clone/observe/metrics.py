@@ -280,12 +280,16 @@ def build_metrics(
     )
 
 
-def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list[Sink]:
+def check_metrics(metrics: Metrics) -> None:
+    """ConfigError if a package that the options need is not installed."""
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             'metrics.enable_wandb = true: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
             "or set it to false"
         )
+
+
+def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list[Sink]:
     file.parent.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [_JsonLines(file)]
     if metrics.enable_tensorboard:

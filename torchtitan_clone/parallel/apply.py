@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan_clone.parallel.activation import KeptOperations, apply_activation_checkpointing
@@ -12,8 +12,7 @@ from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import TensorPlan, apply_tensor_parallel, overlap_with_collectives
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+from torchtitan_clone.torch_compat import WRAPPER_NAMES, persistent_buffers
 
 
 def apply_parallelism(
@@ -55,14 +54,17 @@ def apply_parallelism(
     apply_fsdp(model, mesh=mesh.fsdp, training=training, parallelism=parallelism)
 
 
-def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of a model's parts under the names that the unwrapped model gives them.
+def named_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Returns the parameters of model parts by the names in the unwrapped model; a tied one once, by its first name."""
+    return {_unwrapped(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
 
-    A tied one comes once, under its first name.
-    """
-    found = {}
-    for name, parameter in (item for part in parts for item in part.named_parameters()):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        found[name] = parameter
-    return found
+
+def named_buffers(model_parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Returns the persistent buffers of model parts by the names in the unwrapped model."""
+    return {_unwrapped(name): buffer for part in model_parts for name, buffer in persistent_buffers(part)}
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPER_NAMES:
+        name = name.replace(f"{wrapper}.", "")
+    return name
