@@ -1,9 +1,9 @@
-"""Says whether the Python that runs this file has what pyproject.toml asks for: exit 0, or 1 and a line of what lacks.
+"""Checks that the Python which runs this file has what pyproject.toml requires; exits with 1 and says what is missing.
 
     python scripts/check_environment.py pyproject.toml dev data
 
-The arguments are the file and the extras that are needed too. Only names and version numbers are compared, and nothing
-is imported that could be slow: importing torch alone would take seconds.
+The arguments are the file and the extras that are also required. Compares names and versions only, and imports nothing
+slow: importing torch alone would take seconds.
 """
 
 import re

@@ -131,7 +131,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_writer_does_not_outlive_its_trainer(tmp_path, is_stopped):
     told = tmp_path / "pid"
-    ((process, _),) = start_ranks(save_and_tell, 1, tmp_path / "run", told, PROCESS)
+    (rank,) = start_ranks(save_and_tell, 1, tmp_path / "run", told, PROCESS)
     deadline = time.monotonic() + 30
     while not committed_steps(tmp_path / "run"):
         assert time.monotonic() < deadline
@@ -139,8 +139,8 @@ def test_a_writer_does_not_outlive_its_trainer(tmp_path, is_stopped):
     writer = int(told.read_text())
     if is_stopped:
         os.kill(writer, signal.SIGSTOP)
-    process.kill()
-    process.join()
+    rank.process.kill()
+    rank.process.join()
     deadline = time.monotonic() + 3
     while is_alive(writer):
         assert time.monotonic() < deadline

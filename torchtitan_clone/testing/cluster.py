@@ -86,8 +86,9 @@ class Group:
 
     def __init__(self, argv: list[str], *, group: int, ranks: int, faults: list, folder: Path, pace: float, env: dict):
         self.logs = [folder / f"group{group}.rank{rank}.log" for rank in range(ranks)]
-        started = start_ranks(rank_of_group, ranks, argv, self.logs, faults, group, folder, pace, env=env)
-        self.processes = [process for process, _ in started]
+        # Kept as they are: the ranks meet in a store that lives as long as these.
+        self._started = start_ranks(rank_of_group, ranks, argv, self.logs, faults, group, folder, pace, env=env)
+        self.processes = [rank.process for rank in self._started]
 
     @property
     def codes(self) -> list[int | None]:
