@@ -13,12 +13,9 @@ from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 ROOT = Path(__file__).parents[2]
 SPEC = MODELS["llama3"]
@@ -34,17 +31,11 @@ SCALING = "{factor = 8.0, original_max_seq_len = 32}"
 
 
 def parameters_of_run(argv, trains):
-    """A run's parameters, whole, as far as this rank has them: after its last step, or before its first."""
-    config, launch = load_config(argv), Launch.from_environment()
-    device = pick_device(launch)
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+    """Returns the global parameters that this rank has: after the last step, or before the first."""
+    with open_trainer(argv) as trainer:
         if trains:
             trainer.train()
-        found = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
-        return {to_name(name): t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+        return {to_name(name): tensor for name, tensor in full_copies(trainer.parameters.items()).items()}
 
 
 def run_split(corpus, folder, split, *, trains, **changes):
