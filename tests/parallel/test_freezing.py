@@ -5,18 +5,17 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from tests.data.corpora import jsonl, texts, write
 from torchtitan_clone.config import load_config
-from torchtitan_clone.optim import build_schedule
-from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import losses, options, rows, train
+from torchtitan_clone.testing.trainers import full_copies
 from torchtitan_clone.trainer import Trainer, training_state
 
 CPU = torch.device("cpu")
@@ -40,33 +39,15 @@ def frozen_options(corpus, folder, first=None, second=None, **changes):
 
 
 def train_plainly(argv):
-    """Losses and gradient norms of all steps and weights at the end, with nothing but torch and requires_grad."""
-    config = load_config(argv)
-    plan = preflight.resolve(config, world_size=1, device_type="cpu")
-    loader = preflight.prepare(plan, launch=Launch.from_environment()).loader
-    model = plan.spec.build(plan.model_args)
-    parameters = dict(model.named_parameters())
-    init_weights(parameters, seed=config.debug.seed, std_of=lambda name: plan.spec.initial_std(plan.model_args, name))
-    groups = [{"params": [p for p in parameters.values() if p.ndim >= 2]}]
-    groups.append({"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.optimizer.weight_decay)
-    lr_factor = build_schedule(config.lr_scheduler, steps=STEPS)
+    """Returns losses and gradient norms of all steps, and weights at the end, of a plain loop with requires_grad."""
+    loop = PlainLoop(argv)
     found = []
     for step in range(1, STEPS + 1):
         for layer in range(POINTS.get(step, 0)):
-            model.tok_embeddings.requires_grad_(False)
-            model.layers[str(layer)].requires_grad_(False)
-        batch = next(loader)
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * lr_factor(step)
-        logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
-        found.append((loss.item(), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, {name: p.detach() for name, p in parameters.items()}
+            loop.model.tok_embeddings.requires_grad_(False)
+            loop.model.layers[str(layer)].requires_grad_(False)
+        found.append(loop.train_step(step))
+    return found, full_copies(loop.parameters.items())
 
 
 @pytest.fixture(scope="module")
