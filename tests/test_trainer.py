@@ -139,10 +139,10 @@ def run_with_a_bad_step(argv, bad_step):
         steps = count(1)
 
         def poison(module, _, out):
-            seen.append(trainer.parameters["output.weight"].to_local().detach().clone())
+            seen.append(trainer.engine.parameters["output.weight"].to_local().detach().clone())
             return out * float("nan") if next(steps) == bad_step and dist.get_rank() == 0 else out
 
-        trainer.parts[0].norm.register_forward_hook(poison)
+        trainer.engine.model_parts[0].norm.register_forward_hook(poison)
         trainer.train()
     return seen
 

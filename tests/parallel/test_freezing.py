@@ -5,18 +5,15 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from tests.data.corpora import jsonl, texts, write
 from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.faults import ReplicaGroupWrapper
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import losses, options, rows, train
-from torchtitan_clone.testing.trainers import full_copies
-from torchtitan_clone.trainer import Trainer, training_state
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -57,32 +54,47 @@ def plain(corpus, tmp_path_factory):
     return run_ranks(train_plainly, 1, argv)[0]
 
 
-class Watched(Trainer):
-    """A trainer that keeps what it has before and after each point of the schedule."""
+class PhaseWatcher(ReplicaGroupWrapper):
+    """Keeps the state of a trainer before and after each point of the schedule."""
 
-    def _enter_phase_of(self, step):
-        self.seen = getattr(self, "seen", [])
-        before = self.state()
-        entered = super()._enter_phase_of(step)
-        if entered:
-            self.seen.append((before, self.state()))
-        return entered
+    def __init__(self, group):
+        super().__init__(group)
+        self.trainer = None
+        self.step = 0
+        self.before = {}
+        self.seen = []
 
-    def state(self):
-        tensors = training_state(self.parameters, self.optimizer)
-        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
+    def begin_step(self):
+        is_training = self._group.begin_step()
+        self.step += 1
+        if self.step in POINTS:
+            self.before = state_of(self.trainer)
+        return is_training
+
+    def record_samples(self, samples):
+        self._group.record_samples(samples)
+        if self.step in POINTS:
+            self.seen.append((self.before, state_of(self.trainer)))
+
+
+def state_of(trainer):
+    """Returns copies of the global state that this rank has."""
+    return full_copies(trainer.engine.state_tensors().items())
 
 
 def train_and_look(argv):
-    """All state of this rank around each point and at the end; process groups then, and as the mesh alone has them."""
-    config, launch = load_config(argv), Launch.from_environment()
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=CPU):
-        trainer = Watched(run, launch=launch, device=CPU, stop=StopRequest())
+    """Returns the state of this rank around each point and at the end, and the numbers of process groups."""
+    watchers = []
+
+    def wrap(group):
+        watchers.append(PhaseWatcher(group))
+        return watchers[0]
+
+    with open_trainer(argv, wrap_replica_group=wrap) as trainer:
+        watchers[0].trainer = trainer
         trainer.train()
-        groups = len(dist.distributed_c10d._world.pg_map), len(trainer._mesh.groups) + 1
-        return trainer.seen, trainer.state(), groups
+        groups = len(dist.distributed_c10d._world.pg_map), len(trainer.engine.mesh.groups) + 1
+        return watchers[0].seen, state_of(trainer), groups
 
 
 def merged(states):

@@ -35,7 +35,7 @@ def parameters_of_run(argv, trains):
     with open_trainer(argv) as trainer:
         if trains:
             trainer.train()
-        return {to_name(name): tensor for name, tensor in full_copies(trainer.parameters.items()).items()}
+        return {to_name(name): tensor for name, tensor in full_copies(trainer.engine.parameters.items()).items()}
 
 
 def run_split(corpus, folder, split, *, trains, **changes):

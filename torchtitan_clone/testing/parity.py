@@ -116,10 +116,10 @@ def train_in_parallel(argv: list[str]) -> tuple[dict[str, Tensor], dict[str, Ten
 
         def keep_gradients(*_: object) -> None:
             if not gradients:
-                found = ((name, p.grad) for name, p in trainer.parameters.items())
+                found = ((name, p.grad) for name, p in trainer.engine.parameters.items())
                 gradients.update(full_copies((name, grad) for name, grad in found if grad is not None))
 
         with_hook = register_optimizer_step_pre_hook(keep_gradients)
         trainer.train()
         with_hook.remove()
-        return gradients, full_copies(trainer.parameters.items())
+        return gradients, full_copies(trainer.engine.parameters.items())
