@@ -1,15 +1,15 @@
-"""What a save costs the training, in every mode, beside torch's own save and async_save of the same state.
+"""Measures what a save costs, in every mode, beside torch's own save and async_save of the same state.
 
     python benchmarks/checkpoint.py
     python benchmarks/checkpoint.py --gib=0.1 --saves=2
 
-Every mode is a process of its own that trains a stack of matrices with AdamW, saves, and trains on while the save is in
-flight. `blocked` is what the loop waits for a save, `of dcp.save` its share of what torch's save blocks; `staging` is
-the copy of the state and `memcpy` one of as many bytes at once, first beside training, then each `alone`. The
+Every mode runs in a process of its own: it trains a stack of matrices with AdamW, saves, and continues to train while
+the save is in flight. `blocked` is how long the loop waits for a save, `of dcp.save` the ratio to torch's save;
+`staging` is the copy of the state and `memcpy` one copy of as many bytes, first during training, then each `alone`. The
 rate is compared with a plain write and fsync of the same bytes to the same disk just before; `slower` is how much
-longer steps last while a save is in flight; `memory` what the process and its writer hold more than before the first
-save. Medians over the saves but the first, which is shown apart. Files are deleted after each save, so that all modes
-write to the same blocks of the disk.
+longer steps take while a save is in flight; `memory` is what the process and its writer use in addition. Medians over
+all saves except the first, which has a column of its own. Files are deleted after each save, so that all modes write to
+the same blocks of the disk.
 """
 
 import argparse
@@ -25,6 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 TORCH_SAVE, TORCH_ASYNC = "dcp.save", "dcp.async_save"
 OURS = ("disabled", "async", "async_with_pinned_mem")
@@ -49,7 +51,7 @@ def main() -> None:
 
 
 def in_own_process(mode: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """The figures of one mode."""
+    """Returns the measurements of one mode."""
     sizes = [f"--gib={options.gib}", f"--saves={options.saves}", f"--rows={options.rows}"]
     command = [sys.executable, __file__, *sizes, f"--mode={mode}", f"--folder={folder}/{mode}"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
@@ -57,7 +59,7 @@ def in_own_process(mode: str, options: argparse.Namespace, folder: str) -> dict[
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One mode, in this process."""
+    """Measures one mode in this process."""
     import torch
 
     from torchtitan_clone.config.schema import Comm
@@ -78,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             while not over():
                 slow.append(loop.step())
             saves.append(figures())
-            shutil.rmtree(options.folder)  # else the next save would have to get new blocks of the disk
+            shutil.rmtree(options.folder)  # otherwise the next save would allocate new blocks
         figures, over = save(options.saves)
         while not over():
             time.sleep(0.01)
@@ -115,7 +117,7 @@ class Loop:
         self.bytes = sum(tensor.nbytes for tensor in self.state().values())
 
     def state(self) -> dict[str, Any]:
-        """The very tensors, by name."""
+        """Returns the tensors themselves, by name."""
         state = {f"model/{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -123,7 +125,7 @@ class Loop:
         return state
 
     def step(self) -> float:
-        """Trains once; the seconds it took."""
+        """Trains one step; returns its seconds."""
         start = time.perf_counter()
         self.model(self.inputs).square().mean().backward()
         self.before_update()
@@ -135,7 +137,7 @@ class Loop:
 
 
 def saver(mode: str, loop: Loop, folder: Path) -> Callable[[int], tuple[Callable[[], dict[str, float]], Any]]:
-    """Begins a save; returns how to get its figures and whether it is over."""
+    """Returns a function that begins a save and returns how to get its measurements and whether it has ended."""
     if mode in OURS:
         return saver_of_ours(mode, loop, folder)
     import torch.distributed.checkpoint as dcp
@@ -158,7 +160,7 @@ def saver(mode: str, loop: Loop, folder: Path) -> Callable[[int], tuple[Callable
 def saver_of_ours(
     mode: str, loop: Loop, folder: Path
 ) -> Callable[[int], tuple[Callable[[], dict[str, float]], Callable[[], bool]]]:
-    """The manager, as the trainer uses it."""
+    """Saves with the checkpoint manager, as the trainer uses it."""
     from torchtitan_clone.checkpoint.commit import Progress
     from torchtitan_clone.checkpoint.manager import CheckpointManager
     from torchtitan_clone.config.schema import Checkpoint
@@ -167,7 +169,7 @@ def saver_of_ours(
     manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, extra_files={})
     loop.before_update = manager.wait_for_staging
     manager.prepare()
-    for _ in range(6):  # as long as an interval would be, at the least: what is made ready beside the training is
+    for _ in range(6):  # at least as long as an interval: buffers are prepared during training
         loop.step()
 
     def save(number: int) -> tuple[Callable[[], dict[str, float]], Callable[[], bool]]:
@@ -189,9 +191,9 @@ def saver_of_ours(
 
 
 def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
-    """Of as many bytes as the loop's state, to memory that is there already: beside its steps, and alone.
+    """Copies as many bytes as the loop's state to allocated memory; returns seconds during its steps, and alone.
 
-    From the device, to pinned memory where that is CUDA; medians of three.
+    From the device, to pinned memory if that is CUDA; medians of three.
     """
     import numpy as np
     import torch
@@ -202,7 +204,7 @@ def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
     def copy() -> None:
         if source.is_cuda:
             target.copy_(source)
-        else:  # on one thread, as the copy of the state is taken
+        else:  # on one thread, as the state is copied
             np.copyto(target.numpy(), source.numpy())
 
     def copies() -> float:
@@ -216,7 +218,7 @@ def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
 
 
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:
-    """Of so many bytes from memory, one after the other, and forced to disk; the second time, on known blocks."""
+    """Returns the seconds of writing and syncing so many bytes, the second time, to blocks that are allocated."""
     piece = os.urandom(1 << 24)
     path = folder.with_name("plain")
 
@@ -235,20 +237,20 @@ def seconds_of_plain_write(folder: Path, *, size: int) -> float:
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Returns how long it takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def memory_gib(pid: int) -> float:
-    """What a process holds in memory, with its part of what it shares."""
+    """Returns the proportional set size of a process."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
 
 
 def children(pid: int) -> list[int]:
-    """Its child processes."""
+    """Returns the child processes."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -258,7 +260,7 @@ def children(pid: int) -> list[int]:
 
 
 def print_table(rows: dict[str, dict[str, Any]]) -> None:
-    """A line a mode."""
+    """Prints a line for each mode."""
     size = rows[TORCH_SAVE]["bytes"]
     step, write = (statistics.median(row[key] for row in rows.values()) for key in ("step", "plain_write"))
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")

@@ -1,14 +1,13 @@
-"""Measures how much training is left of the time when something is killed every so often.
+"""Measures the share of the time that is spent on training (goodput) while processes are killed at intervals.
 
     python benchmarks/goodput.py --seconds=300 --every=20
 
 Three processes train, and on a schedule drawn from --seed one of them gets SIGKILL and is started again --revive
-seconds later. In the first round they are three replica groups; in the second one run of three ranks, which dies as a
-whole and goes on from its newest checkpoint (saved every --interval steps). Printed for each: steps done, steps trained
-twice, the share of the time that the steps would have taken undisturbed (goodput), and what the survivors of the kills
-made of theirs: the time of every process from its first step to its last is productive but for what a step takes longer
-than usual, where that is more than twice as long. Of a run that dies as a whole nobody trains on. Starting up is faster
-here than anywhere: processes come from a server that has torch loaded already.
+seconds later. In the first round they are three replica groups; in the second, one run of three ranks, all of which end
+and resume from the latest checkpoint (saved every --interval steps). Prints for each round: steps done, steps trained
+twice, goodput (steps times the median time of a step, over the time of the round), and the productive share of the
+survivors' time: a step that takes more than twice the median counts as one median step. A run without replica groups
+has no survivors. Start-up is faster here than in production: processes come from a server that has loaded torch.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster
 from torchtitan_clone.testing.runs import Ranks, losses, make_corpus, options, rows
@@ -42,7 +41,7 @@ SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one way of training made of the time."""
+    """Measurements of one round."""
 
     seconds: float
     deaths: int
@@ -51,16 +50,16 @@ class Outcome:
     step_seconds: float
     """Median."""
     survivors: float | None
-    """Share of their time in which the groups that lived trained; None: none did."""
+    """Share of the time in which the surviving groups trained; None without survivors."""
 
     @property
     def goodput(self) -> float:
-        """Share of the time."""
+        """Share of the time that the steps would have taken undisturbed."""
         return self.steps * self.step_seconds / self.seconds
 
 
 class Schedule:
-    """When who is killed."""
+    """When which process is killed."""
 
     def __init__(self, options: argparse.Namespace):
         source = random.Random(options.seed)
@@ -70,7 +69,7 @@ class Schedule:
         self.seconds = options.seconds
 
     def victim(self) -> int | None:
-        """Who is to be killed now."""
+        """Returns which process is to be killed now."""
         if self._left and time.monotonic() - self._start >= self._left[0][0]:
             return self._left.pop(0)[1]
         return None
@@ -82,7 +81,7 @@ class Schedule:
 
 
 def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outcome:
-    """Three replica groups, of which two go on."""
+    """Trains with three replica groups; the others continue when one is killed."""
     changes = {**SIZES, "checkpoint__interval": options.interval}
     with Cluster(corpus, folder, groups=MEMBERS, revive_seconds=options.revive, **changes) as cluster:
         cluster.start_all().watch_over(until=lambda: min(map(cluster.step_of, range(MEMBERS))) > 5)
@@ -110,13 +109,13 @@ def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outc
 
 
 def productive_share(gaps: list[float]) -> float:
-    """Of the time between steps, without what some of them took longer than is usual."""
+    """Returns the share of the time between steps that is not in excess of twice the median."""
     usual = median(gaps)
     return sum(gap if gap < 2 * usual else usual for gap in gaps) / sum(gaps)
 
 
 def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Outcome:
-    """One run, which starts again from its newest checkpoint."""
+    """Trains one run, which resumes from its latest checkpoint after a kill."""
     argv = argv_of(corpus, folder, interval=options.interval)
     run = Ranks(argv, world_size=MEMBERS, log_folder=folder)
     while max(losses(folder), default=0) <= 5:
@@ -146,33 +145,33 @@ def with_restarts(corpus: Path, folder: Path, options: argparse.Namespace) -> Ou
 
 
 def argv_of(corpus: Path, folder: Path, *, interval: int) -> list[str]:
-    """The run of three ranks."""
+    """Returns the options of the run of three ranks."""
     return options(corpus, folder, **SIZES, checkpoint__interval=interval)
 
 
 def newest_checkpoint(folder: Path) -> int:
-    """Its step; 0 where there is none."""
+    """Returns the step of the latest checkpoint; 0 if there is none."""
     found = (folder / "run" / "checkpoint").glob("step-*")
     return max((int(path.name[5:]) for path in found if path.name[5:].isdigit()), default=0)
 
 
 def gaps_of(times: list[float]) -> list[float]:
-    """From each to the next."""
+    """Returns the time from each to the next."""
     return [after - before for before, after in pairwise(times)]
 
 
 def main(argv: list[str]) -> int:
-    """Both rounds, with the same schedule."""
+    """Runs both rounds with the same schedule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each round")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
     parser.add_argument("--revive", type=float, default=5.0, help="seconds until what died is started again")
     parser.add_argument("--interval", type=int, default=20, help="steps between two checkpoints")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     choices = parser.parse_args(argv)
     logging.disable()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes on the way out
     found = {}
     print(f"{'':18}{'steps':>7}{'repeated':>10}{'deaths':>8}{'step (s)':>10}{'goodput':>9}{'survivors':>11}")
     with tempfile.TemporaryDirectory() as folder:

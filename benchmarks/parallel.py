@@ -1,14 +1,14 @@
-"""What each axis of the mesh costs: two ranks against one at the same work per rank, and what their collectives should.
+"""Measures what each axis of the mesh costs: two ranks against one, at the same work per rank.
 
     python benchmarks/parallel.py
     python benchmarks/parallel.py shard tensor --json result.json -- --training.seq_len=1024
 
-One rank is measured twice at once, so that it has as little of the machine to itself as each of two. What a step of two
-ranks should take is the step of one, more by the bubble of a pipeline, and the time of its collectives: their number
-and bytes at the latency and bandwidth that this script measures first, as if nothing overlapped. The last table is of
-training.freeze_schedule. Times are those of the fastest step, the least disturbed on a machine of many. What follows
-`--` are options of all runs. With fewer than two GPUs the ranks run on the CPU; what one GPU loses against a plain
-compiled loop is told by `benchmarks/trainer.py --compile`.
+One rank is measured as two runs at once, so that each has half of the machine, as each of two ranks has. The expected
+time of a step on two ranks is that of one rank, plus the bubble of a pipeline and the time of its collectives: their
+number and bytes at the latency and bandwidth that are measured first, as if nothing overlapped. The last table measures
+training.freeze_schedule. Times are those of the fastest step, which other processes disturb least. Arguments after `--`
+are options of all runs. With fewer than two GPUs the ranks run on the CPU; `benchmarks/trainer.py --compile` compares
+one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,9 @@ from torchtitan_clone.parallel.pipeline import bubble_fraction
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import collect, start_ranks
 from torchtitan_clone.testing.runs import make_corpus
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.trainers import open_trainer
 
 WARM_UP_STEPS = 2
 ROWS = 2
@@ -88,7 +87,7 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
 
     def run(changes: dict, *, ranks: int) -> list[dict]:
         argv = [f"--{key}={value}" for key, value in (common | changes).items()]
-        # One rank takes turns with nobody: two such runs at once, each in its folder.
+        # One rank would have the machine to itself: two such runs at once, each in its own folder.
         started = [
             start_ranks(measure_steps, ranks, [*argv, f"--job.run_name={run}"], arguments.steps, env=ENVIRONMENT)
             for run in range(3 - ranks)
@@ -102,7 +101,7 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
     cases = {}
     for name, changes in CASES.items():
         if not arguments.axes or any(word in name for word in arguments.axes):
-            # Anew for each, because a machine's speed drifts.
+            # Measured again for each case, because a machine's speed drifts.
             one = min(answer["seconds"] for answer in run({"training.global_batch_size": ROWS}, ranks=1))
             cases[name] = _compare(run(changes, ranks=2), one=one, links=links)
             _print_case(name, cases[name])
@@ -132,16 +131,13 @@ def _options(folder: Path, steps: int) -> dict:
 
 
 def measure_steps(argv: list[str], steps: int) -> dict:
-    """A rank's seconds of its fastest step, its collectives in one, and the share of it that a pipeline idles."""
-    config, launch = load_config(argv), Launch.from_environment()
-    device = pick_device(launch)
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+    """Returns a rank's seconds of its fastest step, the collectives of a step, and the idle fraction of a pipeline."""
+    config = load_config(argv)
+    with open_trainer(argv) as trainer:
+        plan = preflight.resolve(config, world_size=dist.get_world_size(), device_type="cuda" if CUDA else "cpu")
         numbers = range(1, WARM_UP_STEPS + steps + 1)
         seconds = [_seconds(partial(trainer.train_step, number)) for number in numbers]
-        with CollectiveTrace(trainer._mesh.group_names()) as trace:
+        with CollectiveTrace(trainer.engine.mesh.group_names()) as trace:
             trainer.train_step(len(seconds) + 1)
     rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     idle = 0.0
@@ -151,7 +147,7 @@ def measure_steps(argv: list[str], steps: int) -> dict:
 
 
 def measure_links() -> dict:
-    """Of each collective between two ranks: seconds of a small one, and seconds of each byte of a large one."""
+    """Returns, for each collective between two ranks, seconds of a small one and seconds per byte of a large one."""
     launch = Launch.from_environment()
     device = pick_device(launch)
     found = {}
@@ -187,11 +183,11 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_to_all": lambda whole, _: lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
     "send": _send_or_receive,
 }
-"""By name, from the larger side of a collective: what calls it."""
+"""Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 
 
 def _compare(answers: list[dict], *, one: float, links: dict) -> dict:
-    """The slower rank's step, and what it should take."""
+    """Returns the slower rank's step and the time it should take."""
     calls = [row for row in max(answers, key=_bytes)["collectives"] if row["collective"] in links]
     costs = (links[row["collective"]]["call"] * row["count"] + links[row["collective"]]["byte"] * row["bytes"]
              for row in calls)  # fmt: skip

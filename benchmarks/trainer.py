@@ -3,11 +3,11 @@
     python benchmarks/trainer.py --rounds 3 --dtype float32 bfloat16
     python benchmarks/trainer.py --compile --json result.json -- --model.flavor=1B --training.seq_len=4096
 
-Every round starts both as processes of their own, in changing order. Tokens per second come from the median step of a
+Every round starts each as a process of its own, in changing order. Tokens per second come from the median step of a
 process after its first; the ratio is the median over rounds of the trainer's rate over the plain loop's in that round.
-Where a machine's speed drifts from second to second, more exact is the last row: both live in one process and take
-their steps in turn; its ratio is the median over pairs of steps.
-What follows `--` are options of the run, for both.
+The row "in turn" is more exact where a machine's speed drifts: trainer and plain loop live in one process and train
+their steps alternately; its ratio is the median over pairs of steps.
+Arguments after `--` are options of the run, for both.
 """
 
 import argparse
@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs from a clone without being installed
 PLAIN, TRAINER, LAUNCHED, IN_TURN = "plain loop", "trainer", "run_train.sh", "in turn"
 WARM_UP_STEPS = 2
 
@@ -60,25 +61,36 @@ def _compare(dtype: str, arguments: argparse.Namespace) -> dict:
     return figures
 
 
+def _train_plainly(options: list[str]) -> None:
+    """Trains with the plain loop; prints a JSON row for each step."""
+    import torch
+
+    from torchtitan_clone.testing.plain_loop import PlainLoop
+
+    loop = PlainLoop(options)
+    for step in range(1, loop.steps + 1):
+        start = time.perf_counter()
+        loss, _ = loop.train_step(step)
+        row = {"step": step, "loss": loss, "step_seconds": time.perf_counter() - start, "time": time.time()}
+        if torch.cuda.is_available():
+            row["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        _print_row(row)
+
+
+def _print_row(row: dict) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
 def _train_in_turn(options: list[str]) -> None:
-    """The trainer's and the plain loop's steps, one after the other; a JSON row for each of the trainer's."""
-    from plain_loop import build_plain_step
+    """Trains with trainer and plain loop alternately; prints a JSON row for each pair of steps."""
+    from torchtitan_clone.testing.plain_loop import PlainLoop
+    from torchtitan_clone.testing.trainers import open_trainer
 
-    from torchtitan_clone.config import load_config
-    from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-    from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.stopping import StopRequest
-    from torchtitan_clone.trainer import Trainer
-
-    config = load_config(options)
-    launch = Launch.from_environment()
-    device = pick_device(launch)
-    run = preflight.prepare(preflight.resolve(config, world_size=1, device_type=device.type), launch=launch)
-    plain_step = build_plain_step(options)
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
-        for step in range(1, config.training.steps + 1):
-            turns = [(TRAINER, lambda step: trainer.train_step(step).loss), (PLAIN, plain_step)]
+    loop = PlainLoop(options)
+    with open_trainer(options) as trainer:
+        turns = [(TRAINER, lambda step: trainer.train_step(step).loss), (PLAIN, lambda step: loop.train_step(step)[0])]
+        for step in range(1, loop.steps + 1):
             seconds, loss = {}, {}
             for name, train_step in turns if step % 2 else reversed(turns):
                 start = time.perf_counter()
@@ -86,8 +98,7 @@ def _train_in_turn(options: list[str]) -> None:
                 seconds[name] = time.perf_counter() - start
             ratio = seconds[PLAIN] / seconds[TRAINER]
             row = {"loss": loss[TRAINER], "step_seconds": seconds[TRAINER], "time": time.time(), "ratio": ratio}
-            sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
+            _print_row(row)
 
 
 def _medians(runs: list[dict]) -> dict:
@@ -95,10 +106,10 @@ def _medians(runs: list[dict]) -> dict:
 
 
 def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
-    """One process; its tokens per second, seconds to the end of step 1, and peak memory."""
+    """Runs one process; returns its tokens per second, seconds to the end of step 1, peak memory and last loss."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
-            "--job.config_file=train_configs/debug_model.toml",
+            f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}",
             f"--job.dump_folder={folder}",
             "--job.run_name=bench",
             f"--training.steps={arguments.steps}",
@@ -112,7 +123,7 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
             *arguments.options,
         ]
         command = {
-            PLAIN: [sys.executable, "benchmarks/plain_loop.py"],
+            PLAIN: [sys.executable, "benchmarks/trainer.py", PLAIN],
             TRAINER: [sys.executable, "-m", "torchtitan_clone.train"],
             LAUNCHED: ["./run_train.sh"],
             IN_TURN: [sys.executable, "benchmarks/trainer.py", IN_TURN],
@@ -130,7 +141,7 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
 
 
 def _execute(command: list[str], *, rows_file: Path) -> tuple[list[dict], float]:
-    """Runs the command; its rows, from its output or else from the file, and its peak resident memory."""
+    """Runs the command; returns its rows, from its output or else the file, and its peak resident memory in GiB."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -158,7 +169,7 @@ def _tokens_per_step(options: list[str]) -> int:
 
 
 def _loader_rate(*, seconds: float = 2.0) -> float:
-    """Tokens per second that the loader alone delivers in this process."""
+    """Returns the tokens per second that the data loader delivers in this process without training."""
     from torchtitan_clone.config import load_config
     from torchtitan_clone.data import LoaderOptions, build_tokenizer, build_train_loader, open_dataset
 
@@ -199,7 +210,7 @@ def _print_table(results: dict, dtypes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [IN_TURN]:
-        _train_in_turn(sys.argv[2:])
+    if sys.argv[1:2] in ([PLAIN], [IN_TURN]):
+        (_train_in_turn if sys.argv[1] == IN_TURN else _train_plainly)(sys.argv[2:])
         os._exit(0)
     main()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one call: the GPU tests, the trainer against the plain loop, eager and compiled, and what a
-# checkpoint costs; with two GPUs also what each axis of the mesh costs.
-# Prints a short table last; the figures also go to the folder in the first argument (default: outputs/gpu_suite).
+# Runs everything that needs a GPU: the GPU tests, the trainer against the plain loop, eager and compiled, and the cost of
+# a checkpoint; with two GPUs also the cost of each axis of the mesh.
+# Prints a summary at the end; the results are in the folder of the first argument (default: outputs/gpu_suite).
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 PYTHON="${PYTHON:-python3}"

@@ -1,27 +1,30 @@
-"""Runs the lighthouse, at which the replica groups of a run meet; takes the same options as the run.
+"""Runs the lighthouse through which the replica groups of a run find each other; takes the options of the run.
 
     python scripts/lighthouse.py --job.config_file=FILE --fault_tolerance.min_replica_size=1
 
-Prints the address that the replica groups need in $TORCHFT_LIGHTHOUSE. One process for all groups, on any machine that
-they reach. It holds no state: if it dies, training stands still until it is started again at the same address.
+Prints the address that the replica groups need in $TORCHFT_LIGHTHOUSE. Start one process for all groups, on any machine
+that they can reach. It holds no state: if it dies, training waits until it is started again at the same address.
 """
 
 import argparse
 import os
 import signal
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 
 
 def main(argv: list[str]) -> int:
-    """Serves until it is killed, for which Ctrl-C is enough."""
+    """Serves until it is interrupted with Ctrl-C or killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--port", type=int, default=29510, help="where it listens (29510); 0 takes a free one")
+    parser.add_argument("--port", type=int, default=29510, help="port to listen on (29510); 0 picks a free one")
     own, options = parser.parse_known_args(argv)
     file = os.environ.get("CONFIG_FILE")
     try:

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer; by default the one that the package ships, on Python's standard library.
+"""Trains a byte-level BPE tokenizer; by default the one that the package ships, on Python's standard library.
 
     python scripts/train_tokenizer.py
     python scripts/train_tokenizer.py --dataset_path=my_text --vocab_size=8192 --folder=my_tokenizer
@@ -9,10 +9,13 @@ file is kept in the repository, and its fingerprint is part of every token store
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
@@ -22,7 +25,7 @@ EOS_TOKEN = "<|end_of_text|>"
 
 
 def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with EOS_TOKEN as id 0."""
+    """Returns a byte-level BPE tokenizer with EOS_TOKEN as id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,7 +39,7 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def main() -> None:
-    """Parse, train, write."""
+    """Trains a tokenizer and writes its files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab_size", type=int, default=2048)
     parser.add_argument("--dataset_path", help="as training.dataset_path; default: the standard library's source")

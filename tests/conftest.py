@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Fixtures that several tests share."""
 
 import pytest
 
@@ -7,22 +7,22 @@ from torchtitan_clone.testing.runs import make_corpus
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Real text, prepared once for all tests."""
+    """Returns a folder of real text."""
     return make_corpus(tmp_path_factory.mktemp("data") / "corpus")
 
 
 LONG = (
     "test_readme.py",
-    "slurm",
-    "test_preemption.py",
-    "test_training.py",
+    "launch",
+    "run",
+    "test_trainer.py",
     "fault_tolerance",
     "parallel",
     "checkpoint",
 )
-"""Files and folders, those of the longest files first."""
+"""Files and folders that take longest, the longest first."""
 
 
 def pytest_collection_modifyitems(items):
-    """Two workers take file after file, and end together if the last ones are short."""
+    """Runs long files first: workers run one file after another, and end together if the last ones are short."""
     items.sort(key=lambda item: next((place for place, name in enumerate(LONG) if name in item.path.parts), len(LONG)))

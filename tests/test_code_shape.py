@@ -1,10 +1,12 @@
 """Rules of the package's shape, read from its source: who may import whom, nothing dead, nothing undocumented."""
 
 import ast
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,8 +33,15 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-LONGEST_FUNCTION = 90
-LONGEST_MEDIAN = 15
+MOST_LINES = {"trainer": 350, "package": 13_500, "script": 80}
+FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
+MOST_METHODS = 15
+MOST_ATTRIBUTES = 15
+MOST_ANY = 100
+LARGE_CLASSES: dict[str, str] = {}
+"""Classes that may have more methods or attributes, each with the reason."""
+FUNCTION_LEVEL_CIRCLES: dict[str, str] = {}
+"""Imports inside functions that close a circle of files, as "importer -> imported", each with the reason."""
 
 READ_BEFORE_A_CONFIG_EXISTS = {"job.extends"}
 """Read from what the user wrote, while the Config is still being put together."""
@@ -59,16 +68,21 @@ def layer(module: str) -> int:
 
 def imports(module: str) -> Iterator[str]:
     """Dotted names that a module imports, inside functions too; `from a import b` gives a.b."""
-    for node in ast.walk(sources()[module]):
+    return imported_names(ast.walk(sources()[module]))
+
+
+def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Dotted names that these statements import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: line {node.lineno} imports relatively; write the whole name"
+            assert node.level == 0, f"line {node.lineno} imports relatively; write the full name"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def listed(findings: list[str]) -> str:
-    """Findings one below the other; pytest would show the first of a list only."""
+    """Returns one finding a line; pytest would show only the first of a list."""
     return "\n".join(["", *findings])
 
 
@@ -85,7 +99,7 @@ def test_a_package_imports_only_from_layers_below() -> None:
     assert not wrong, listed(wrong)
 
 
-def test_model_files_know_nothing_of_distribution() -> None:
+def test_model_files_do_not_use_torch_distributed() -> None:
     wrong = [
         f"{module} uses torch.distributed"
         for module in sources()
@@ -107,6 +121,93 @@ def test_no_model_folder_imports_another() -> None:
         if module.split(".")[2:3] and module.split(".")[2] in families
     ]
     assert not wrong, listed(wrong)
+
+
+def module_graph(*, at_module_level: bool) -> dict[str, set[str]]:
+    """Modules of this package that each module imports; without `at_module_level` also those inside functions."""
+    return {
+        module: {
+            target
+            for name in (imported_names(runtime_statements(tree)) if at_module_level else imports(module))
+            if (target := name if name in sources() else name.rpartition(".")[0]) in sources() and target != module
+        }
+        for module, tree in sources().items()
+    }
+
+
+def runtime_statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that run when the file is imported; those under TYPE_CHECKING do not."""
+    for node in tree.body:
+        if isinstance(node, ast.Try):
+            yield from node.body
+        elif isinstance(node, ast.If):
+            yield from node.body if ast.unparse(node.test) != "TYPE_CHECKING" else node.orelse
+        else:
+            yield node
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Returns each import that lies on a circle of files."""
+    return [f"{a} -> {b}" for a in sorted(graph) for b in sorted(graph[a]) if a in reachable(graph, b)]
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Returns all modules that `start` imports, directly or through others."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        for module in graph[left.pop()] - found:
+            found.add(module)
+            left.append(module)
+    return found
+
+
+def test_files_do_not_import_in_a_circle() -> None:
+    found = circles(module_graph(at_module_level=True))
+    assert not found, listed(found)
+
+
+def test_imports_inside_functions_close_no_circle() -> None:
+    found = circles(module_graph(at_module_level=False))
+    unexplained = [edge for edge in found if edge not in FUNCTION_LEVEL_CIRCLES]
+    assert not unexplained, listed(unexplained)
+    assert not set(FUNCTION_LEVEL_CIRCLES) - set(found), "an exception that is no longer needed"
+
+
+def test_scripts_and_benchmarks_do_not_import_tests() -> None:
+    files = [*REPOSITORY.glob("scripts/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py"), *PACKAGE.glob("**/*.py")]
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in files
+        for name in imported_names(ast.walk(ast.parse(path.read_text())))
+        if name.split(".")[0] == "tests"
+    ]
+    assert not wrong, listed(wrong)
+
+
+def test_tests_assign_to_nothing_of_this_package() -> None:
+    """What a test needs is injected through constructors or the testing package, never patched."""
+    wrong = []
+    for path in [*REPOSITORY.glob("tests/**/*.py"), *PACKAGE.glob("testing/*.py"), *REPOSITORY.glob("benchmarks/*.py")]:
+        tree = ast.parse(path.read_text())
+        names = {name.rpartition(".")[2] for name in imported_names(ast.walk(tree)) if "torchtitan_clone." in name}
+        wrong += [
+            f"{path.relative_to(REPOSITORY)}:{node.lineno} assigns to {ast.unparse(target)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            for target in flat_targets(node.targets)
+            if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in names
+        ]
+    assert not wrong, listed(wrong)
+
+
+def flat_targets(targets: list[ast.expr]) -> Iterator[ast.expr]:
+    """Returns the targets of an assignment, those of a tuple one by one."""
+    for target in targets:
+        if isinstance(target, ast.Tuple):
+            yield from flat_targets(target.elts)
+        else:
+            yield target
 
 
 def test_every_option_has_a_docstring() -> None:
@@ -164,8 +265,8 @@ def assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, node.value
 
 
-def attributes(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """Every `x.y` of a file."""
+def attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Every `x.y` inside a node."""
     return (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
 
 
@@ -175,7 +276,7 @@ def tail_name(node: ast.expr) -> str:
 
 
 @pytest.mark.parametrize("path", TRAIN_CONFIGS, ids=lambda path: path.stem)
-def test_a_train_config_states_only_what_differs(path: Path) -> None:
+def test_train_configs_restate_no_default(path: Path) -> None:
     load_config([f"--job.config_file={path}"])
     tables = tomli.loads(path.read_text())
     base = tables.get("job", {}).pop("extends", None)
@@ -189,7 +290,7 @@ def test_a_train_config_states_only_what_differs(path: Path) -> None:
     assert not restated, listed(restated)
 
 
-def test_what_is_public_says_what_it_is_for() -> None:
+def test_public_names_have_docstrings() -> None:
     silent = [
         f"{module}.{node.name}"
         for module, tree in sources().items()
@@ -202,11 +303,11 @@ def test_what_is_public_says_what_it_is_for() -> None:
 
 
 def function_lines() -> dict[str, int]:
-    """Lines of every function from def to end, its docstring left out."""
+    """Lines of every function from def to end, without its docstring."""
     lines: dict[str, int] = {}
     for module, tree in sources().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
                 lines[f"{module}.{node.name}:{node.lineno}"] = (node.end_lineno or node.lineno) - first + 1
     return lines
@@ -214,11 +315,118 @@ def function_lines() -> dict[str, int]:
 
 def test_functions_are_short() -> None:
     lines = function_lines()
-    assert {name: count for name, count in lines.items() if count > LONGEST_FUNCTION} == {}
-    assert statistics.median(lines.values()) <= LONGEST_MEDIAN
+    assert {name: count for name, count in lines.items() if count > FUNCTION_LINES["longest"]} == {}
+    assert statistics.median(lines.values()) <= FUNCTION_LINES["median"]
+    assert statistics.quantiles(lines.values(), n=10)[-1] <= FUNCTION_LINES["90 %"]
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_the_trainer_is_short_and_does_not_know_pipelines() -> None:
+    text = (PACKAGE / "trainer.py").read_text()
+    assert len(text.splitlines()) <= MOST_LINES["trainer"]
+    assert len(re.findall(r"\bpp\b", text)) <= 1
+
+
+def test_the_package_is_small() -> None:
+    assert sum(line_count(path) for path in PACKAGE.glob("**/*.py")) <= MOST_LINES["package"]
+
+
+def test_scripts_are_thin() -> None:
+    lines = {path.name: line_count(path) for path in REPOSITORY.glob("scripts/**/*.py")}
+    assert {name: count for name, count in lines.items() if count > MOST_LINES["script"]} == {}
+
+
+def test_any_is_rare_in_annotations() -> None:
+    uses = {
+        module: sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
+        for module, tree in sources().items()
+    }
+    most = sorted(((count, module) for module, count in uses.items() if count), reverse=True)
+    assert sum(uses.values()) <= MOST_ANY, listed([f"{sum(uses.values())} uses"] + [f"{c:4} {m}" for c, m in most])
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """Every class of the package by dotted name."""
+    for module, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield f"{module.removeprefix('torchtitan_clone.')}.{node.name}", node
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    """Methods of a class, private ones and properties too; a property and its setter are one."""
+    return list({each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}.values())
+
+
+def own_attributes(node: ast.AST) -> set[str]:
+    """Attributes that are assigned to `self` inside this node."""
+    return {
+        each.attr
+        for each in attributes(node)
+        if isinstance(each.ctx, ast.Store) and isinstance(each.value, ast.Name) and each.value.id == "self"
+    }
+
+
+def declared_attributes(node: ast.ClassDef) -> set[str]:
+    """Names that are assigned or annotated in the body of a class, such as the fields of a dataclass."""
+    found = {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    targets = (target for each in node.body if isinstance(each, ast.Assign) for target in flat_targets(each.targets))
+    return found | {ast.unparse(target) for target in targets}
+
+
+def is_table_of_options(name: str) -> bool:
+    """Whether a class is one table of the configuration, whose fields are the options of users."""
+    return name.startswith("config.schema.")
+
+
+def test_classes_are_small() -> None:
+    large = {}
+    for name, node in classes():
+        counts = len(methods(node)), len(own_attributes(node) | declared_attributes(node))
+        if counts[0] > MOST_METHODS or (counts[1] > MOST_ATTRIBUTES and not is_table_of_options(name)):
+            large[name] = f"{name}: {counts[0]} methods, {counts[1]} attributes"
+    unexplained = [text for name, text in large.items() if name not in LARGE_CLASSES]
+    assert not unexplained, listed(unexplained)
+    assert not set(LARGE_CLASSES) - set(large), "an exception that is no longer needed"
+
+
+def born_attributes() -> dict[str, set[str]]:
+    """Attributes of each class of the package that exist after its constructor, by the name of the class."""
+    born: dict[str, set[str]] = defaultdict(set)
+    for name, node in classes():
+        born[name.rpartition(".")[2]] |= declared_attributes(node)
+        for method in methods(node):
+            if method.name in ("__init__", "__post_init__", "__new__") or has_setter(node, method.name):
+                born[name.rpartition(".")[2]] |= own_attributes(method) | {method.name}
+    return born
+
+
+def has_setter(node: ast.ClassDef, name: str) -> bool:
+    """Whether a class has a property of this name that can be assigned to."""
+    return any(
+        isinstance(each, ast.FunctionDef) and f"{name}.setter" in map(ast.unparse, each.decorator_list)
+        for each in node.body
+    )
+
+
+def test_attributes_are_born_in_init() -> None:
+    born = born_attributes()
+    late = []
+    for name, node in classes():
+        bases = [node.name, *(tail_name(base) for base in node.bases)]
+        known = set().union(*(born.get(base, set()) for base in bases))
+        late += [
+            f"{name}.{method.name} assigns self.{attribute} first"
+            for method in methods(node)
+            for attribute in sorted(own_attributes(method) - known)
+        ]
+    assert not late, listed(late)
 
 
 def test_the_configuration_loads_without_torch() -> None:
-    """A wrong option is told at once, not after the seconds that torch takes to import."""
+    """A wrong option is reported at once, not after the seconds that importing torch takes."""
     code = "import sys, torchtitan_clone.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

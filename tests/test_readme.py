@@ -1,4 +1,4 @@
-"""Every command of the README and every file in train_configs/ runs."""
+"""Every command of the README, of CONTRIBUTING.md and of docs/ runs, and every file in train_configs/ trains."""
 
 import os
 import re
@@ -13,10 +13,45 @@ import pytest
 from torchtitan_clone.testing.runs import make_corpus, train
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.strip()]
+PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if path.name != "CHANGELOG.md")
+NOT_EXECUTED = {
+    r"^git clone": "needs a network",
+    r"pip install": "changes the environment that runs the tests",
+    r"^pre-commit install": "changes the repository's git hooks",
+    r"^\.ci/run": "runs the tests themselves",
+    r"gpu_suite\.sh": "needs a GPU",
+    r"^(sudo )?apt(-get)? ": "installs system packages",
+    r"^(sbatch|squeue|scancel|sinfo)": "needs Slurm",
+    r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
+}
+"""Commands that cannot run in a test, as patterns, each with the reason."""
+AT_ONCE = "scripts/lighthouse.py"
+"""A block with this command is typed into several terminals, a line into each."""
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Code blocks of a page in one of these languages."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
+
+
+def commands(block: str) -> list[str]:
+    """Commands of a block, with continued lines joined and without comments."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def name_of(value: object) -> str:
+    """Name of a page, or the command itself, in the name of a test."""
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+
+SHELL = [(page, block) for page in PAGES for block in blocks(page, "sh", "bash")]
+COMMANDS = [(page, command) for page, block in SHELL if AT_ONCE not in block for command in commands(block)]
+TERMINALS = [(page, block) for page, block in SHELL if AT_ONCE in block]
+PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
 GPUS = {"llama3_70b": 64, "llama3_405b": 512}
-"""What a file is made for, where that is not one node of 8."""
+"""Number of GPUs that a file is written for, if it is not 8."""
 # Training commands as they stand take minutes; these keep each to seconds.
 SMALL = [
     "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.seq_len=64", "--training.local_batch_size=2",
@@ -25,17 +60,23 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """A folder to type the commands in: the repository's scripts, and some text."""
-    folder = tmp_path_factory.mktemp("workplace")
-    for name in ("run_train.sh", "scripts", "train_configs"):
-        (folder / name).symlink_to(ROOT / name)
-    make_corpus(folder / "my_text")
-    return folder
+def workplaces(tmp_path_factory):
+    """Returns the folder in which the commands of a page are typed: the repository's files, and some text."""
+    folders: dict[Path, Path] = {}
+
+    def workplace(page: Path) -> Path:
+        if page not in folders:
+            folders[page] = tmp_path_factory.mktemp("workplace")
+            for name in ("run_train.sh", "scripts", "train_configs", "benchmarks", "torchtitan_clone"):
+                (folders[page] / name).symlink_to(ROOT / name)
+            make_corpus(folders[page] / "my_text")
+        return folders[page]
+
+    return workplace
 
 
 def shortened(command: str) -> str:
-    """The command, kept short: a training to some steps, the tests to their collection."""
+    """Returns the command with options that keep it short: a few steps of training, the collection of tests."""
     if "scripts/run_tests.sh" in command:
         return f"{command} --collect-only -q {ROOT / 'tests' / 'optim'}"
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
@@ -49,12 +90,15 @@ def shortened(command: str) -> str:
         return f"{command} --gib=0.01 --saves=1"
     if "fuzz_checkpoint.py" in command:
         return command.replace("--count=120", "--count=3")
+    if "golden.py" in command:
+        return f"{re.sub('--repo=[^ ]+', '', command)} --only='one rank fp32'"
     if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command
 
 
 def environment_of(folder: Path) -> dict[str, str]:
+    """Environment variables of a command: this Python, and caches in the folder."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -69,27 +113,40 @@ def execute(command: str, folder: Path):
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) >= 12
-    assert COMMANDS[:2] == ["./run_train.sh", "scripts/run_tests.sh"]
+    readme = [command for page, command in COMMANDS if page.name == "README.md"]
+    assert len(readme) >= 2
+    assert readme[0] == "./run_train.sh"
+    assert any("scripts/run_tests.sh" in command for _, command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_readme(command, workplace):
-    done = execute(shortened(command), workplace)
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=name_of)
+def test_commands(page, command, workplaces):
+    for pattern, reason in NOT_EXECUTED.items():
+        if re.search(pattern, command):
+            pytest.skip(f"{reason}: {command}")
+    done = execute(shortened(command), workplaces(page))
     assert done.returncode == 0, done.stdout + done.stderr
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         assert "training is complete" in done.stdout
 
 
-def test_replica_groups_as_the_readme_starts_them(workplace):
-    """The server in one terminal, two replica groups in two others."""
-    (block,) = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=name_of)
+def test_python_examples(page, block, tmp_path):
+    (tmp_path / "example.py").write_text(block)
+    done = execute(f"{shlex.quote(sys.executable)} example.py", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("page", "block"), TERMINALS, ids=name_of)
+def test_replica_groups_in_several_terminals(page, block, workplaces):
+    """The lighthouse in one terminal, the replica groups in the others."""
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
-    # Of so few steps one group would do all, while the other starts.
+    # Of so few steps one group would train all, while the other starts.
     both = "--fault_tolerance.min_replica_size=2"
-    serve, *groups = [f"{shortened(line.replace('29510', port))} {both}" for line in block.splitlines()]
-    common = {"cwd": workplace, "env": environment_of(workplace), "text": True}
+    serve, *groups = [f"{shortened(line.replace('29510', port))} {both}" for line in commands(block)]
+    folder = workplaces(page)
+    common = {"cwd": folder, "env": environment_of(folder), "text": True}
     lighthouse = subprocess.Popen(["bash", "-c", f"exec {serve}"], stdout=subprocess.PIPE, **common)
     try:
         assert lighthouse.stdout is not None
@@ -108,7 +165,7 @@ def test_replica_groups_as_the_readme_starts_them(workplace):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda file: file.name)
-def test_configs_resolve_and_train(file, workplace, tmp_path):
+def test_train_configs_resolve_and_train(file, workplaces, tmp_path):
     """Each file as it stands passes every check on its GPUs, and trains with a small model on text that is here."""
     tokenizer = ROOT / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
     ranks = GPUS.get(file.stem, 8)
@@ -117,9 +174,9 @@ def test_configs_resolve_and_train(file, workplace, tmp_path):
     assert code == 0, output
     assert f"{ranks} ranks" in output
     small = [
-        *words, *SMALL, f"--training.dataset_path={workplace / 'my_text'}", "--model.args.n_layers=2",
+        *words, *SMALL, f"--training.dataset_path={workplaces(ROOT) / 'my_text'}", "--model.args.n_layers=2",
         "--model.args.vocab_size=2048", "--training.global_batch_size=2", "--compile.backend=aot_eager",
-        f"--data.cache_folder={workplace / 'cache'}", "--data.num_workers=0",
+        f"--data.cache_folder={workplaces(ROOT) / 'cache'}", "--data.num_workers=0",
         "--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1",
         "--parallelism.pipeline_parallel_degree=1",
     ]  # fmt: skip

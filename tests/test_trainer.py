@@ -1,22 +1,18 @@
-"""Whole runs in real processes: they learn, stop, resume and refuse as they should."""
+"""Complete runs in real processes: training, stopping, resuming, and skipped steps."""
 
-import resource
 import signal
 from itertools import count, pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, train_rank, wait_for_step
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.testing.trainers import open_trainer
 
 
-def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_path):
+def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):
     run = options(corpus, tmp_path, training__steps=40)
     code, output = train(run, log_folder=tmp_path)
     assert code == 0
@@ -46,7 +42,7 @@ def test_it_learns_and_a_finished_run_says_so_and_can_be_extended(corpus, tmp_pa
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_stopped_and_killed_runs_continue_to_the_last_bit(corpus, tmp_path, world_size):
+def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path, world_size):
     def run(name, **changes):
         return options(corpus, tmp_path / name, training__steps=80, checkpoint__interval=10, **changes)
 
@@ -57,7 +53,7 @@ def test_stopped_and_killed_runs_continue_to_the_last_bit(corpus, tmp_path, worl
 
     stopped = Ranks(run("stopped"), **common)
     wait_for_step(tmp_path / "stopped", 5)
-    # One rank is asked; all must stop at the same step.
+    # One rank gets the signal; all must stop at the same step.
     stopped.signal(signal.SIGTERM, ranks=[world_size - 1])
     code, output = stopped.wait()
     assert code == 0
@@ -94,7 +90,7 @@ def test_stopped_and_killed_runs_continue_to_the_last_bit(corpus, tmp_path, worl
     ],
     ids=["2", "4", "hsdp", "replicate", "never+full ac", "offload+always", "accumulate", "tied"],
 )
-def test_every_data_axis_gives_the_losses_of_one_rank(corpus, tmp_path, world_size, changes):
+def test_data_parallel_losses_equal_those_of_one_rank(corpus, tmp_path, world_size, changes):
     model = {key: value for key, value in changes.items() if key.startswith("model")}
     assert train(options(corpus, tmp_path / "one", **model), log_folder=tmp_path)[0] == 0
     code, output = train(options(corpus, tmp_path / "many", **changes), world_size=world_size, log_folder=tmp_path)
@@ -105,7 +101,7 @@ def test_every_data_axis_gives_the_losses_of_one_rank(corpus, tmp_path, world_si
         assert found == pytest.approx(expected, rel=tolerance)
 
 
-def test_a_run_resumes_on_other_numbers_of_ranks(corpus, tmp_path):
+def test_a_run_resumes_on_another_number_of_ranks(corpus, tmp_path):
     assert train(options(corpus, tmp_path / "whole", training__steps=9), log_folder=tmp_path)[0] == 0
     for steps, world_size in ((3, 2), (6, 1), (9, 4)):
         argv = options(corpus, tmp_path / "moving", training__steps=steps, training__local_batch_size=2)
@@ -117,43 +113,7 @@ def test_a_run_resumes_on_other_numbers_of_ranks(corpus, tmp_path):
     ]
 
 
-def test_validation_is_the_same_on_any_number_of_ranks(corpus, tmp_path):
-    found = []
-    for world_size in (1, 2):
-        changes = {"validation__enable": True, "validation__freq": 5, "validation__local_batch_size": 3}
-        argv = options(corpus, tmp_path / str(world_size), **changes)
-        code, output = train(argv, world_size=world_size, log_folder=tmp_path)
-        assert code == 0, output
-        found.append([row for row in rows(tmp_path / str(world_size)) if "validation_loss" in row])
-    assert [row["step"] for row in found[0]] == [5, 10]
-    assert found[0][1]["validation_loss"] < found[0][0]["validation_loss"]
-    for one, two in zip(*found, strict=True):
-        assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
-        assert two["validation_targets"] == one["validation_targets"]
-
-
-def limited_file_size(argv, logs, limit):
-    """A rank whose files cannot grow past the limit, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return train_rank(argv, logs)
-
-
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(corpus, tmp_path):
-    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
-    logs = [tmp_path / "rank0.log"]
-    longer = options(corpus, tmp_path, training__steps=6, checkpoint__interval=1)
-    assert run_ranks(limited_file_size, 1, longer, logs, 50_000) == [1]
-    output = logs[0].read_text()
-    assert "step 3 could not be saved" in output
-    assert "File too large" in output
-    assert max(losses(tmp_path)) == 6
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")] == ["step-2"]
-    code, output = train(longer, log_folder=tmp_path)
-    assert code == 0
-    assert "resumed after step 2" in output
-
-
-def test_training_that_diverges_stops_with_an_error(corpus, tmp_path):
+def test_diverging_training_stops_with_an_error(corpus, tmp_path):
     argv = options(corpus, tmp_path, optimizer__lr=1e30, training__steps=50, training__max_skipped_steps=3)
     code, output = train(argv, log_folder=tmp_path)
     assert code == 1
@@ -161,12 +121,6 @@ def test_training_that_diverges_stops_with_an_error(corpus, tmp_path):
     assert "Traceback" not in output
     last = rows(tmp_path)[-1]
     assert last["step"] < 10
-
-
-def test_old_checkpoints_are_purged(corpus, tmp_path):
-    argv = options(corpus, tmp_path, training__steps=7, checkpoint__interval=2, checkpoint__keep_latest_k=2)
-    assert train(argv, log_folder=tmp_path)[0] == 0
-    assert sorted(p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")) == ["step-6", "step-7"]
 
 
 def test_training_from_the_resolved_config_repeats_the_run(corpus, tmp_path):
@@ -178,74 +132,17 @@ def test_training_from_the_resolved_config_repeats_the_run(corpus, tmp_path):
     assert losses(tmp_path / "again") == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "fragment"),
-    [
-        ({"training__seq_length": 3}, "seq_len"),
-        ({"training__steps": "abc"}, "training.steps"),
-        ({"training__global_batch_size": 7}, "global_batch_size"),
-        ({"training__seq_len": 100_000}, "seq_len"),
-        ({"training__dataset_path": "nowhere"}, "nowhere"),
-        ({"model__hf_assets_path": "nowhere"}, "nowhere"),
-        ({"model__flavor": "9B"}, "known: debugmodel"),
-        ({"model__args__vocab_size": 100}, "vocab"),
-        ({"optimizer__name": "SGD"}, "known: AdamW"),
-        ({"parallelism__data_parallel_shard_degree": 3}, "WORLD_SIZE"),
-        ({"lr_scheduler__decay_type": "step"}, "known: linear"),
-    ],
-)
-def test_bad_input_gets_one_error_and_makes_no_folder(corpus, tmp_path, changes, fragment):
-    runs = tmp_path / "runs"
-    code, output = train(options(corpus, runs, **changes), log_folder=tmp_path)
-    assert code == 2
-    assert fragment in output
-    assert "Traceback" not in output
-    assert len(output.splitlines()) < 20
-    assert not runs.exists()
-
-
-def test_a_folder_in_which_nothing_can_be_written_is_told_at_once(corpus, tmp_path):
-    (tmp_path / "file").write_text("")
-    code, output = train(options(corpus, tmp_path / "file" / "runs"), log_folder=tmp_path)
-    assert (code, "Traceback" in output) == (2, False)
-    assert "job.dump_folder: nothing can be written to" in output
-
-
-def test_a_folder_of_another_run_is_refused(corpus, tmp_path):
-    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
-    code, output = train(options(corpus, tmp_path, model__args__n_layers=3), log_folder=tmp_path)
-    assert code == 2
-    assert "model.args.n_layers 2 -> 3" in output
-    code, output = train(options(corpus, tmp_path, training__seq_len=32), log_folder=tmp_path)
-    assert code == 2
-    assert "seq_len" in output
-    changed = options(corpus, tmp_path, training__seq_len=32, training__steps=4, checkpoint__allow_data_change=True)
-    assert train(changed, log_folder=tmp_path)[0] == 0
-
-
-def test_two_ranks_say_an_error_once(corpus, tmp_path):
-    argv = options(corpus, tmp_path / "runs", training__steps=0)
-    code, output = train(argv, world_size=2, log_folder=tmp_path)
-    assert code == 2
-    assert output.count("training.steps") == 1
-
-
 def run_with_a_bad_step(argv, bad_step):
-    """Trains with hidden states that turn to NaN in one step; a weight's values as each step sees them."""
-    config, launch = load_config(argv), Launch.from_environment()
-    device = pick_device(launch)
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
+    """Trains with hidden states that turn to NaN in one step; returns a weight's values as each step sees them."""
     seen = []
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+    with open_trainer(argv) as trainer:
         steps = count(1)
 
         def poison(module, _, out):
-            seen.append(trainer.parameters["output.weight"].to_local().detach().clone())
-            return out * float("nan") if next(steps) == bad_step and launch.rank == 0 else out
+            seen.append(trainer.engine.parameters["output.weight"].to_local().detach().clone())
+            return out * float("nan") if next(steps) == bad_step and dist.get_rank() == 0 else out
 
-        trainer.parts[0].norm.register_forward_hook(poison)
+        trainer.engine.model_parts[0].norm.register_forward_hook(poison)
         trainer.train()
     return seen
 

@@ -105,7 +105,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_the_writer_process_does_not_outlive_its_trainer(tmp_path, is_stopped):
     pid_file = tmp_path / "pid"
-    ((process, _),) = start_ranks(save_forever, 1, tmp_path / "run", pid_file, PROCESS)
+    (rank,) = start_ranks(save_forever, 1, tmp_path / "run", pid_file, PROCESS)
     deadline = time.monotonic() + 60
     while not committed_steps(tmp_path / "run"):
         assert time.monotonic() < deadline
@@ -113,8 +113,8 @@ def test_the_writer_process_does_not_outlive_its_trainer(tmp_path, is_stopped):
     writer = int(pid_file.read_text())
     if is_stopped:
         os.kill(writer, signal.SIGSTOP)
-    process.kill()
-    process.join()
+    rank.process.kill()
+    rank.process.join()
     deadline = time.monotonic() + 60
     while is_alive(writer):
         assert time.monotonic() < deadline

@@ -5,19 +5,15 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 
 from tests.data.corpora import jsonl, texts, write
 from torchtitan_clone.config import load_config
-from torchtitan_clone.optim import build_schedule
-from torchtitan_clone.parallel.init_weights import init_weights
-from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.faults import ReplicaGroupWrapper
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import losses, options, rows, train
-from torchtitan_clone.trainer import Trainer, training_state
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 CPU = torch.device("cpu")
 STEPS = 8
@@ -40,33 +36,15 @@ def frozen_options(corpus, folder, first=None, second=None, **changes):
 
 
 def train_plainly(argv):
-    """Losses and gradient norms of all steps and weights at the end, with nothing but torch and requires_grad."""
-    config = load_config(argv)
-    plan = preflight.resolve(config, world_size=1, device_type="cpu")
-    loader = preflight.prepare(plan, launch=Launch.from_environment()).loader
-    model = plan.spec.build(plan.model_args)
-    parameters = dict(model.named_parameters())
-    init_weights(parameters, seed=config.debug.seed, std_of=lambda name: plan.spec.initial_std(plan.model_args, name))
-    groups = [{"params": [p for p in parameters.values() if p.ndim >= 2]}]
-    groups.append({"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0})
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.optimizer.weight_decay)
-    lr_factor = build_schedule(config.lr_scheduler, steps=STEPS)
+    """Returns losses and gradient norms of all steps, and weights at the end, of a plain loop with requires_grad."""
+    loop = PlainLoop(argv)
     found = []
     for step in range(1, STEPS + 1):
         for layer in range(POINTS.get(step, 0)):
-            model.tok_embeddings.requires_grad_(False)
-            model.layers[str(layer)].requires_grad_(False)
-        batch = next(loader)
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * lr_factor(step)
-        logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets_BT.flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
-        found.append((loss.item(), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, {name: p.detach() for name, p in parameters.items()}
+            loop.model.tok_embeddings.requires_grad_(False)
+            loop.model.layers[str(layer)].requires_grad_(False)
+        found.append(loop.train_step(step))
+    return found, full_copies(loop.parameters.items())
 
 
 @pytest.fixture(scope="module")
@@ -76,32 +54,47 @@ def plain(corpus, tmp_path_factory):
     return run_ranks(train_plainly, 1, argv)[0]
 
 
-class Watched(Trainer):
-    """A trainer that keeps what it has before and after each point of the schedule."""
+class PhaseWatcher(ReplicaGroupWrapper):
+    """Keeps the state of a trainer before and after each point of the schedule."""
 
-    def _enter_phase_of(self, step):
-        self.seen = getattr(self, "seen", [])
-        before = self.state()
-        entered = super()._enter_phase_of(step)
-        if entered:
-            self.seen.append((before, self.state()))
-        return entered
+    def __init__(self, group):
+        super().__init__(group)
+        self.trainer = None
+        self.step = 0
+        self.before = {}
+        self.seen = []
 
-    def state(self):
-        tensors = training_state(self.parameters, self.optimizer)
-        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
+    def begin_step(self):
+        is_training = self._group.begin_step()
+        self.step += 1
+        if self.step in POINTS:
+            self.before = state_of(self.trainer)
+        return is_training
+
+    def record_samples(self, samples):
+        self._group.record_samples(samples)
+        if self.step in POINTS:
+            self.seen.append((self.before, state_of(self.trainer)))
+
+
+def state_of(trainer):
+    """Returns copies of the global state that this rank has."""
+    return full_copies(trainer.engine.state_tensors().items())
 
 
 def train_and_look(argv):
-    """All state of this rank around each point and at the end; process groups then, and as the mesh alone has them."""
-    config, launch = load_config(argv), Launch.from_environment()
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=CPU):
-        trainer = Watched(run, launch=launch, device=CPU, stop=StopRequest())
+    """Returns the state of this rank around each point and at the end, and the numbers of process groups."""
+    watchers = []
+
+    def wrap(group):
+        watchers.append(PhaseWatcher(group))
+        return watchers[0]
+
+    with open_trainer(argv, wrap_replica_group=wrap) as trainer:
+        watchers[0].trainer = trainer
         trainer.train()
-        groups = len(dist.distributed_c10d._world.pg_map), len(trainer._mesh.groups) + 1
-        return trainer.seen, trainer.state(), groups
+        groups = len(dist.distributed_c10d._world.pg_map), len(trainer.engine.mesh.groups) + 1
+        return watchers[0].seen, state_of(trainer), groups
 
 
 def merged(states):

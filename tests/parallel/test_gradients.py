@@ -1,5 +1,6 @@
 """Gradients of the parallelized model against plain PyTorch on one device, with uneven numbers of targets."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -35,12 +36,16 @@ def std_of(plan):
     return lambda name: plan.spec.initial_std(plan.model_args, name)
 
 
-def parallel_gradients(argv):
-    """Loss, gradient norm and gradients as the trainer computes them."""
+def parallel_gradients(argv, **parallelism):
+    """Returns loss, gradient norm and gradients as the trainer computes them.
+
+    `parallelism` are options that are set behind the rules, which would refuse them.
+    """
     config = load_config(argv)
     launch = Launch.from_environment()
     device = pick_device(launch)
     plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    plan = replace(plan, config=replace(config, parallelism=replace(config.parallelism, **parallelism)))
     run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
         mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)

@@ -78,10 +78,9 @@ def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, schedule, c
     check_gradients(pipelined(corpus, tmp_path, schedule, **changes), world_size=world_size)
 
 
-def gradients_of_a_refused_run(argv):
-    """As if no rule had been there."""
-    preflight.find_run_errors = lambda *_args, **_facts: []
-    return parallel_gradients(argv)
+def gradients_with_resharding(argv):
+    """Sets behind the rules what they refuse."""
+    return parallel_gradients(argv, fsdp_reshard_after_forward="always")
 
 
 def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_path):
@@ -89,9 +88,10 @@ def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_pa
     argv = pipelined(corpus, tmp_path, "ZBVZeroBubble", **ALWAYS)
     with pytest.raises(ConfigError, match="torch loses those of weights that were freed"):
         preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
-    check_gradients([a for a in argv if "reshard" not in a], world_size=2)
+    allowed = [a for a in argv if "reshard" not in a]
+    check_gradients(allowed, world_size=2)
     with pytest.raises(AssertionError):
-        check_gradients(argv, world_size=2, run=gradients_of_a_refused_run)
+        check_gradients(allowed, world_size=2, run=gradients_with_resharding)
 
 
 def test_mixed_precision_crosses_stages_as_in_one_process(corpus, tmp_path):

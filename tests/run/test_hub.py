@@ -20,13 +20,10 @@ from transformers import (
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.models import find_model
-from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.models import MODELS, find_model
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 ROOT = Path(__file__).parents[2]
 SPLITS = {
@@ -46,22 +43,17 @@ SCALING = "{factor = 8.0, original_max_seq_len = 32}"
 
 
 def parameters_of_run(argv, trains):
-    """A run's parameters, whole, as far as this rank has them: after its last step, or before its first."""
-    config, launch = load_config(argv), Launch.from_environment()
-    device = pick_device(launch)
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+    """Returns the global parameters that this rank has: after the last step, or before the first."""
+    with open_trainer(argv) as trainer:
         if trains:
             trainer.train()
-        found = {name: parameter.detach() for name, parameter in trainer.parameters.items()}
-        found = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
-        return {hub_name(plan.spec, name): tensor for name, tensor in found.items()}
+        spec = trainer.engine.plan.spec
+        found = full_copies(trainer.engine.parameters.items())
+        return {hub_name(spec, name): tensor for name, tensor in found.items()}
 
 
 def hub_name(spec, name):
-    """The hub's name of a tensor that is the same there."""
+    """Returns the hub's name of a tensor that is the same there."""
     (piece,) = spec.hugging_face.pieces(name, shape=())
     return piece.source
 

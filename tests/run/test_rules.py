@@ -72,14 +72,15 @@ RULES = [
     (
         pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 1}}]"),
         {},
-        "training.freeze_schedule, with the options of its entry at step 5: training.global_batch_size = 16: not a multiple "
-        "of training.local_batch_size 8 x data-parallel degree 8 = 64; set training.global_batch_size to 64, or "
-        "training.local_batch_size to 1 or 2.",
+        "training.freeze_schedule, with the options of its entry at step 5: training.global_batch_size = 16: not a "
+        "multiple of training.local_batch_size 8 x data-parallel degree 8 = 64; set training.global_batch_size to 64, "
+        "or training.local_batch_size to 1 or 2.",
     ),
     (
         pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 2}}]"),
         {"world_size": 4},
-        "with the options of its entry at step 5: training.local_batch_size = 2: makes 2 micro-batches of 1, and 1F1B needs",
+        "with the options of its entry at step 5: training.local_batch_size = 2: makes 2 micro-batches of 1, and "
+        "1F1B needs",
     ),
     (
         [f"{FT}.enable", f"{FT}.group_size=3", "--training.global_batch_size=64"],

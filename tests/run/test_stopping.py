@@ -1,4 +1,4 @@
-"""Requests to stop, by signals and by time, at every moment of a run."""
+"""Requests to stop, by signals and by time limits, at every stage of a run."""
 
 import os
 import re
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_a_run_that_is_to_be_requeued_says_so_until_it_is_complete(corpus, tmp_path):
+def test_a_run_asks_to_be_requeued_until_it_is_complete(corpus, tmp_path):
     def run(name):
         return options(corpus, tmp_path / name, training__steps=40, preemption__requeue=True)
 
@@ -45,7 +46,7 @@ def test_a_signal_ends_a_validation(corpus, tmp_path):
     assert "validation loss" not in output
 
 
-def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path):
+def test_a_step_that_would_outlast_the_deadline_is_interrupted(corpus, tmp_path):
     def run(name, **changes):
         sizes = {"training__local_batch_size": 1, "training__global_batch_size": 96, "training__steps": 3}
         return options(corpus, tmp_path / name, **sizes, **changes)
@@ -57,7 +58,7 @@ def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path
     wait_for_step(tmp_path / "stopped", 2)
     stopped.signal(signal.SIGUSR1)
     time.sleep(deadline / 4)
-    for later in (signal.SIGTERM, signal.SIGUSR1):  # those change nothing
+    for later in (signal.SIGTERM, signal.SIGUSR1):  # later signals change nothing
         stopped.signal(later)
     code, output = stopped.wait()
     assert code == 0
@@ -70,15 +71,27 @@ def test_a_step_is_given_up_where_it_would_outlast_the_deadline(corpus, tmp_path
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
 
-def test_a_run_ends_before_its_time_is_up(corpus, tmp_path):
-    changes = {"checkpoint__interval": 50, "checkpoint__keep_latest_k": 1}
-    argv = options(corpus, tmp_path, **changes, training__steps=100_000, training__max_seconds=8, metrics__log_freq=10)
-    start = time.monotonic()
-    code, output = train(argv, world_size=2, log_folder=tmp_path)
+def test_a_run_stops_when_its_time_is_up(corpus, tmp_path):
+    def run(**changes):
+        return options(corpus, tmp_path, checkpoint__interval=50, checkpoint__keep_latest_k=1, **changes)
+
+    assert train(run(training__steps=2), world_size=2, log_folder=tmp_path)[0] == 0
+    ledger = [row for row in rows(tmp_path) if row.get("event") == "goodput"][-1]
+    limit = 2 * ledger["start_up_seconds"] + 4
+    longer = run(training__steps=1_000_000, training__max_seconds=limit, metrics__log_freq=10)
+    code, output = train(longer, world_size=2, log_folder=tmp_path)
     assert code == 0
-    assert time.monotonic() - start < 12  # with the start and the end of the processes
     (step,) = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
-    assert int(step) > 10
+    assert 2 < int(step) < 1_000_000
+
+
+def test_time_for_a_step_and_a_save_is_left():
+    stop = StopRequest()
+    assert not stop.is_wanted(max_seconds=None, seconds_needed=1e9)
+    assert not stop.is_wanted(max_seconds=3600, seconds_needed=0)
+    assert stop.reason is None
+    assert stop.is_wanted(max_seconds=3600, seconds_needed=3600)
+    assert stop.reason == "training.max_seconds"
 
 
 HANDLERS = """
@@ -91,14 +104,14 @@ print(sorted(installed))
 """
 
 
-def test_handlers_are_there_before_torch():
+def test_signal_handlers_are_installed_before_torch_is_imported():
     command = [sys.executable, "-c", HANDLERS]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == f"{[(name, False) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
 
 
-@pytest.mark.parametrize("moment", ["handlers are there", "torch is imported"])
-def test_a_signal_before_there_is_anything_ends_the_process_at_once(corpus, tmp_path, moment):
+@pytest.mark.parametrize("moment", ["handlers are installed", "torch is imported"])
+def test_a_signal_during_start_up_ends_the_process(corpus, tmp_path, moment):
     argv = options(corpus, tmp_path / "runs", preemption__requeue=True)
     process = subprocess.Popen(
         [sys.executable, "-m", "torchtitan_clone.train", *argv],
@@ -117,7 +130,7 @@ def test_a_signal_before_there_is_anything_ends_the_process_at_once(corpus, tmp_
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_nodes_train_as_one_and_stop_together(corpus, tmp_path):
+def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path):
     sizes = {"training__local_batch_size": 4, "training__steps": 40}
     assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
 
@@ -156,16 +169,16 @@ def handles(pid: int, number: int) -> bool:
 
 
 @pytest.mark.parametrize("is_one_late", [False, True])
-def test_a_signal_while_the_trainer_is_built_ends_all_ranks_before_the_first_step(corpus, tmp_path, is_one_late):
+def test_a_signal_during_start_up_ends_all_ranks(corpus, tmp_path, is_one_late):
     argv = options(corpus, tmp_path, preemption__requeue=True)
-    assert train(argv, log_folder=tmp_path)[0] == 0  # prepares the data
+    assert train(argv, log_folder=tmp_path)[0] == 0  # tokenizes the text
     longer = options(corpus, tmp_path, preemption__requeue=True, training__steps=20)
     run = Ranks(longer, world_size=2, log_folder=tmp_path / "second")
     while not all(handles(pid, signal.SIGUSR1) for pid in run.pids):
         time.sleep(0.0005)
-    if is_one_late:  # it ends without having met the other, which waits for it
+    if is_one_late:  # it ends before it reaches the other rank, which waits for it
         run.signal(signal.SIGSTOP, ranks=[1])
-    while "rows" not in run.output:  # the line about the run, after which the process group starts
+    while "rows" not in run.output:  # in the line about the run, after which the process group starts
         time.sleep(0.001)
     run.signal(signal.SIGUSR1)
     if is_one_late:

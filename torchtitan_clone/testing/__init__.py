@@ -1,1 +1,1 @@
-"""What tests and scripts share: ranks in real processes, small runs, replica groups, faults, parity."""
+"""What tests, scripts and benchmarks share: ranks in real processes, small runs, replica groups, faults, parity."""

@@ -1,15 +1,41 @@
-"""Faults at a chosen place of a chosen step, struck from inside the process that suffers them."""
+"""Faults at a chosen place of a chosen step, injected inside the process that suffers them.
 
+They strike in methods of the replica group, which `FaultyReplicaGroup` wraps, or in methods of torchft's own classes.
+"""
+
+import hashlib
+import logging
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
-import torch
+from torch import Tensor, nn
 
-GRADIENTS = 1000
-"""Sums of more numbers than this are of gradients."""
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError
+from torchtitan_clone.observe.logging import setup_logging
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.testing.runs import redirect_output
+
+if TYPE_CHECKING:
+    from torchft import Manager
+
+    from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+logger = logging.getLogger("torchtitan_clone")
+
+MIN_GRADIENT_ELEMENTS = 1000
+"""An all-reduce of more elements than this is taken for one of gradients."""
+DIGEST_PREFIXES = ("", "model/", "outer/global/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,28 +50,69 @@ class Fault:
     group: int = 0
     rank: int = 0
     seconds: float = 3.0
-    """How long "stop" and "slow" take."""
+    """How long "stop" and "slow" last."""
     returning: bool = False
-    """Meant for the group when it has died and comes back, whatever the step."""
+    """Strikes the group when it has died and comes back, whatever the step."""
 
 
-# Where a fault strikes: on entry to a method, or with "after" on its return; the count is of calls since the step came.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A call at which a fault strikes."""
+
+    owner: str
+    """Name of a class of torchft, or ReplicaGroup."""
+    method: str
+    is_before: bool = False
+    """Whether the fault strikes on entry to the method instead of on its return."""
+    call: int = 1
+    """Which call since the step began, counted from 1."""
+
+
 PLACES = {
-    "between": ("TorchFTGroup", "begin_step", "before", 1),
-    "quorum": ("Manager", "_async_quorum", "after", 1),
-    "configure": ("ProcessGroupGloo", "configure", "before", 1),
-    "forward": ("TorchFTGroup", "sum", "after", 1),
-    "gradients": ("TorchFTGroup", "sum_gradients", "before", 1),
-    "all_reduce": ("Manager", "allreduce", "after", 1),
-    "heal_source": ("ProcessGroupGloo", "send", "after", 6),
-    "heal_target": ("ProcessGroupGloo", "recv", "after", 6),
-    "commit": ("Manager", "should_commit", "before", 1),
-    "committed": ("Manager", "should_commit", "after", 1),
+    "between": Place(owner="ReplicaGroup", method="begin_step", is_before=True),
+    "quorum": Place(owner="Manager", method="_async_quorum"),
+    "configure": Place(owner="ProcessGroupGloo", method="configure", is_before=True),
+    "forward": Place(owner="ReplicaGroup", method="sum"),
+    "gradients": Place(owner="ReplicaGroup", method="sum_gradients", is_before=True),
+    "all_reduce": Place(owner="Manager", method="allreduce"),
+    "heal_source": Place(owner="ProcessGroupGloo", method="send", call=6),
+    "heal_target": Place(owner="ProcessGroupGloo", method="recv", call=6),
+    "commit": Place(owner="Manager", method="should_commit", is_before=True),
+    "committed": Place(owner="Manager", method="should_commit"),
 }
 
 
-def strike(fault: Fault, arguments: tuple) -> None:
-    """Lets it happen."""
+class ArmedFault:
+    """Counts the calls at a fault's place, and strikes in the right one. `managers` holds the process's manager."""
+
+    def __init__(self, fault: Fault, *, managers: "list[Manager]") -> None:
+        self.place = PLACES[fault.place]
+        self._fault = fault
+        self._managers = managers
+        self._calls = 0
+
+    def call(self, method: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Calls the method; the fault may strike before or after it."""
+        step = self._managers[0].current_step() + 1 if self._managers else 0
+        is_due = (step >= self._fault.step or self._fault.returning) and self._is_expected(args)
+        self._calls += is_due
+        strikes = is_due and self._calls == self.place.call
+        if strikes and self.place.is_before:
+            strike(self._fault, args)
+        result = method(*args, **kwargs)
+        if strikes and not self.place.is_before:
+            strike(self._fault, args)
+        return result
+
+    def _is_expected(self, args: tuple[object, ...]) -> bool:
+        if self._fault.place != "all_reduce":
+            return True
+        tensor = args[1]
+        return isinstance(tensor, Tensor) and tensor.numel() > MIN_GRADIENT_ELEMENTS
+
+
+def strike(fault: Fault, args: tuple[object, ...]) -> None:
+    """Makes the fault happen; `args` are those of the call."""
     print(f"fault: {fault}", flush=True)
     if fault.kind in ("kill", "late"):
         time.sleep(0.5 * (fault.kind == "late"))
@@ -59,63 +126,146 @@ def strike(fault: Fault, arguments: tuple) -> None:
     elif fault.kind == "slow":
         time.sleep(fault.seconds)
     elif fault.kind == "nan":
-        for parameter in arguments[1]:
-            parameter.grad.mul_(float("nan"))
-            break
+        (parameters,) = args
+        assert isinstance(parameters, list)
+        parameters[0].grad.mul_(float("nan"))
     elif fault.kind == "exception":
         raise RuntimeError("injected")
 
 
-def install(faults: list[Fault], *, group: int, rank: int) -> None:
-    """Makes those of the faults happen that are meant for this process."""
-    manager = []
-    remember(manager)
-    for fault in faults:
-        if (fault.group, fault.rank) == (group, rank):
-            watch(fault, manager)
-
-
-def remember(manager: list) -> None:
-    """Keeps the process's manager, which knows the step."""
-    from torchft import Manager
-
-    build = Manager.__init__
-
-    def __init__(self, *args, **kwargs):
-        build(self, *args, **kwargs)
-        manager.append(self)
-
-    Manager.__init__ = __init__
-
-
-def watch(fault: Fault, manager: list) -> None:
-    """Wraps the method at whose call the fault strikes."""
+def wrap_torchft(faults: list[ArmedFault]) -> None:
+    """Wraps the methods of torchft's classes at which these faults strike."""
     import torchft
 
-    from torchtitan_clone.fault_tolerance import torchft_group as ours
-
-    kind, name, when, count = PLACES[fault.place]
-    owner = getattr(torchft, kind, None) or getattr(ours, kind)
-    method = getattr(owner, name)
-    calls = 0
-
-    def wrapped(*args, **kwargs):
-        nonlocal calls
-        reached = manager[0].current_step() + 1 if manager else 0
-        is_due = (reached >= fault.step or fault.returning) and is_meant(fault, args)
-        calls += is_due
-        if is_due and calls == count and when == "before":
-            strike(fault, args)
-        result = method(*args, **kwargs)
-        if is_due and calls == count and when == "after":
-            strike(fault, args)
-        return result
-
-    setattr(owner, name, wrapped)
+    for fault in faults:
+        owner = getattr(torchft, fault.place.owner, None)
+        if owner is not None:
+            setattr(owner, fault.place.method, method_with_fault(fault, getattr(owner, fault.place.method)))
 
 
-def is_meant(fault: Fault, arguments: tuple) -> bool:
-    """Whether this call is of the kind that the fault waits for."""
-    if fault.place == "all_reduce":
-        return isinstance(arguments[1], torch.Tensor) and arguments[1].numel() > GRADIENTS
-    return True
+def method_with_fault(fault: ArmedFault, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Returns a method that calls the given one, with the fault."""
+
+    @wraps(method)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return fault.call(method, *args, **kwargs)
+
+    return call
+
+
+def remember_managers(managers: "list[Manager]") -> None:
+    """Appends every manager that torchft makes in this process."""
+    import torchft
+
+    build = torchft.Manager.__init__
+
+    @wraps(build)
+    def build_and_remember(manager: "Manager", *args: object, **kwargs: object) -> None:
+        build(manager, *args, **kwargs)  # pyright: ignore[reportArgumentType], passed on as they came
+        managers.append(manager)
+
+    setattr(torchft.Manager, "__init__", build_and_remember)  # noqa: B010, pyright compares names of parameters
+
+
+class ReplicaGroupWrapper:
+    """Passes every call on to another replica group; subclasses override the methods that they look at."""
+
+    def __init__(self, group: "ReplicaGroup") -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._group, name)
+
+
+class FaultyReplicaGroup(ReplicaGroupWrapper):
+    """A replica group with faults, whose steps sleep for `pace` seconds; `at_close` is called when it has left."""
+
+    def __init__(
+        self, group: "ReplicaGroup", *, faults: list[ArmedFault], pace: float, at_close: Callable[[], None]
+    ) -> None:
+        super().__init__(group)
+        self._faults = [fault for fault in faults if fault.place.owner == "ReplicaGroup"]
+        self._pace = pace
+        self._at_close = at_close
+
+    def _with_faults(self, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Adds the faults whose place is this method."""
+        for fault in self._faults:
+            if fault.place.method == method.__name__:
+                method = method_with_fault(fault, method)
+        return method
+
+    def begin_step(self) -> bool:
+        """Faults between two steps strike on entry."""
+        return self._with_faults(self._group.begin_step)()
+
+    def record_samples(self, samples: range) -> None:
+        """Sleeps first, so that a step takes about as long on any machine."""
+        time.sleep(self._pace)
+        self._group.record_samples(samples)
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Faults in the forward pass strike when the number of targets is summed."""
+        return self._with_faults(self._group.sum)(values)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Faults in the gradients strike before they are summed."""
+        self._with_faults(self._group.sum_gradients)(list(parameters))
+
+    def close(self) -> None:
+        """Leaves the other groups, then calls `at_close`."""
+        self._group.close()
+        self._at_close()
+
+
+def train_group_rank(
+    argv: list[str], logs: list[Path], faults: list[Fault], group: int, folder: Path, pace: float
+) -> None:
+    """Trains one rank of a replica group, and ends the process as in production, without returning to the harness."""
+    rank = int(os.environ["RANK"])
+    redirect_output(logs[rank], append=True)
+    from torchtitan_clone.fault_tolerance.recovery import PeerTransport  # torchft is an optional dependency
+
+    managers: list[Manager] = []
+    armed = [ArmedFault(fault, managers=managers) for fault in faults if (fault.group, fault.rank) == (group, rank)]
+    remember_managers(managers)
+    wrap_torchft(armed)
+
+    def write_digests() -> None:
+        transport = managers[0]._checkpoint_transport
+        assert isinstance(transport, PeerTransport)
+        tensors = transport._tensors  # all that another replica group would load from this one
+        for prefix in DIGEST_PREFIXES:
+            selected = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            (folder / f"digest.{prefix.replace('/', '_')}.{group}.{rank}").write_text(digest(selected))
+
+    def wrap(replica_group: "ReplicaGroup") -> "ReplicaGroup":
+        wrapped = FaultyReplicaGroup(replica_group, faults=armed, pace=pace, at_close=write_digests)
+        return cast("ReplicaGroup", wrapped)
+
+    os._exit(run_entry_point(argv, wrap_replica_group=wrap))
+
+
+def run_entry_point(argv: list[str], *, wrap_replica_group: Callable[["ReplicaGroup"], "ReplicaGroup"]) -> int:
+    """Does what train.main does, with a wrapped replica group; returns the exit code."""
+    from torchtitan_clone.train import run
+
+    stop = StopRequest()
+    stop.install()
+    setup_logging(rank=int(os.environ["RANK"]), color=False)
+    try:
+        return run(load_config(argv), stop=stop, wrap_replica_group=wrap_replica_group)
+    except (ConfigError, NoLighthouseError) as error:
+        print(f"error: {error}", flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+    except Exception:
+        logger.exception("training failed")
+        return 1
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Returns a digest of the names and bits of all tensors."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()

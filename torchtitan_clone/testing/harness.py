@@ -11,7 +11,12 @@ import pickle
 import sys
 import time
 import traceback
-from multiprocessing.connection import wait
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,82 +38,106 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 
+_ROOT = str(Path(__file__).resolve().parents[2])
+if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+    # Python 3.11's forkserver does not inherit sys.path: without this it could load another, installed copy.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+
 
 class RankFailed(AssertionError):
-    """A rank raised, or ended without an answer."""
+    """A rank raised, or ended without returning a value."""
 
 
-def start_ranks(function, world_size, *args, env=None):
-    """Starts `function(*args)` on every rank; returns the processes and the pipes their answers come through."""
+@dataclass(frozen=True, kw_only=True)
+class StartedRank:
+    """A process of one rank and the pipe that its return value comes through."""
+
+    process: ForkServerProcess
+    pipe: Connection
+    store: dist.TCPStore
+    """The rendezvous store, which must outlive the ranks."""
+
+
+def start_ranks(
+    function: Callable[..., object], world_size: int, *args: object, env: Mapping[str, str] | None = None
+) -> list[StartedRank]:
+    """Starts `function(*args)` on every rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = []
     for rank in range(world_size):
-        mine, theirs = _CONTEXT.Pipe(duplex=False)
-        ranks_env = {
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        rank_env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            # Several ranks, maybe more than GPUs: on the CPU, unless a test asks for GPUs.
+            # There may be more ranks than GPUs: ranks use the CPU unless the caller asks for GPUs.
             "CUDA_VISIBLE_DEVICES": "",
             **(env or {}),
         }
-        process = _CONTEXT.Process(target=_rank_main, args=(theirs, ranks_env, function, args), daemon=True)
+        process = _CONTEXT.Process(target=_rank_main, args=(sender, rank_env, function, args), daemon=True)
         process.start()
-        theirs.close()
-        started.append((process, mine))
-    # The store must outlive the ranks.
-    started[0][0].store = store
+        sender.close()
+        started.append(StartedRank(process=process, pipe=receiver, store=store))
     return started
 
 
-def collect(started, *, timeout: float = 120):
-    """The answers of all ranks, in their order; the first failure ends the others and is raised."""
-    answers = {}
+def collect(started: list[StartedRank], *, timeout: float = 120) -> list[Any]:
+    """Returns the values of all ranks in rank order; the first failure ends the other ranks and is raised."""
+    values: dict[int, object] = {}
     deadline = time.monotonic() + timeout
     try:
-        while len(answers) < len(started):
-            pending = {pipe: rank for rank, (_, pipe) in enumerate(started) if rank not in answers}
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        while len(values) < len(started):
+            pending = [rank for rank in range(len(started)) if rank not in values]
+            ready = wait([started[rank].pipe for rank in pending], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RankFailed(f"ranks {sorted(pending.values())} did not answer within {timeout} s")
-            for pipe in ready:
-                answers[pending[pipe]] = _answer(pipe, rank=pending[pipe])
+                raise RankFailed(f"ranks {pending} did not return within {timeout} s")
+            for rank in pending:
+                if started[rank].pipe in ready:
+                    values[rank] = _receive(started[rank].pipe, rank=rank)
     finally:
-        for process, _ in started:
-            process.join(5 if len(answers) == len(started) else 0)
-            if process.is_alive():
-                process.kill()
-    return [answers[rank] for rank in range(len(started))]
+        for each in started:
+            each.process.join(5 if len(values) == len(started) else 0)
+            if each.process.is_alive():
+                each.process.kill()
+    return [values[rank] for rank in range(len(started))]
 
 
-def run_ranks(function, world_size, *args, timeout: float = 120, env=None):
-    """Runs `function(*args)` on every rank and returns the answers in the order of the ranks."""
+def run_ranks(
+    function: Callable[..., object],
+    world_size: int,
+    *args: object,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs `function(*args)` on every rank and returns the values in rank order."""
     return collect(start_ranks(function, world_size, *args, env=env), timeout=timeout)
 
 
-def _answer(pipe, *, rank):
+def _receive(pipe: Connection, *, rank: int) -> object:
     try:
         failed, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RankFailed(f"rank {rank} ended without an answer") from None
+        raise RankFailed(f"rank {rank} ended without returning a value") from None
     if failed:
         raise RankFailed(f"rank {rank} failed:\n{value}")
     return value
 
 
-def _rank_main(pipe, env, function, args):
+def _rank_main(
+    pipe: Connection, env: Mapping[str, str], function: Callable[..., object], args: tuple[object, ...]
+) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     try:
-        answer = (False, function(*args))
-    except BaseException:  # noqa: BLE001, whatever it was, the parent shows it
-        answer = (True, traceback.format_exc())
+        outcome = (False, function(*args))
+    except BaseException:  # noqa: BLE001, the parent shows any error
+        outcome = (True, traceback.format_exc())
     with contextlib.suppress(BrokenPipeError):
         # Plain pickle: multiprocessing's own would hand tensors over in memory that ends with this process.
-        pipe.send_bytes(pickle.dumps(answer))
+        pipe.send_bytes(pickle.dumps(outcome))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

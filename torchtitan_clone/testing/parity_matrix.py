@@ -1,10 +1,13 @@
-"""The parity matrix: combinations of axes and features, each with the ranks it takes.
+"""The parity matrix: combinations of axes and features, each with the number of ranks it needs.
 
-`QUICK` is the part that the test suite runs; `scripts/parity.py` runs all.
+`QUICK` names the cases that the test suite runs; `scripts/parity.py` runs all.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 
+Case = tuple[int, dict[str, object]]
+"""World size and options."""
 DEGREES = {
     "replicate": "parallelism__data_parallel_replicate_degree",
     "shard": "parallelism__data_parallel_shard_degree",
@@ -12,9 +15,9 @@ DEGREES = {
     "pipeline": "parallelism__pipeline_parallel_degree",
     "context": "parallelism__context_parallel_degree",
 }
-# Micro-batches of 4 rows, cut into 4 for a pipeline: as many as any schedule here asks for on 2 ranks.
+# Batches of 4 rows, split into 4 micro-batches: as many as any schedule here requires on 2 ranks.
 PIPELINE = {"model__args__n_layers": 4}
-FEATURES = {
+FEATURES: dict[str, dict[str, object]] = {
     "masked": {},
     "unmasked": {"training__document_masking": False},
     "full ac": {"activation_checkpoint__mode": "full"},
@@ -31,9 +34,9 @@ SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBu
 METHODS = ("allgather", "alltoall", "ring")
 
 
-def axes_case(axes, **features):
-    """World size and options of a mesh with degree 2 on each of these axes."""
-    changes = {DEGREES[axis]: 2 for axis in axes}
+def axes_case(axes: Sequence[str], **features: object) -> Case:
+    """Returns the case of a mesh with degree 2 on each of these axes."""
+    changes: dict[str, object] = {DEGREES[axis]: 2 for axis in axes}
     changes.setdefault(DEGREES["shard"], 1)
     data = 2 ** len({"replicate", "shard"} & set(axes))
     changes["training__local_batch_size"] = min(4, 8 // data)
@@ -42,9 +45,9 @@ def axes_case(axes, **features):
     return 2 ** len(axes), changes | features
 
 
-def all_cases():
-    """Every case by name: (world size, options)."""
-    cases = {}
+def all_cases() -> dict[str, Case]:
+    """Returns every case by name."""
+    cases: dict[str, Case] = {}
     for count in (0, 1, 2, 3):
         for axes in combinations(DEGREES, count):
             cases[" x ".join(axes) or "one rank"] = axes_case(axes)
@@ -83,18 +86,19 @@ def all_cases():
     )
     cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
     cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
+    cases["shard x tensor, clipped"] = axes_case(("shard", "tensor"), training__max_norm=0.5)
     cases["shard 3"] = (3, {"training__global_batch_size": 6, "training__local_batch_size": 1})
     return cases
 
 
-# Every axis, pair and triple with its neighbours once, one case a feature; chosen to differ from test_pipeline.py and
-# test_context.py, which cover the schedules and the exchange methods one by one.
+# Every axis, pair and triple once, one case for each feature; test_pipeline.py and test_context.py cover the schedules
+# and the exchange methods.
 QUICK = (
     "one rank", "replicate", "shard", "tensor", "pipeline", "context", "replicate x shard", "shard x tensor",
     "tensor x pipeline", "pipeline x context", "tensor x context", "replicate x context",
     "shard x tensor x pipeline, masked", "shard x tensor x context, full ac", "shard x pipeline x context, unmasked",
     "tensor x pipeline x context, masked", "shard x tensor x context, tied", "shard x pipeline, ZBVZeroBubble",
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
-    "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2",
+    "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
 )  # fmt: skip

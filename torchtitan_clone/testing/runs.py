@@ -1,28 +1,44 @@
-"""Small training runs for the tests: options, a corpus of real text, and what a run left behind."""
+"""Small training runs: options, text to train on, ranks in real processes, and what a run has logged."""
 
 import json
 import os
 import shutil
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torchtitan_clone.testing.harness import collect, start_ranks
 
 MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32}
+Row = dict[str, Any]
+"""A line of a file of JSON lines."""
 
 
 def make_corpus(folder: Path, *, files: int = 30) -> Path:
-    """A folder with the first modules of the standard library."""
+    """Writes a folder with the first modules of the standard library."""
     folder.mkdir(parents=True)
     for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
         shutil.copy(module, folder)
     return folder
 
 
-def options(corpus: Path, folder: Path, **changes) -> list[str]:
-    """Command line of a run that takes milliseconds a step; `changes` are option names with __ for the dot, or None."""
-    values = {
+def make_short_documents(folder: Path) -> Path:
+    """Writes documents of five lines: most rows hold several documents, which attention must keep apart."""
+    folder.mkdir(parents=True)
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text().splitlines()
+    documents = ["\n".join(text[first : first + 5]) for first in range(0, len(text), 5)]
+    (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    return folder
+
+
+def options(corpus: Path, folder: Path, **changes: object) -> list[str]:
+    """Returns the command line of a run whose steps take milliseconds.
+
+    `changes` are option names with __ in place of the dot; None leaves an option out.
+    """
+    values: dict[str, object] = {
         "job.dump_folder": folder,
         "job.run_name": "run",
         "training.dataset_path": corpus,
@@ -44,35 +60,37 @@ def options(corpus: Path, folder: Path, **changes) -> list[str]:
 
 
 class Ranks:
-    """A run that was started on some ranks, with its output in files."""
+    """The ranks of one started run, with their output in files."""
 
-    def __init__(self, argv: list[str], *, world_size: int, log_folder: Path, env=None):
+    def __init__(
+        self, argv: list[str], *, world_size: int, log_folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._logs = [log_folder / f"rank{rank}.log" for rank in range(world_size)]
         self._started = start_ranks(train_rank, world_size, argv, self._logs, env=env)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
-        return [process.pid for process, _ in self._started]
+        """Process ids by rank."""
+        return [rank.process.pid or 0 for rank in self._started]
 
-    def signal(self, number: int, *, ranks=None) -> None:
-        """Sends a signal to these ranks, or to all."""
+    def signal(self, number: int, *, ranks: list[int] | None = None) -> None:
+        """Sends a signal to these ranks, by default to all."""
         for rank, pid in enumerate(self.pids):
             if ranks is None or rank in ranks:
                 os.kill(pid, number)
 
     def wait(self, timeout: float = 120) -> tuple[int, str]:
-        """Exit code, the same on all ranks, and rank 0's output."""
+        """Returns the exit code, which must be the same on all ranks, and the output of rank 0."""
         codes = collect(self._started, timeout=timeout)
         assert len(set(codes)) == 1, f"exit codes {codes}:\n{self.output}"
         return codes[0], self.output
 
     def join(self) -> None:
-        """Waits until all processes are gone, however they ended."""
-        for process, _ in self._started:
-            process.join(30)
-            assert not process.is_alive()
+        """Waits until all processes have ended, whatever their exit code."""
+        for rank in self._started:
+            rank.process.join(30)
+            assert not rank.process.is_alive()
 
     @property
     def output(self) -> str:
@@ -80,36 +98,52 @@ class Ranks:
         return self._logs[0].read_text() if self._logs[0].exists() else ""
 
 
-def train_rank(argv: list[str], logs: list[Path]) -> int:
-    """What one rank does: the entry point with its output in a file."""
-    from torchtitan_clone.train import main
-
-    log = os.open(logs[int(os.environ["RANK"])], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def redirect_output(file: Path, *, append: bool = False) -> None:
+    """Sends stdout and stderr of this process to a file."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC))
     os.dup2(log, 1)
     os.dup2(log, 2)
+
+
+def train_rank(argv: list[str], logs: list[Path]) -> int:
+    """Runs the entry point as one rank, with its output in a file."""
+    from torchtitan_clone.train import main
+
+    redirect_output(logs[int(os.environ["RANK"])])
     return main(argv)
 
 
-def train(argv: list[str], *, world_size: int = 1, log_folder: Path, timeout: float = 120, env=None):
-    """Runs to the end; exit code and rank 0's output."""
+def train(
+    argv: list[str],
+    *,
+    world_size: int = 1,
+    log_folder: Path,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Trains to the end; returns the exit code and the output of rank 0."""
     return Ranks(argv, world_size=world_size, log_folder=log_folder, env=env).wait(timeout)
 
 
-def rows(folder: Path) -> list[dict]:
-    """The run's metrics.jsonl."""
-    file = folder / "run" / "metrics.jsonl"
+def read_json_lines(file: Path) -> list[Row]:
+    """Returns the complete lines of a file of JSON lines; the file may be missing or still be written to."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
+def rows(folder: Path) -> list[Row]:
+    """Returns the rows of the run's metrics.jsonl."""
+    return read_json_lines(folder / "run" / "metrics.jsonl")
+
+
 def losses(folder: Path) -> dict[int, float]:
-    """Training loss by step."""
+    """Returns the training loss by step."""
     return {row["step"]: row["loss"] for row in rows(folder) if "loss" in row}
 
 
 def wait_for_step(folder: Path, step: int, *, timeout: float = 60) -> None:
-    """Until the run has logged that step."""
+    """Waits until the run has logged this step."""
     deadline = time.monotonic() + timeout
     while max(losses(folder), default=0) < step:
         assert time.monotonic() < deadline, f"step {step} was not reached within {timeout} s"

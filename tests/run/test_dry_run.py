@@ -1,0 +1,17 @@
+"""A dry run prints the resolved run and trains nothing."""
+
+import re
+
+from torchtitan_clone.testing.runs import options, train
+
+
+def test_a_dry_run_prints_how_weights_are_sharded(corpus, tmp_path):
+    argv = options(corpus, tmp_path, parallelism__tensor_parallel_degree=2, training__local_batch_size=2)
+    code, text = train([*argv, "--dry-run"], log_folder=tmp_path, env={"WORLD_SIZE": "8"})
+    assert code == 0, text
+    lines = {re.sub(" +", " ", line).strip() for line in text.split("weights of rank 0\n")[1].splitlines()}
+    assert lines == {
+        "rows over tp 2, rows over fsdp 4 tok_embeddings.weight [2048, 64] -> [256, 64], and 6 like it",
+        "rows over fsdp 4 layers.*.attention_norm.weight [64] -> [16], and 2 like it",
+        "columns over tp 2, rows over fsdp 4 layers.*.attention.wo.weight [64, 64] -> [16, 32], and 1 like it",
+    }

@@ -1,0 +1,33 @@
+"""Saves of a run: what a full disk leaves, and which checkpoints are kept."""
+
+import resource
+
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, options, train, train_rank
+
+
+def limited_file_size(argv, logs, limit):
+    """Trains as a rank whose files cannot grow past the limit, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    return train_rank(argv, logs)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint_complete(corpus, tmp_path):
+    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
+    logs = [tmp_path / "rank0.log"]
+    longer = options(corpus, tmp_path, training__steps=6, checkpoint__interval=1)
+    assert run_ranks(limited_file_size, 1, longer, logs, 50_000) == [1]
+    output = logs[0].read_text()
+    assert "step 3 could not be saved" in output
+    assert "File too large" in output
+    assert max(losses(tmp_path)) == 6
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")] == ["step-2"]
+    code, output = train(longer, log_folder=tmp_path)
+    assert code == 0
+    assert "resumed after step 2" in output
+
+
+def test_old_checkpoints_are_deleted(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=7, checkpoint__interval=2, checkpoint__keep_latest_k=2)
+    assert train(argv, log_folder=tmp_path)[0] == 0
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")) == ["step-6", "step-7"]

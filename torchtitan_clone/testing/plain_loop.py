@@ -1,0 +1,66 @@
+"""The loop one would write by hand: no framework, logits not chunked, autocast for bf16.
+
+It trains the same model from the same initial weights on the same batches with the same optimizer and schedule as
+`python -m torchtitan_clone.train` does for the same options on one device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.optim import build_schedule
+from torchtitan_clone.parallel.init_weights import init_weights
+from torchtitan_clone.parallel.runtime import Launch, pick_device
+from torchtitan_clone.run import preflight
+
+
+class PlainLoop:
+    """Trains the configuration of a command line on one device, one call of `train_step` a step."""
+
+    def __init__(self, argv: list[str]) -> None:
+        config = load_config(argv)
+        launch = Launch.from_environment()
+        self.device = pick_device(launch)
+        self.steps = config.training.steps
+        plan = preflight.resolve(config, world_size=1, device_type=self.device.type)
+        self._loader = preflight.prepare(plan, launch=launch).loader
+        with torch.device(self.device):
+            self.model: nn.Module = plan.spec.build(plan.model_args)
+        self.parameters = dict(self.model.named_parameters())
+        init_weights(
+            self.parameters,
+            seed=config.debug.seed,
+            std_of=lambda name: plan.spec.initial_std(plan.model_args, name),
+        )
+        options = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.model.parameters() if p.ndim >= 2]},
+                {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        self._peak_lr = options.lr
+        self._max_norm = config.training.max_norm
+        self._lr_factor = build_schedule(config.lr_scheduler, steps=self.steps)
+        self._forward = torch.compile(self.model) if config.compile.enable else self.model
+        self._is_bf16 = config.training.mixed_precision_param == "bfloat16"
+
+    def train_step(self, step: int) -> tuple[float, float]:
+        """Trains the step of this number, which must follow the last; returns its loss and gradient norm."""
+        batch = next(self._loader).to(self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._peak_lr * self._lr_factor(step)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
+            logits = self._forward(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets_BT.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item(), norm.item()

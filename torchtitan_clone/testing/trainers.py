@@ -1,0 +1,43 @@
+"""Trainers inside a rank, for tests and benchmarks that look at more than the entry point shows."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.stopping import StopRequest
+from torchtitan_clone.trainer import Trainer
+
+
+@contextmanager
+def open_trainer(
+    argv: list[str], *, wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None
+) -> Iterator[Trainer]:
+    """Builds this rank's trainer inside its process group; nothing is trained yet.
+
+    The trainer calls the methods of the wrapped replica group in every step, which shows what a step does.
+    """
+    config = load_config(argv)
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
+    run = preflight.prepare(plan, launch=launch)
+    with process_group(config.comm, launch=launch, device=device):
+        stop = StopRequest()
+        yield Trainer(run, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
+
+
+def full_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns copies of global tensors by name; a collective where they are DTensors."""
+    return {name: full_tensor(tensor.detach()).clone() for name, tensor in tensors}
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the global tensor of a DTensor, and any other tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
