@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
+from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import NOTHING_DONE
 from torchtitan_clone.checkpoint.manager import CheckpointManager
@@ -63,7 +64,7 @@ class Trainer:
         self._checkpoints = CheckpointManager(
             config.checkpoint,
             folder=run.plan.checkpoint_folder,
-            state=lambda: self._state.tensors(),  # noqa: PLW0108, assigned below
+            state=self.state_tensors,
             extra_files={CONFIG_FILE: to_toml(config)},
             is_shared=config.fault_tolerance.enable,
         )
@@ -114,6 +115,10 @@ class Trainer:
     def engine(self) -> Engine:
         """The engine of the present phase."""
         return self._state.engine
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Returns what checkpoints hold, by name: the tensors themselves, not copies."""
+        return self._state.tensors()
 
     def _load_weights(self) -> None:
         """Fills the engine from the checkpoint or, in a new run, from the Hugging Face weights that are asked for."""

@@ -109,8 +109,8 @@ def test_load_only_saves_nothing(corpus, tmp_path):
 class SlowlyCopiedTrainer(Trainer):
     """A trainer whose state takes longer to copy than a step, also on a busy machine."""
 
-    def _state(self):
-        return SlowState(super()._state(), seconds=0.5)
+    def state_tensors(self):
+        return SlowState(super().state_tensors(), seconds=0.5)
 
 
 def train_with_slow_copies(argv):

@@ -3,13 +3,9 @@
 import torch
 
 from torchtitan_clone.checkpoint.loading import read_tensors
-from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
@@ -24,19 +20,12 @@ MESHES = (
 
 def full_state(trainer):
     """Copies of the full tensors that this rank has a shard of."""
-    state = trainer._state().items()
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in state}
+    return full_copies(trainer.state_tensors().items())
 
 
 def train_on(argv):
     """The state that this rank resumes with, and the state after its last step."""
-    config = load_config(argv)
-    launch = Launch.from_environment()
-    device = torch.device("cpu")
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        trainer = Trainer(run, launch=launch, device=device, stop=StopRequest())
+    with open_trainer(argv) as trainer:
         before = full_state(trainer)
         trainer.train()
         return before, full_state(trainer)

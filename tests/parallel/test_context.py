@@ -161,13 +161,16 @@ def saved_bytes(argv):
     from torchtitan_clone.parallel.mesh import build_mesh
     from torchtitan_clone.parallel.runtime import Launch, process_group
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.trainer import build_parts
+    from torchtitan_clone.run.engine import build_model_parts
+    from torchtitan_clone.run.loaders import open_loaders
 
     config, launch, cpu = load_config(argv), Launch.from_environment(), torch.device("cpu")
     plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    batch = next(preflight.prepare(plan, launch=launch).loader)
+    dataset = preflight.prepare(plan, launch=launch).dataset
+    loader, _ = open_loaders(plan, dataset=dataset, rank=launch.rank)
+    batch = next(loader)
     with process_group(config.comm, launch=launch, device=cpu):
-        (model,) = build_parts(plan, mesh=build_mesh(plan.degrees, loss_rank=0, device_type="cpu"), device=cpu)
+        (model,) = build_model_parts(plan, mesh=build_mesh(plan.degrees, loss_rank=0, device_type="cpu"), device=cpu)
         storages = {}
 
         def keep(tensor):

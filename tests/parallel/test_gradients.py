@@ -16,9 +16,10 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import build_model_parts, build_plan_forward_backward
+from torchtitan_clone.run.loaders import open_loaders, tokens_of_rank
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
-from torchtitan_clone.trainer import build_parts, build_step
 
 TIED = {"model__args__tied_embeddings": True}
 
@@ -46,17 +47,17 @@ def parallel_gradients(argv, **parallelism):
     device = pick_device(launch)
     plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     plan = replace(plan, config=replace(config, parallelism=replace(config.parallelism, **parallelism)))
-    run = preflight.prepare(plan, launch=launch)
+    dataset = preflight.prepare(plan, launch=launch).dataset
+    loader, _ = open_loaders(plan, dataset=dataset, rank=launch.rank)
     with process_group(config.comm, launch=launch, device=device):
         mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
-        parts = build_parts(plan, mesh=mesh, device=device)
+        parts = build_model_parts(plan, mesh=mesh, device=device)
         parameters = named_parameters(parts)
-        loss_fn = build_loss(chunk_tokens=config.training.loss_chunk_tokens, compile_backend=None)
         first_row = batch_rank(plan.degrees, rank=launch.rank) * plan.global_batch_size // plan.degrees.data
-        tokens = preflight.tokens_of_rank(plan, rank=launch.rank)
-        batch = masked(next(run.loader), first_row=first_row, tokens=tokens)
+        tokens = tokens_of_rank(plan, rank=launch.rank)
+        batch = masked(next(loader), first_row=first_row, tokens=tokens)
         (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
-        step = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=device)
+        step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=device)
         output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
@@ -68,7 +69,9 @@ def plain_gradients(argv):
     config = load_config(argv)
     launch = Launch.from_environment()
     plan = preflight.resolve(config, world_size=1, device_type="cpu")
-    batch = masked(next(preflight.prepare(plan, launch=launch).loader), first_row=0)
+    dataset = preflight.prepare(plan, launch=launch).dataset
+    loader, _ = open_loaders(plan, dataset=dataset, rank=0)
+    batch = masked(next(loader), first_row=0)
     model = plan.spec.build(plan.model_args)
     init_weights(dict(model.named_parameters()), seed=config.debug.seed, std_of=std_of(plan))
     logits = model(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
@@ -141,10 +144,11 @@ def mixed_precision_types(argv):
     config = load_config(argv)
     launch = Launch.from_environment()
     plan = preflight.resolve(config, world_size=launch.world_size, device_type="cpu")
-    run = preflight.prepare(plan, launch=launch)
+    dataset = preflight.prepare(plan, launch=launch).dataset
+    loader, _ = open_loaders(plan, dataset=dataset, rank=launch.rank)
     with process_group(config.comm, launch=launch, device=torch.device("cpu")):
         mesh = build_mesh(plan.degrees, loss_rank=0, device_type="cpu")
-        (model,) = build_parts(plan, mesh=mesh, device=torch.device("cpu"))
+        (model,) = build_model_parts(plan, mesh=mesh, device=torch.device("cpu"))
         seen = set()
         # Inside a block, where FSDP's gathered weights are in place.
         for block in model.layers.values():
@@ -154,7 +158,7 @@ def mixed_precision_types(argv):
         step = build_forward_backward(
             model, loss_fn=build_loss(chunk_tokens=64, compile_backend=None), device=torch.device("cpu")
         )
-        step(next(run.loader).microbatches(2), num_targets=100)
+        step(next(loader).microbatches(2), num_targets=100)
         return seen, {p.dtype for p in model.parameters()}, {p.grad.dtype for p in model.parameters()}
 
 

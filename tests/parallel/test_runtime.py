@@ -7,24 +7,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout, wait_for_all_ranks
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
-from torchtitan_clone.trainer import Trainer
+from torchtitan_clone.testing.trainers import open_trainer
 
 CPU = torch.device("cpu")
 
 
 def with_trainer(look, argv):
     """What `look` returns for this rank's trainer."""
-    config, launch = load_config(argv), Launch.from_environment()
-    run = preflight.prepare(preflight.resolve(config, world_size=launch.world_size, device_type="cpu"), launch=launch)
-    with process_group(config.comm, launch=launch, device=CPU):
-        return look(Trainer(run, launch=launch, device=CPU, stop=StopRequest()))
+    with open_trainer(argv) as trainer:
+        return look(trainer)
 
 
 def numbers_and_timeouts(argv):
@@ -67,7 +63,7 @@ class _Gathers(TorchDispatchMode):
 def gathers_before_each_block(argv):
     def look(trainer):
         gathers, before = _Gathers(), []
-        for block in trainer.parts[0].layers.values():
+        for block in trainer.engine.model_parts[0].layers.values():
             block.attention.register_forward_pre_hook(lambda *_: before.append(gathers.count))
         with gathers:
             trainer.train_step(1)

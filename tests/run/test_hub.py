@@ -20,7 +20,7 @@ from transformers import (
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.models import MODELS, find_model
+from torchtitan_clone.models import find_model
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.testing.trainers import full_copies, open_trainer

@@ -40,7 +40,10 @@ class RunPlan:
         if phase.config is self.config:
             return self
         stages = resolved_stages(
-            phase.config.parallelism, n_layers=self.model_args.n_layers, frozen_layers=phase.frozen_layers
+            phase.config.parallelism,
+            n_layers=self.model_args.n_layers,
+            frozen_layers=phase.frozen_layers,
+            layer_costs=self.spec.layer_costs(self.model_args),
         )
         return replace(
             self,
@@ -145,7 +148,7 @@ def build_plan(
 ) -> RunPlan:
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)
-    stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers)
+    stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers, layer_costs=spec.layer_costs(model_args))
     return RunPlan(
         config=config,
         folder=run_folder(config.job),

@@ -45,7 +45,9 @@ class BufferedSwiGLU(SwiGLU):
         self.scale_D = torch.ones(self.scale_D.shape, device=device)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
 
-    def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride], blocks take both
+        self, x_BTD: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         out_BTD = super().forward(x_BTD)
         out_BTD = (out_BTD * self.scale_D).type_as(out_BTD)
         return (out_BTD, out_BTD.float().square().mean(dim=-1).sum()[None]) if self._penalty else out_BTD

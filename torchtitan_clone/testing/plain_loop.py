@@ -13,6 +13,7 @@ from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
 from torchtitan_clone.run import preflight
+from torchtitan_clone.run.loaders import open_loaders
 
 
 class PlainLoop:
@@ -24,7 +25,8 @@ class PlainLoop:
         self.device = pick_device(launch)
         self.steps = config.training.steps
         plan = preflight.resolve(config, world_size=1, device_type=self.device.type)
-        self._loader = preflight.prepare(plan, launch=launch).loader
+        dataset = preflight.prepare(plan, launch=launch).dataset
+        self._loader, _ = open_loaders(plan, dataset=dataset, rank=0)
         with torch.device(self.device):
             self.model: nn.Module = plan.spec.build(plan.model_args)
         self.parameters = dict(self.model.named_parameters())
