@@ -13,7 +13,7 @@ import pytest
 from torchtitan_clone.testing.runs import make_corpus, train
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if path.name != "CHANGELOG.md")
+PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted(ROOT.glob("docs/**/*.md"))]
 NOT_EXECUTED = {
     r"^git clone": "needs a network",
     r"pip install": "changes the environment that runs the tests",
@@ -31,7 +31,7 @@ AT_ONCE = "scripts/lighthouse.py"
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """Code blocks of a page in one of these languages."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [text for language, text in found if language in languages]
 
 
@@ -41,15 +41,11 @@ def commands(block: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-def name_of(value: object) -> str:
-    """Name of a page, or the command itself, in the name of a test."""
-    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
-
-
 SHELL = [(page, block) for page in PAGES for block in blocks(page, "sh", "bash")]
-COMMANDS = [(page, command) for page, block in SHELL if AT_ONCE not in block for command in commands(block)]
-TERMINALS = [(page, block) for page, block in SHELL if AT_ONCE in block]
-PYTHON = [(page, block) for page in PAGES for block in blocks(page, "python")]
+COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in block for command in commands(block)))
+"""In the order of the pages, each once; a page whose commands need a file makes it first."""
+TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
+EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
 GPUS = {"llama3_70b": 64, "llama3_405b": 512}
 """Number of GPUs that a file is written for, if it is not 8."""
 # Training commands as they stand take minutes; these keep each to seconds.
@@ -60,19 +56,13 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def workplaces(tmp_path_factory):
-    """Returns the folder in which the commands of a page are typed: the repository's files, and some text."""
-    folders: dict[Path, Path] = {}
-
-    def workplace(page: Path) -> Path:
-        if page not in folders:
-            folders[page] = tmp_path_factory.mktemp("workplace")
-            for name in ("run_train.sh", "scripts", "train_configs", "benchmarks", "torchtitan_clone"):
-                (folders[page] / name).symlink_to(ROOT / name)
-            make_corpus(folders[page] / "my_text")
-        return folders[page]
-
-    return workplace
+def workplace(tmp_path_factory):
+    """Returns the folder in which the commands are typed: the repository's files, and some text."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("run_train.sh", "scripts", "train_configs", "benchmarks", "torchtitan_clone"):
+        (folder / name).symlink_to(ROOT / name)
+    make_corpus(folder / "my_text")
+    return folder
 
 
 def shortened(command: str) -> str:
@@ -113,40 +103,37 @@ def execute(command: str, folder: Path):
 
 
 def test_the_readme_has_commands():
-    readme = [command for page, command in COMMANDS if page.name == "README.md"]
-    assert len(readme) >= 2
-    assert readme[0] == "./run_train.sh"
-    assert any("scripts/run_tests.sh" in command for _, command in COMMANDS)
+    assert COMMANDS[:2] == ["./run_train.sh", "scripts/run_tests.sh"]
+    assert TERMINALS
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=name_of)
-def test_commands(page, command, workplaces):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command, workplace):
     for pattern, reason in NOT_EXECUTED.items():
         if re.search(pattern, command):
             pytest.skip(f"{reason}: {command}")
-    done = execute(shortened(command), workplaces(page))
+    done = execute(shortened(command), workplace)
     assert done.returncode == 0, done.stdout + done.stderr
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         assert "training is complete" in done.stdout
 
 
-@pytest.mark.parametrize(("page", "block"), PYTHON, ids=name_of)
-def test_python_examples(page, block, tmp_path):
-    (tmp_path / "example.py").write_text(block)
-    done = execute(f"{shlex.quote(sys.executable)} example.py", tmp_path)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_python_examples(name, tmp_path):
+    (tmp_path / "example.py").write_text(EXAMPLES[name])
+    done = execute("python example.py", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("page", "block"), TERMINALS, ids=name_of)
-def test_replica_groups_in_several_terminals(page, block, workplaces):
+@pytest.mark.parametrize("name", TERMINALS)
+def test_replica_groups_in_several_terminals(name, workplace):
     """The lighthouse in one terminal, the replica groups in the others."""
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     # Of so few steps one group would train all, while the other starts.
     both = "--fault_tolerance.min_replica_size=2"
-    serve, *groups = [f"{shortened(line.replace('29510', port))} {both}" for line in commands(block)]
-    folder = workplaces(page)
-    common = {"cwd": folder, "env": environment_of(folder), "text": True}
+    serve, *groups = [f"{shortened(line.replace('29510', port))} {both}" for line in commands(TERMINALS[name])]
+    common = {"cwd": workplace, "env": environment_of(workplace), "text": True}
     lighthouse = subprocess.Popen(["bash", "-c", f"exec {serve}"], stdout=subprocess.PIPE, **common)
     try:
         assert lighthouse.stdout is not None
@@ -165,7 +152,7 @@ def test_replica_groups_in_several_terminals(page, block, workplaces):
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda file: file.name)
-def test_train_configs_resolve_and_train(file, workplaces, tmp_path):
+def test_train_configs_resolve_and_train(file, workplace, tmp_path):
     """Each file as it stands passes every check on its GPUs, and trains with a small model on text that is here."""
     tokenizer = ROOT / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
     ranks = GPUS.get(file.stem, 8)
@@ -174,9 +161,9 @@ def test_train_configs_resolve_and_train(file, workplaces, tmp_path):
     assert code == 0, output
     assert f"{ranks} ranks" in output
     small = [
-        *words, *SMALL, f"--training.dataset_path={workplaces(ROOT) / 'my_text'}", "--model.args.n_layers=2",
+        *words, *SMALL, f"--training.dataset_path={workplace / 'my_text'}", "--model.args.n_layers=2",
         "--model.args.vocab_size=2048", "--training.global_batch_size=2", "--compile.backend=aot_eager",
-        f"--data.cache_folder={workplaces(ROOT) / 'cache'}", "--data.num_workers=0",
+        f"--data.cache_folder={workplace / 'cache'}", "--data.num_workers=0",
         "--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1",
         "--parallelism.pipeline_parallel_degree=1",
     ]  # fmt: skip
