@@ -23,8 +23,8 @@ REPOSITORY = PACKAGE.parent
 TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
 LAYERS = [
-    {"config", "ops", "files", "torch_compat"},
-    {"observe"},
+    {"config", "files", "torch_compat"},
+    {"ops", "observe"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
     {"run"},
     {"trainer"},

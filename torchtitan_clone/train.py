@@ -66,6 +66,7 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
     with stop.raising_at_once():
         from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
+        from torchtitan_clone.run.dry_run import describe_run, one_line_summary
         from torchtitan_clone.run.outcome import TrainingError
         from torchtitan_clone.trainer import Trainer
 
@@ -73,8 +74,6 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
         device = pick_device(launch)
         plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
         if config.job.dry_run or config.comm.mode == "fake_backend":
-            from torchtitan_clone.run.dry_run import describe_run
-
             preflight.check_start(plan)
             sys.stdout.write(describe_run(plan))
             return 0
@@ -91,7 +90,7 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
         with stop.raising_at_once():
             seconds = config.fault_tolerance.process_group_timeout_ms / 1000
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
-    for line in (config.job.description, plan.one_line_summary):
+    for line in (config.job.description, one_line_summary(plan)):
         if line:
             logger.info("%s", line)
     try:

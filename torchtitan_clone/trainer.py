@@ -31,7 +31,7 @@ from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
-from torchtitan_clone.run.plan import CONFIG_FILE
+from torchtitan_clone.run.plan import CONFIG_FILE, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
@@ -81,7 +81,7 @@ class Trainer:
         # 4. What is measured and watched.
         self._timeouts = Timeouts(plan, rank=launch.rank)
         if launch.rank == 0:
-            run.plan.write_config()
+            write_config(run.plan)
         self._stop = StopPolicy(
             stop,
             max_seconds=config.training.max_seconds,
@@ -97,7 +97,7 @@ class Trainer:
         )
         # 5. Must come last: once joined, other replica groups wait for this one's heartbeat.
         replicas = join_run(
-            plan, state=self._state, checkpoints=self._checkpoints, should_stop=self._should_stop_waiting
+            plan, state=self._state, checkpoints=self._checkpoints, timeouts=self._timeouts, stop=self._stop
         )
         self._replicas = replicas if wrap_replica_group is None else wrap_replica_group(replicas)
         self._exporter = Exporter(run.plan, metrics=self._metrics)
@@ -128,11 +128,6 @@ class Trainer:
             if weights is not None:
                 weights.load_into(self.engine.model_tensors(), log_warnings=self._launch.rank == 0)
         init_outer_weights(self._state.outer_weights, parameters=self.engine.parameters)
-
-    def _should_stop_waiting(self) -> bool:
-        """Called while this group waits for others, which is not a hang."""
-        self._timeouts.beat()
-        return self._stop.is_wanted_here()
 
     # ------------------------------------------------------------------ the loop: what happens between two steps
 
@@ -307,12 +302,7 @@ class Trainer:
     def _validate(self, step: int) -> bool:
         """Logs the validation loss; returns False if a request to stop interrupted it."""
         start = time.perf_counter()
-
-        def should_stop() -> bool:
-            self._timeouts.beat()
-            return self._stop.agree()
-
-        result = self._validator.run(self.engine, should_stop=should_stop)
+        result = self._validator.run(self.engine, timeouts=self._timeouts, stop=self._stop)
         if result is not None:
             seconds = time.perf_counter() - start
             self._metrics.log_validation(step, result.loss, validation_targets=result.num_targets, seconds=seconds)

@@ -1,9 +1,19 @@
-"""What --dry-run and comm.mode = "fake_backend" print."""
+"""Descriptions of a run: in one line at its start, and what --dry-run and comm.mode = "fake_backend" print."""
 
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import describe_source
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan
+
+
+def one_line_summary(plan: RunPlan) -> str:
+    """Returns the run in one line."""
+    config, pipeline = plan.config, plan.pipeline_summary
+    return (
+        f"{config.model.name} {config.model.flavor}, {plan.parameter_count:,} parameters, "
+        f"{config.training.steps:,} steps of {plan.global_batch_size:,} sequences x {config.training.seq_len:,} = "
+        f"{plan.tokens_per_step:,} tokens, in {plan.folder}{pipeline and '; ' + pipeline}"
+    )
 
 
 def describe_run(plan: RunPlan) -> str:

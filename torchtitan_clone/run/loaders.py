@@ -23,7 +23,7 @@ from torchtitan_clone.run.plan import RunPlan
 def open_loaders(
     plan: RunPlan, *, dataset: Dataset, rank: int, position: Mapping[str, Any] | None = None
 ) -> tuple[Loader, ValidationLoader | None]:
-    """Opens the training loader at a position of the data (None or empty: the start) and the validation loader, if enabled.
+    """Opens the training loader at a position of the data (None: the start) and, if enabled, the validation loader.
 
     ConfigError where the position belongs to other data and checkpoint.allow_data_change is false.
     """

@@ -127,21 +127,6 @@ class RunPlan:
         seq_len = self.config.training.seq_len
         return self.spec.flops_per_token(self.model_args, seq_len=seq_len, frozen_layers=self.frozen_layers)
 
-    @property
-    def one_line_summary(self) -> str:
-        """The run in one line."""
-        config, pipeline = self.config, self.pipeline_summary
-        return (
-            f"{config.model.name} {config.model.flavor}, {self.parameter_count:,} parameters, "
-            f"{config.training.steps:,} steps of {self.global_batch_size:,} sequences x {config.training.seq_len:,} = "
-            f"{self.tokens_per_step:,} tokens, in {self.folder}{pipeline and '; ' + pipeline}"
-        )
-
-    def write_config(self) -> None:
-        """Writes the resolved configuration into the output folder, atomically."""
-        self.output_folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.output_folder / CONFIG_FILE, to_toml(self.config).encode())
-
 
 def build_plan(
     config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer
@@ -175,3 +160,9 @@ def replica_identity(config: Config) -> str:
     """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
     return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))
+
+
+def write_config(plan: RunPlan) -> None:
+    """Writes the resolved configuration into the output folder, atomically."""
+    plan.output_folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(plan.output_folder / CONFIG_FILE, to_toml(plan.config).encode())

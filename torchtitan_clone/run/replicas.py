@@ -1,21 +1,26 @@
 """How a run joins the other replica groups."""
 
-from collections.abc import Callable
-
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.fault_tolerance.protocol import ReplicaContext, ReplicaGroup, join_replica_group
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.plan import RunPlan, replica_identity
 from torchtitan_clone.run.run_state import RunState
+from torchtitan_clone.run.stopping import StopPolicy
+from torchtitan_clone.run.timeouts import Timeouts
 
 
 def join_run(
-    plan: RunPlan, *, state: RunState, checkpoints: CheckpointManager, should_stop: Callable[[], bool]
+    plan: RunPlan, *, state: RunState, checkpoints: CheckpointManager, timeouts: Timeouts, stop: StopPolicy
 ) -> ReplicaGroup:
-    """Joins the replica groups of the run, or returns the only one; `should_stop` is asked while waiting for others."""
+    """Joins the replica groups of the run, or returns the only one."""
     config = plan.config
     if config.fault_tolerance.enable:
         _warm_up(state)
+
+    def should_stop() -> bool:
+        timeouts.beat()  # waiting for other groups is not a hang
+        return stop.is_wanted_here()
+
     context = ReplicaContext(
         device=state.engine.device,
         step=state.step,

@@ -1,6 +1,5 @@
 """Loss on the held-out documents."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +8,8 @@ from torchtitan_clone.config.schema import Validation
 from torchtitan_clone.data import ValidationLoader
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.stopping import StopPolicy
+from torchtitan_clone.run.timeouts import Timeouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,8 @@ class Validator:
         """Whether the options ask for a validation after this step."""
         return self._options.enable and (step % self._options.freq == 0 or step == self._last_step)
 
-    def run(self, engine: Engine, *, should_stop: Callable[[], bool]) -> ValidationResult | None:
-        """Returns the mean loss; None where `should_stop`, asked after each batch, says so. A collective."""
+    def run(self, engine: Engine, *, timeouts: Timeouts, stop: StopPolicy) -> ValidationResult | None:
+        """Returns the mean loss; None if a request to stop interrupted it. A collective."""
         assert self.loader is not None
         loss_sum = torch.zeros((), device=engine.device)
         num_targets = 0
@@ -40,7 +41,8 @@ class Validator:
             for count, batch in enumerate(self.loader, start=1):
                 loss_sum += engine.forward_backward([batch.to(engine.device)], num_targets=1).loss
                 num_targets += batch.num_targets
-                if should_stop():
+                timeouts.beat()
+                if stop.agree():
                     return None
                 if count == self._options.steps:
                     break
