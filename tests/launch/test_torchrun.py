@@ -24,7 +24,7 @@ if mode == "slow":
     time.sleep(1)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 open(f"started{rank}", "w").write(str(os.getpid()))
-if mode == "configuration":
+if mode == f"configuration{rank}":
     sys.stderr.write("error: a.b = 1\\n")
     os._exit(2)
 if mode == "crash" and rank == 1:
@@ -77,8 +77,9 @@ def alive(pid: int) -> bool:
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_exit_code_2_is_passed_on_without_output(launch):
-    assert finish(launch("configuration")) == (2, "", "error: a.b = 1\n")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_configuration_error_of_a_shown_or_hidden_rank_is_printed_once(launch, rank):
+    assert finish(launch(f"configuration{rank}")) == (2, "", "error: a.b = 1\n")
 
 
 def test_crash_of_a_hidden_rank_prints_one_block(launch):
