@@ -59,7 +59,7 @@ def run(config: Config, *, stop: StopRequest) -> int:
 def _train(config: Config, *, stop: StopRequest) -> int:
     """torch is imported only now, so that a wrong option is reported at once."""
     with stop.ending_at_once():
-        from torchtitan_clone.parallel.runtime import Launch, meet, pick_device, process_group
+        from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
         from torchtitan_clone.trainer import Trainer, TrainingError
 
@@ -87,7 +87,9 @@ def _train(config: Config, *, stop: StopRequest) -> int:
         if line:
             logger.info("%s", line)
     try:
-        goes_on = meet(config.comm, launch=launch, options=_alike(plan), is_stop_wanted=lambda: stop.reason is not None)
+        goes_on = wait_for_all_ranks(
+            config.comm, launch=launch, options=_alike(plan), is_stop_wanted=lambda: stop.reason is not None
+        )
     except TimeoutError as error:
         logger.error("%s", error)
         return 1

@@ -43,14 +43,15 @@ from torchtitan_clone.parallel.forward_backward import (
 )
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
-from torchtitan_clone.parallel.reshard import gather_shard_map, move
-from torchtitan_clone.parallel.runtime import Launch, dump_collectives, set_determinism, set_timeout
+from torchtitan_clone.parallel.reshard import gather_shard_map, transfer
+from torchtitan_clone.parallel.runtime import Launch, set_determinism, set_timeout
 from torchtitan_clone.parallel.stragglers import LINK_NOISE_SECONDS, CollectiveTimer, measure_link
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.hub import EXPORT_FOLDER, InitialWeights, export_files
 from torchtitan_clone.run.preflight import CONFIG_FILE, PreparedRun, RunPlan, open_loaders
 from torchtitan_clone.run.stopping import StopBeforeTraining, StopRequest
+from torchtitan_clone.torch_compat import dump_collectives
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -724,10 +725,11 @@ def move_state(old: dict[str, Tensor], *, parts: list[Any], device: torch.device
         if name.startswith("optimizer/") and parameter is not None and parameter.requires_grad:
             whole = next(iter(holders.values()))
             # As the parameter lies, or where it is another kind of number, on every rank.
-            like = parameter if whole.whole == parameter.shape else torch.empty(whole.whole, device="meta")
+            shape = whole.global_shape
+            like = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
             wanted[name] = like.detach().to(whole.dtype)
     optimizer_state = {}
-    for name, tensor in move(old, sources=sources, wanted=wanted, device=device):
+    for name, tensor in transfer(old, sources=sources, wanted=wanted, device=device):
         if (parameter := parameters.get(name.removeprefix("model/"))) is not None:
             torch.utils.swap_tensors(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
         else:

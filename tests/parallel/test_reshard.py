@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.mesh import build_mesh
-from torchtitan_clone.parallel.reshard import gather_shard_map, move
+from torchtitan_clone.parallel.reshard import gather_shard_map, transfer
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run.preflight import resolved_degrees
 from torchtitan_clone.testing.harness import run_ranks
@@ -41,7 +41,7 @@ def move_through_meshes():
             # On the first tensor's own ranks only, where it is a copy on some of them.
             wanted = {str(i): distribute_tensor(value(i), mesh, [placement]).to("meta") for i in range(COUNT)}
             wanted["step"] = torch.empty((), device="meta")
-            held = dict(move(held, sources=gather_shard_map(held), wanted=wanted, device=CPU))
+            held = dict(transfer(held, sources=gather_shard_map(held), wanted=wanted, device=CPU))
             assert all(tensor.placements == (placement,) for name, tensor in held.items() if name != "step")
         return {name: (t if name == "step" else t.full_tensor()) for name, t in held.items()}
 
@@ -65,7 +65,7 @@ def most_memory(count, size):
         }
         storages = [tensor.untyped_storage() for tensor in old.values()]
         most = 0
-        for _, tensor in move(old, sources=gather_shard_map(old), wanted=wanted, device=CPU):
+        for _, tensor in transfer(old, sources=gather_shard_map(old), wanted=wanted, device=CPU):
             storages.append(tensor.to_local().untyped_storage())
             most = max(most, sum(storage.nbytes() for storage in storages))
         assert not old

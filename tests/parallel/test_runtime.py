@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm
-from torchtitan_clone.parallel.runtime import Launch, meet, process_group, set_timeout
+from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout, wait_for_all_ranks
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.harness import run_ranks
@@ -100,7 +100,9 @@ def meeting(monkeypatch):
     def outcome(rank, options):
         launch = Launch(rank=rank, local_rank=0, world_size=2)
         try:
-            return meet(Comm(init_timeout_seconds=2), launch=launch, options=options, is_stop_wanted=lambda: False)
+            return wait_for_all_ranks(
+                Comm(init_timeout_seconds=2), launch=launch, options=options, is_stop_wanted=lambda: False
+            )
         except (ConfigError, TimeoutError) as error:
             return str(error)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for
-from torchtitan_clone.ops.dtensor_shards import Part, gather_shard_map, local_shard
+from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard
 
 
 class FullTensorGather:
@@ -34,7 +34,7 @@ class FullTensorGather:
         """The tensors of these names as they come out."""
         parts = {name: next(iter(self._parts[name].values())) for name in names}
         return [
-            entry_for(name, dtype=exported_dtype(part.dtype, wanted=self._dtype), shape=part.whole)
+            entry_for(name, dtype=exported_dtype(part.dtype, wanted=self._dtype), shape=part.global_shape)
             for name, part in parts.items()
         ]
 
@@ -65,17 +65,17 @@ def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
     return wanted if dtype.is_floating_point else dtype
 
 
-def _without_copies(parts: Mapping[int, Part]) -> dict[int, Part]:
+def _without_copies(parts: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
     """Of ranks that hold the same, the first; none that holds nothing."""
     chosen: dict[tuple[int, ...], int] = {}
     for rank, part in sorted(parts.items()):
-        if prod(part.size) or not prod(part.whole):
+        if prod(part.size) or not prod(part.global_shape):
             chosen.setdefault(part.offset, rank)
     found = {rank: parts[rank] for rank in chosen.values()}
-    whole = next(iter(found.values())).whole
+    whole = next(iter(found.values())).global_shape
     assert sum(prod(part.size) for part in found.values()) == prod(whole), f"parts are missing: {found}"
     return found
 
 
-def _region(part: Part) -> tuple[slice, ...]:
+def _region(part: TensorShard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(part.offset, part.size, strict=True))

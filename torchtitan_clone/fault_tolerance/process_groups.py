@@ -3,8 +3,9 @@
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torchft
+
+from torchtitan_clone.torch_compat import set_group_timeout
 
 
 class _ConnectsSoon:
@@ -23,7 +24,7 @@ class _ConnectsSoon:
             super().configure(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.set_timeout(self._collective_timeout)
-        self.parent._get_backend(torch.device(self.device))._set_default_timeout(self._collective_timeout)
+        set_group_timeout(self.parent, self._collective_timeout, device_type=self.device)
 
 
 class Gloo(_ConnectsSoon, torchft.ProcessGroupGloo):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torchft
 from torch import Tensor, nn
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.process_groups import PROCESS_GROUPS
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState
@@ -187,7 +188,7 @@ class TorchFTGroup:
         try:
             self._manager.start_quorum()
         except (TimeoutError, RuntimeError) as error:
-            self._manager._quorum_future = None  # it would raise once more
+            torch_compat.forget_failed_quorum(self._manager)
             if isinstance(error, TimeoutError):
                 where = os.environ["TORCHFT_LIGHTHOUSE"]
                 return TimeoutError(f"the lighthouse at {where} is away, or too few are there")
@@ -209,7 +210,7 @@ class TorchFTGroup:
 
         UnlikeGroupsError where it is this one, which has just come, that does not fit.
         """
-        if self._manager._quorum_id == self._quorum_of_identity:
+        if torch_compat.quorum_id(self._manager) == self._quorum_of_identity:
             return None
         is_new = self._quorum_of_identity == -1
         part, parts = self._manager.participating_rank(), self._manager.num_participants()
@@ -231,7 +232,7 @@ class TorchFTGroup:
             )
             is_meant = claim < max(claims[group] for group in range(parts) if ids[group] == own[1])
         else:
-            self._quorum_of_identity = self._manager._quorum_id
+            self._quorum_of_identity = torch_compat.quorum_id(self._manager)
             return None
         if is_meant:
             raise error
@@ -353,7 +354,7 @@ class TorchFTGroup:
 
     def _write(self, **values: Any) -> None:
         step = self._manager.current_step() + (0 if values.get("committed") else 1)
-        row = {"step": step, "quorum": self._manager._quorum_id, "time": time.time()} | values
+        row = {"step": step, "quorum": torch_compat.quorum_id(self._manager), "time": time.time()} | values
         self._records.write(json.dumps(row) + "\n")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import profiler
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.logging import logger
@@ -52,7 +53,7 @@ class _MemoryRecorder:
         self.resume_step = self.step_number = resume_step
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
+        torch_compat.record_memory_history(max_entries=MAX_MEMORY_EVENTS)
 
     def step(self) -> None:
         self.step_number += 1
@@ -62,11 +63,11 @@ class _MemoryRecorder:
     def stop(self, error: BaseException | None) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             self._dump("out_of_memory")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch_compat.stop_memory_history()
 
     def _dump(self, what: str) -> None:
         file = _file(self.folder, step=self.step_number, name=f"rank{self.rank}_{what}.pickle")
-        torch.cuda.memory._dump_snapshot(str(file))
+        torch_compat.dump_memory_snapshot(str(file))
         logger.info("memory snapshot: %s", file)
 
 

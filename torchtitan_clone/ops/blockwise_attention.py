@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from torchtitan_clone import torch_compat
 
 Pieces = Sequence[range]
 
-_aten = torch.ops.aten
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
 """Most queries and most keys of a block. On CPU fewer queries waste less work on keys that they do not see."""
 _HIDDEN = -1e30
@@ -147,7 +147,7 @@ def _cut(block: _Block, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
 
 def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
     """All blocks with something to see, those of the same queries one after another."""
-    if isinstance(like, FakeTensor):
+    if torch_compat.is_fake(like):
         return  # A simulated run has nothing to compute.
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
     for block in _query_blocks(queries, starts_BT, rows=len(like), most=most_queries):
@@ -205,15 +205,13 @@ def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | 
 def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool) -> Any:
     """Attention of one block: out [B, N, t, H] and lse [B, N, t]."""
     if q_BNtH.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias
-        )
+        return torch_compat.cpu_flash_attention(q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias)
     if bias is None and q_BNtH.dtype != torch.float32:
-        return _aten._scaled_dot_product_flash_attention(q_BNtH, k_BKsH, v_BKsH, 0.0, causal)[:2]
+        return torch_compat.flash_attention(q_BNtH, k_BKsH, v_BKsH, 0.0, causal)[:2]
     groups = q_BNtH.shape[1] // k_BKsH.shape[1]
     k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
     bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
-    out_BNtH, lse_BNt, *_ = _aten._scaled_dot_product_efficient_attention(
+    out_BNtH, lse_BNt, *_ = torch_compat.efficient_attention(
         q_BNtH, k_BNsH, v_BNsH, bias, True, is_causal=causal
     )  # fmt: skip
     return out_BNtH, lse_BNt[..., : q_BNtH.shape[2]]
@@ -232,13 +230,13 @@ def _backward(
 ) -> Any:
     """Gradients of one block by queries, keys and values; `out` and `lse` may be those over more keys."""
     if q_BNtH.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return torch_compat.cpu_flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, 0.0, causal, attn_mask=bias
         )
     t, s = q_BNtH.shape[2], k_BKsH.shape[2]
     if bias is None and q_BNtH.dtype != torch.float32:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BNtH.device)
-        return _aten._scaled_dot_product_flash_attention_backward(
+        return torch_compat.flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt.contiguous(), None, None, t, s, 0.0, causal,
             no_dropout, no_dropout,
         )  # fmt: skip
@@ -248,7 +246,7 @@ def _backward(
     # The kernel reads lse in steps of 32 queries.
     lse_BNt = F.pad(lse_BNt, (0, -t % 32), value=torch.inf).contiguous()
     no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNtH.device)
-    q_grad, k_grad, v_grad, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    q_grad, k_grad, v_grad, _ = torch_compat.efficient_attention_backward(
         grad_BNtH, q_BNtH, k_BNsH, v_BNsH, bias, out_BNtH, lse_BNt, no_dropout, no_dropout, 0.0,
         [True, True, True, False], causal,
     )  # fmt: skip

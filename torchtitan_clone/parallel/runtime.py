@@ -1,6 +1,5 @@
-"""The process group, the device and the settings of torch that hold for the whole process."""
+"""The default process group, the device, and the settings of torch that apply to the whole process."""
 
-import json
 import logging
 import os
 import time
@@ -14,16 +13,17 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.torch_compat import process_groups, set_group_timeout
 
 logger = logging.getLogger("torchtitan_clone")
 
-TOLD_AFTER_SECONDS = 10
-"""Of waiting for other ranks."""
+LOG_WAIT_AFTER_SECONDS = 10
+"""Seconds of waiting for other ranks after which the wait is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Where this process stands among its peers, as torchrun's environment variables say; alone without them."""
+    """Rank and world size of this process, as torchrun's environment variables give them."""
 
     rank: int
     local_rank: int
@@ -31,98 +31,102 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """Reads RANK, LOCAL_RANK and WORLD_SIZE."""
-        rank, local_rank, world_size = (int(os.environ.get(k, d)) for k, d in
-                                        (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")))  # fmt: skip
-        return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
+        """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this is the only process."""
+        return Launch(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        )
 
 
 def pick_device(launch: Launch) -> torch.device:
-    """This process's GPU, or the CPU where there is none."""
+    """Returns this process's GPU, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", launch.local_rank)
 
 
-def meet(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
-    """Waits until all ranks are here; False on all of them where one was asked to stop before that.
+def wait_for_all_ranks(
+    comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]
+) -> bool:
+    """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
-    ConfigError on all of them where they have not all these `options`, which name what every rank must have alike;
-    TimeoutError where some do not come. torch's own wait, which follows, hears no signal: a rank that is in it would be
-    left there by one that is not.
+    `options` are lines that must be the same on every rank. Raises ConfigError on all ranks where they differ, and
+    TimeoutError where a rank does not start within comm.init_timeout_seconds.
+
+    torch's own wait, in init_process_group(), does not react to signals: a rank in it would be left behind by one that
+    stops.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    mine = "\n".join(options)
-    firsts = store.compare_set("torchtitan_clone/options", "", mine).decode()
-    store.add("torchtitan_clone/unlike", int(firsts != mine))
+    own_options = "\n".join(options)
+    first_options = store.compare_set("torchtitan_clone/options", "", own_options).decode()
+    store.add("torchtitan_clone/unlike", int(first_options != own_options))
     store.add("torchtitan_clone/present", 1)
-    start, is_told, present = time.monotonic(), False, 0
+    start = time.monotonic()
+    is_logged = False
+    present = 0
     while (seconds := time.monotonic() - start) < comm.init_timeout_seconds:
         present = store.add("torchtitan_clone/present", 0)
         if present == launch.world_size or is_stop_wanted():
             if store.add("torchtitan_clone/unlike", 0):
-                raise ConfigError(_describe_unlike(mine, firsts))
-            # The first to have an opinion decides for all.
-            opinion = "start" if present == launch.world_size else "stop"
-            return store.compare_set("torchtitan_clone/verdict", "", opinion) == b"start"
-        if seconds > TOLD_AFTER_SECONDS and not is_told:
-            is_told = True
-            logger.info("%d of %d ranks are here; waiting for the others", present, launch.world_size)
+                raise ConfigError(_describe_difference(own_options, first_options))
+            # The first rank to get here decides for all.
+            own_verdict = "start" if present == launch.world_size else "stop"
+            return store.compare_set("torchtitan_clone/verdict", "", own_verdict) == b"start"
+        if seconds > LOG_WAIT_AFTER_SECONDS and not is_logged:
+            is_logged = True
+            logger.info("%d of %d ranks have started; waiting for the others", present, launch.world_size)
         time.sleep(0.02)
     raise TimeoutError(
         f"{present} of {launch.world_size} ranks came within comm.init_timeout_seconds = {comm.init_timeout_seconds}"
     )
 
 
-def _describe_unlike(mine: str, others: str) -> str:
-    own = [line for line in mine.splitlines() if line not in others.splitlines()]
-    found = f": {', '.join(own)} here, otherwise elsewhere" if own else ""
+def _describe_difference(own: str, others: str) -> str:
+    lines = [line for line in own.splitlines() if line not in others.splitlines()]
+    found = f": {', '.join(lines)} here, otherwise elsewhere" if lines else ""
     return f"the nodes were started with different options{found}; start all with the same files and arguments"
 
 
 @contextmanager
 def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for CUDA tensors; one process needs no torchrun."""
+    """Creates the default process group: gloo for CPU tensors, NCCL for CUDA tensors. One process needs no torchrun."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Read when the first group is made: how many collectives the flight recorder remembers.
+    # Read when the first group is made: the number of collectives that the flight recorder keeps.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-    options = {
-        "backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        "timeout": timedelta(seconds=comm.init_timeout_seconds),
-    }
-    if "RANK" in os.environ:  # $MASTER_ADDR alone may be there for other reasons, for example in a Slurm job
-        dist.init_process_group(**options)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    if "RANK" in os.environ:  # $MASTER_ADDR alone may be set for other reasons, for example in a Slurm job
+        dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(store=dist.HashStore(), rank=launch.rank, world_size=launch.world_size, **options)
-    # Not torn down after an error: that may wait for a rank that is gone, and the process ends anyway.
+        store = dist.HashStore()
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size
+        )
+    # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
     dist.destroy_process_group()
 
 
-def dump_collectives() -> bytes:
-    """The last collectives of this process, as torch's flight recorders have them: JSON. NCCL has one of its own."""
-    from torch._C import _distributed_c10d
-
-    recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the latter not in torch for CPUs
-    dumps = {name: getattr(_distributed_c10d, dump, None) for name, dump in recorders.items()}
-    return json.dumps({name: json.loads(dump()) for name, dump in dumps.items() if dump}).encode()
 
 
 def set_timeout(seconds: int) -> None:
-    """Longest wait for a collective from now on: short where nothing slow remains, to find a rank that hangs."""
-    for group in list(dist.distributed_c10d._world.pg_map):  # those of the axes too
-        for backend in {group._get_backend(torch.device(kind)) for kind in group._device_types}:
-            backend._set_default_timeout(timedelta(seconds=seconds))
+    """Sets how long later collectives may take, in all process groups.
+
+    A short timeout finds a rank that hangs, once nothing slow such as compilation remains.
+    """
+    for group in process_groups():
+        set_group_timeout(group, timedelta(seconds=seconds))
 
 
 def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
-    """Seeds torch's generators, and with `debug.deterministic` forbids algorithms whose result varies.
+    """Seeds torch's generators; with `debug.deterministic` forbids algorithms whose results vary.
 
-    Ranks that hold other tokens or layers draw other numbers, those of one `tp` group, the mesh's innermost axis, the
-    same: what they hold alike must stay alike. (For shards of one tensor DTensor has an offset of its own.)
+    Ranks with different tokens or layers draw different numbers. Ranks of one `tp` group, the innermost axis of the
+    mesh, draw equal ones, since tensors that they replicate must stay equal. (For shards DTensor adds an offset.)
     """
     torch.manual_seed(debug.seed + launch.rank // tensor_degree)
     if debug.deterministic:

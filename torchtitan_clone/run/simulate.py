@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_clone.config import Config
 from torchtitan_clone.ops.cross_entropy import build_loss
@@ -24,6 +22,7 @@ from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run.preflight import RunPlan
+from torchtitan_clone.torch_compat import fake_tensors, init_fake_process_group
 from torchtitan_clone.trainer import build_step, parallelized_part
 
 CPU = torch.device("cpu")
@@ -82,7 +81,7 @@ def _pretended_ranks(plan: RunPlan) -> Iterator[Mesh]:
     """The mesh as rank 0 sees it, with peers that are not there."""
     # Of a rank without peers torch would say that it uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    dist.init_process_group("fake", rank=0, world_size=plan.world_size, store=FakeStore())
+    init_fake_process_group(world_size=plan.world_size)
     try:
         yield build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type="cpu")
     finally:
@@ -97,7 +96,7 @@ def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
     training = plan.config.training
     parts = _parts(plan, mesh)
     loss_fn = build_loss(chunk_tokens=training.loss_chunk_tokens, compile_backend=None)
-    with FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace(mesh.group_names()) as trace:
+    with fake_tensors(), CollectiveTrace(mesh.group_names()) as trace:
         for part in parts:
             part.to_empty(device=CPU)
             part.init_buffers(CPU)
