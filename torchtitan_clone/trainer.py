@@ -38,9 +38,8 @@ from torchtitan_clone.parallel.apply import apply_parallelism, named_parameters
 from torchtitan_clone.parallel.forward_backward import (
     ForwardBackward,
     build_forward_backward,
-    clip_gradients,
-    sum_over_ranks,
 )
+from torchtitan_clone.parallel.gradients import clip_gradients, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
 from torchtitan_clone.parallel.reshard import gather_shard_map, transfer
@@ -305,13 +304,13 @@ class Trainer:
         (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if self._mesh.is_loss_leader else 0]))
         lr_factor = self._lr_factor(step)
         self.optimizer.set_lr_factor(lr_factor)
-        local_loss = self._forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
+        output = self._forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(self.parameters.values())
         norm = clip_gradients(self.parameters.values(), max_norm=training.max_norm)
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
         save_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
-        own_loss = local_loss.item() if self._mesh.is_loss_leader else 0.0
+        own_loss = output.loss.item() if self._mesh.is_loss_leader else 0.0
         loss, stops, overdue = sum_over_ranks([own_loss, self._wants_to_stop(), save_overdue])
         (loss,) = replicas.sum([loss])
         healthy = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -471,7 +470,7 @@ class Trainer:
         num_targets = 0
         with torch.no_grad():
             for count, batch in enumerate(self._validation_loader, start=1):
-                loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1)
+                loss_sum += self._forward_backward([batch.to(self._device)], num_targets=1).loss
                 num_targets += batch.num_targets
                 self._watch.moved(timeout_seconds=self._timeout_seconds)
                 if self._agree_to_stop():

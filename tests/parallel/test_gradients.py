@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX, build_loss
 from torchtitan_clone.parallel.apply import named_parameters
-from torchtitan_clone.parallel.forward_backward import build_forward_backward, clip_gradients, sum_over_ranks
+from torchtitan_clone.parallel.forward_backward import build_forward_backward
+from torchtitan_clone.parallel.gradients import clip_gradients, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -51,10 +52,10 @@ def parallel_gradients(argv):
         batch = masked(next(run.loader), first_row=first_row, tokens=tokens)
         (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
         step = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=device)
-        local_loss = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
+        output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
         gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
         norm = clip_gradients(parameters.values(), max_norm=1e9)
-        return sum_over_ranks([local_loss.item() * mesh.is_loss_leader])[0], norm.item(), gradients
+        return sum_over_ranks([output.loss.item() * mesh.is_loss_leader])[0], norm.item(), gradients
 
 
 def plain_gradients(argv):

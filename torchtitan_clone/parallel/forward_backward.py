@@ -1,16 +1,20 @@
-"""How one forward and backward runs, and what becomes of its gradients."""
+"""Runs forward and backward of one step: the plain builder here, the pipelined one in pipeline.py.
 
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
-from typing import Any, Protocol
+Legend: B batch, T tokens, A auxiliary terms of the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.ops.dtensor_shards import local_shard
+T = TypeVar("T")
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden_BTD, weight_VD, targets_BT) -> the sum of the loss over targets; see ops/cross_entropy.py."""
 
 
 class Rows(Protocol):
@@ -26,88 +30,110 @@ class Rows(Protocol):
     def targets_BT(self) -> Tensor: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What one forward and backward returns, detached: this rank's share, to be summed over the ranks of the loss.
+
+    Attributes:
+        loss: sum of the loss over this rank's tokens, divided by the targets of the global batch. []
+        auxiliary: the same for each auxiliary term of the model, by name and without its coefficient. []
+    """
+
+    loss: Tensor
+    auxiliary: dict[str, Tensor]
+
+
 class ForwardBackward(Protocol):
     """Runs micro-batches forward and, unless gradients are off, backward.
 
-    Gradients of the sum of losses over `num_targets` add up in the parameters; the returned loss is this rank's
-    share of it, detached. With gradients off it is validation.
+    Accumulates in the parameters the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, where
+    loss and terms are sums over tokens. With gradients off it is validation.
     """
 
-    def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> Tensor: ...
+    def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput: ...
 
 
-def build_forward_backward(
-    model: nn.Module, *, loss_fn: Callable[..., Tensor], device: torch.device
-) -> ForwardBackward:
-    """The plain way: the whole model on this rank, one micro-batch after the other."""
+def auxiliary_terms(model: nn.Module) -> Mapping[str, float]:
+    """Returns the coefficient of each auxiliary term by name, in the order in which the model returns their sums.
 
-    def run(microbatches: Iterable[Any], *, num_targets: int) -> Tensor:
-        total = torch.zeros((), device=device)
+    A model without the attribute `auxiliary` has none.
+    """
+    terms = getattr(model, "auxiliary", {})
+    assert isinstance(terms, Mapping)
+    return terms
+
+
+class Objective:
+    """Turns what a model returns with a loss function into the scalar that backward starts from, and adds it up.
+
+    A model without auxiliary terms returns the loss [], another one the loss and the terms [1 + A]; all are sums.
+    """
+
+    def __init__(self, auxiliary: Mapping[str, float], *, device: torch.device):
+        self._names = list(auxiliary)
+        self._weights = torch.tensor([1.0, *auxiliary.values()], device=device)
+        self._shape = (1 + len(auxiliary),) if auxiliary else ()
+        self._num_targets = 1
+        self._total = torch.zeros(self._shape, device=device)
+        self._means_of_pass: list[Tensor] = []
+
+    def begin_step(self, *, num_targets: int) -> None:
+        """Starts from zero; what is added from now on is divided by `num_targets`."""
+        self._num_targets = num_targets
+        self._total = torch.zeros_like(self._total)
+        self._means_of_pass = []
+
+    def add(self, sums: Tensor) -> Tensor:
+        """Adds a micro-batch, whose sums are [] or [1 + A], and returns its objective []."""
+        means = sums / self._num_targets
+        self._means_of_pass.append(means.detach())
+        return means @ self._weights if self._names else means
+
+    def end_pass(self) -> None:
+        """Ends a pass of one micro-batch or of several; a rank without the last pipeline stage has none."""
+        if self._means_of_pass:
+            self._total += reduce(torch.add, self._means_of_pass)
+            self._means_of_pass = []
+
+    def output(self) -> StepOutput:
+        """Returns the totals of the step."""
+        if not self._names:
+            return StepOutput(loss=self._total, auxiliary={})
+        loss, *terms = self._total.unbind()
+        return StepOutput(loss=loss, auxiliary=dict(zip(self._names, terms, strict=True)))
+
+
+def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
+    """Returns the plain step: the full model on this rank, one micro-batch after the other."""
+    objective = Objective(auxiliary_terms(model), device=device)
+
+    def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
+        objective.begin_step(num_targets=num_targets)
         for rows, is_last in _with_last(microbatches):
             if isinstance(model, FSDPModule):
                 # Gradients are reduced over ranks once, after the last micro-batch.
                 model.set_requires_gradient_sync(is_last)
-            loss_sum = model(
+            sums = model(
                 rows.tokens_BT,
                 positions_BT=rows.positions_BT,
                 documents_BT=rows.documents_BT,
                 targets_BT=rows.targets_BT,
                 loss_fn=loss_fn,
             )
-            loss = loss_sum / num_targets
+            mean = objective.add(sums)
             if torch.is_grad_enabled():
-                loss.backward()
-            total += loss.detach()
-        return total
+                mean.backward()
+            objective.end_pass()
+        return objective.output()
 
     return run
 
 
-def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each item, and whether it is the last; one is read ahead."""
+def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yields each item, and whether it is the last one; reads one ahead."""
     iterator = iter(items)
     current = next(iterator)
     for following in iterator:
         yield current, False
         current = following
     yield current, True
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:
-    """Scales all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
-
-    A collective over all ranks: a parameter may be whole, or a shard on any axis, or live on some pipeline stages only.
-    """
-    parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [local_shard(gradient) for gradient in gradients]
-    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    if local:  # a rank whose blocks are all frozen has none
-        # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
-        norms = torch.stack(torch._foreach_norm(local, 2, torch.float64))
-        # What several ranks hold alike counts once, so that one sum over all ranks is enough for every mesh.
-        copies = torch.tensor([_copies(g) for g in gradients], dtype=torch.float64).to(norms.device, non_blocking=True)
-        squares = (norms.square() / copies).sum()
-    if dist.get_world_size() > 1:
-        dist.all_reduce(squares)
-    norm = squares.sqrt().float()
-    if local:
-        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-def _copies(gradient: Tensor) -> int:
-    """How many ranks hold the same part of this gradient."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return prod(size for size, placement in sizes if placement.is_replicate())
-
-
-def sum_over_ranks(values: list[float]) -> list[float]:
-    """Sums each number over all ranks; a collective on the CPU, so that no device waits for it."""
-    if dist.get_world_size() == 1:
-        return values
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()

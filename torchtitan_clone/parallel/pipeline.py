@@ -1,67 +1,41 @@
-"""Pipeline parallelism: the layers spread over ranks, through which micro-batches follow one another.
+"""Pipeline parallelism: the layers of the model are spread over ranks, and micro-batches pass through them in turn.
 
-torch.distributed.pipelining runs the schedule; here stand the stages it runs, and how long its ranks wait. It takes
-half a second to import, so this file is imported only where there is a pipeline.
-Legend: B batch rows, T tokens, D model.
+torch.distributed.pipelining runs the schedule; here are the stages that it runs, and the time that ranks wait. Its
+import takes half a second, so this file is imported only where there is a pipeline.
+
+Legend: B batch rows, T tokens, D model, A auxiliary terms of the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.parallel.forward_backward import ForwardBackward, Rows
+from torchtitan_clone.parallel.forward_backward import (
+    ForwardBackward,
+    LossFn,
+    Objective,
+    Rows,
+    StepOutput,
+    auxiliary_terms,
+)
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages
+from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
+
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Stage(PipelineStage):
-    """torch's stage, put right for schedules that turn back and for frozen stages."""
-
-    def __init__(self, *args: Any, frozen_stages: int, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._is_frozen = self.stage_index < frozen_stages
-        self._is_behind_frozen = 0 < self.stage_index <= frozen_stages
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        # Where the input needs no gradient torch would lose the weights' gradients in a backward of two halves.
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._is_behind_frozen, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self._is_behind_frozen:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-    # Where there are no gradients none go to the stage before on the same rank; torch's asserts that there are.
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else None
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        # A simulated rank has no neighbours whose vote it could read; all shapes are given, which is what is voted on.
-        return torch.tensor(1) if dist.get_backend() == "fake" else super()._warmup_backward_result(*args, **kwargs)
-
-    # Before 2.13 torch sends gradients to frozen stages too.
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return [] if self._is_frozen else super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self._is_behind_frozen:
-            return super().get_bwd_send_ops(bwd_chunk_id)
-        self.bwd_cache.pop(bwd_chunk_id, None)
-        return []
+class _Stage(PipelineStageFixes, PipelineStage):
+    """A stage of the pipeline."""
 
 
 def build_pipelined_forward_backward(
@@ -71,79 +45,119 @@ def build_pipelined_forward_backward(
     frozen_stages: int,
     parallelism: Parallelism,
     mesh: Mesh,
-    loss_fn: Callable[..., Tensor],
+    loss_fn: LossFn,
     dim: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> ForwardBackward:
-    """The pipelined way: each micro-batch of a pass is cut into the pipeline's own.
+    """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
-    `parts` are this rank's stages, `dim` and `dtype` the size and the type of what passes between two stages. Behind
-    the first `frozen_stages` no gradient is asked for or sent.
+    `parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients stop at
+    the first `frozen_stages` stages.
     """
+    auxiliary = auxiliary_terms(parts[0])
+    objective = Objective(auxiliary, device=device)
+    count = len(stages.ranks)
 
     @cache
-    def schedule_for(rows: int, tokens: int, trains: bool) -> Any:
+    def schedule_for(rows: int, tokens: int, trains: bool) -> PipelineSchedule:
         # One for each shape, and one for each of training and validation: torch's keep the buffers of their first use.
-        count = parallelism.pipeline_parallel_microbatch_size
-        tokens_BT = torch.empty(count, tokens, dtype=torch.int64, device="meta")
-        shape = (count, tokens // mesh.tp.size(), dim)
-
-        def hidden_BTD(stage: int) -> Tensor:
-            """What the stage hands on."""
-            return torch.empty(shape, dtype=dtype, device="meta", requires_grad=trains and stage >= frozen_stages)
-
-        loss = torch.empty((), device="meta", requires_grad=trains)
-        last = len(stages.ranks) - 1
-        pipeline_stages = [
+        size = parallelism.pipeline_parallel_microbatch_size
+        tensors = _StageTensors(
+            tokens_shape=(size, tokens),
+            hidden_shape=(size, tokens // mesh.tp.size(), dim),
+            dtype=dtype,
+            num_terms=len(auxiliary),
+            num_stages=count,
+            frozen_stages=frozen_stages if trains else count,
+        )
+        pipeline_stages: list[PipelineStage] = [
             _Stage(
                 part,
                 index,
-                last + 1,
+                count,
                 device,
-                input_args=hidden_BTD(index - 1) if index else tokens_BT,
-                output_args=hidden_BTD(index) if index < last else loss,
+                input_args=tensors.inputs_of(index),
+                output_args=tensors.outputs_of(index),
                 group=mesh.pp.get_group(),
                 frozen_stages=frozen_stages,
             )
             for index, part in zip(stages.of_rank(mesh.pp.get_local_rank()), parts, strict=True)
         ]
-        return _build_schedule(pipeline_stages, parallelism=parallelism, microbatches=rows // count)
+        return _build_schedule(
+            pipeline_stages, parallelism=parallelism, microbatches=rows // size, objective=objective.add
+        )
 
-    def run(microbatches: Iterable[Rows], *, num_targets: int) -> Tensor:
-        total = torch.zeros((), device=device)
+    def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         trains = torch.is_grad_enabled()
-
-        def mean_loss(*args: Tensor) -> Tensor:
-            return loss_fn(*args) / num_targets
-
+        objective.begin_step(num_targets=num_targets)
         for rows in microbatches:
             schedule = schedule_for(*rows.tokens_BT.shape, trains)
-            inputs = {"positions_BT": rows.positions_BT, "targets_BT": rows.targets_BT, "loss_fn": mean_loss}
+            inputs: dict[str, Any] = {
+                "positions_BT": rows.positions_BT,
+                "targets_BT": rows.targets_BT,
+                "loss_fn": loss_fn,
+            }
             if rows.documents_BT is not None:
                 inputs["documents_BT"] = rows.documents_BT
-            losses: list[Tensor] = []
             step = schedule.step if trains else schedule.eval
-            step(rows.tokens_BT, target=rows.targets_BT, losses=losses, return_outputs=False, **inputs)
-            total += sum(loss.detach() for loss in losses)
-        return total
+            step(rows.tokens_BT, target=rows.targets_BT, return_outputs=False, **inputs)
+            objective.end_pass()
+        return objective.output()
 
     return run
 
 
-def _build_schedule(stages: list[Any], *, parallelism: Parallelism, microbatches: int) -> Any:
-    # The last stage's output is the loss. It is a sum already, so that gradients are not to be divided.
-    options = {"n_microbatches": microbatches, "loss_fn": lambda loss, _target: loss, "scale_grads": False}
+@dataclass(frozen=True, kw_only=True)
+class _StageTensors:
+    """Shapes and dtypes of what one micro-batch passes between stages, as tensors on the meta device."""
+
+    tokens_shape: tuple[int, int]
+    hidden_shape: tuple[int, int, int]
+    dtype: torch.dtype
+    num_terms: int
+    num_stages: int
+    frozen_stages: int
+
+    def inputs_of(self, stage: int) -> tuple[Tensor, ...]:
+        """Returns the tokens [B, T] for the first stage; for others hidden_BTD, and sums_A if there are terms."""
+        if stage == 0:
+            return (torch.empty(self.tokens_shape, dtype=torch.int64, device="meta"),)
+        return self.outputs_of(stage - 1)
+
+    def outputs_of(self, stage: int) -> tuple[Tensor, ...]:
+        """Returns what the next stage gets; for the last stage the loss [], or the loss and the terms [1 + A]."""
+        has_gradient = stage >= self.frozen_stages
+        if stage == self.num_stages - 1:
+            shape = (1 + self.num_terms,) if self.num_terms else ()
+            return (torch.empty(shape, device="meta", requires_grad=has_gradient),)
+        hidden_BTD = torch.empty(self.hidden_shape, dtype=self.dtype, device="meta", requires_grad=has_gradient)
+        if not self.num_terms:
+            return (hidden_BTD,)
+        return hidden_BTD, torch.empty(self.num_terms, device="meta", requires_grad=has_gradient)
+
+
+def _build_schedule(
+    stages: list[PipelineStage],
+    *,
+    parallelism: Parallelism,
+    microbatches: int,
+    objective: Callable[[Tensor], Tensor],
+) -> PipelineSchedule:
+    # The objective is a sum already, so that gradients are not to be divided.
+    options: dict[str, Any] = {
+        "n_microbatches": microbatches,
+        "loss_fn": lambda sums, _target: objective(sums),
+        "scale_grads": False,
+    }
     if path := parallelism.pipeline_parallel_schedule_csv:
-        schedule = _PipelineScheduleRuntime(stages, **options)
-        schedule._load_csv(path)
-        return schedule
+        return schedule_from_file(path, stages=stages, **options)
     schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
     return schedule_class(stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0], **options)
 
 
 def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) -> str:
-    """The pipeline in one line, for passes of so many rows. ConfigError as bubble_fraction() says."""
+    """Describes the pipeline in one line, for passes of `rows` rows. Raises ConfigError as bubble_fraction()."""
     name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     microbatches = rows // parallelism.pipeline_parallel_microbatch_size
     idle = bubble_fraction(parallelism, stages=stages, microbatches=microbatches)
@@ -154,22 +168,28 @@ def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) ->
 
 
 def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
-    """The pipeline's bubble: which share of a pass its ranks wait for one another, all stages taken to be equal.
+    """Returns the fraction of a pass in which ranks wait for one another, if all stages take equally long.
 
-    A backward counts for two forwards, its half for inputs or weights for one; sending counts for nothing.
-    ConfigError for a schedule file whose actions are incomplete or wait for one another in a circle.
+    A backward takes as long as two forwards, and each half of it as long as one; communication takes no time. Raises
+    ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
     """
     ranks = parallelism.pipeline_parallel_degree
     path = parallelism.pipeline_parallel_schedule_csv
     if not path and SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank == 1:
         return (ranks - 1) / (microbatches + ranks - 1)
-    # What a schedule asks of stages to plan its order, without process groups.
-    places = [
+    # What a schedule reads of stages to plan its order, without process groups.
+    stand_ins = [
         SimpleNamespace(stage_index=stage, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
         for stage in stages.of_rank(0)
     ]
     try:
-        schedule = _build_schedule(places, parallelism=parallelism, microbatches=microbatches)
+        schedule = _build_schedule(
+            cast("list[PipelineStage]", stand_ins),
+            parallelism=parallelism,
+            microbatches=microbatches,
+            objective=torch.sum,
+        )
+        assert isinstance(schedule, PipelineScheduleMulti)
         return _bubble_fraction(schedule.pipeline_order, last_stage=len(stages.ranks) - 1)
     except (AssertionError, ValueError, RuntimeError) as error:
         if not path:
@@ -181,15 +201,39 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
         ) from None
 
 
+class _Kind(Protocol):
+    """Kind of an action: F forward, B backward, I and W its halves for inputs and weights."""
+
+    @property
+    def value(self) -> str: ...
+
+
+class _Action(Protocol):
+    """One action of a schedule, such as 0F1: forward of stage 0 on micro-batch 1."""
+
+    @property
+    def stage_index(self) -> int: ...
+    @property
+    def computation_type(self) -> _Kind: ...
+    @property
+    def microbatch_index(self) -> int | None: ...
+    @property
+    def sub_actions(self) -> "tuple[_Action, ...] | None": ...
+
+
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+_Ends = Mapping[tuple[str, int, int | None], int]
+"""When a phase of a stage on a micro-batch ends."""
 
 
-def _bubble_fraction(order: Mapping[int, Sequence[Any]], *, last_stage: int) -> float:
-    """The same for the actions of each rank in their order; None among them is no action."""
-    waiting = {rank: [part for action in line if action for part in action.sub_actions or [action]]
-               for rank, line in order.items()}  # fmt: skip
+def _bubble_fraction(order: Mapping[int, Sequence[_Action | None]], *, last_stage: int) -> float:
+    """Returns the same for the actions of each rank in their order; None among them is no action."""
+    waiting = {
+        rank: [part for action in line if action for part in action.sub_actions or [action]]
+        for rank, line in order.items()
+    }
     work = sum(_COST[action.computation_type.value] for line in waiting.values() for action in line)
-    ends: dict[tuple[str, int, int], int] = {}
+    ends: dict[tuple[str, int, int | None], int] = {}
     clock = dict.fromkeys(waiting, 0)
     while any(waiting.values()):
         done = len(ends)
@@ -204,13 +248,15 @@ def _bubble_fraction(order: Mapping[int, Sequence[Any]], *, last_stage: int) -> 
 
 
 def _phase(kind: str) -> str:
-    """Forward, backward or weights: what the stage before waits for is the whole backward or its half for inputs."""
+    """Returns "I" for a backward: the previous stage waits for gradients of inputs only."""
     return {"B": "I"}.get(kind, kind)
 
 
-def _start(action: Any, *, ends: Mapping[tuple[str, int, int], int], last_stage: int) -> int | None:
-    """The earliest time at which an action has what it needs; None where that is not yet known."""
-    phase, stage, microbatch = _phase(action.computation_type.value), action.stage_index, action.microbatch_index
+def _start(action: _Action, *, ends: _Ends, last_stage: int) -> int | None:
+    """Returns the earliest time at which an action has its inputs; None where that is not known yet."""
+    phase = _phase(action.computation_type.value)
+    stage = action.stage_index
+    microbatch = action.microbatch_index
     if phase == "F":
         return ends.get(("F", stage - 1, microbatch)) if stage else 0
     if phase == "W":

@@ -46,9 +46,7 @@ def pick_device(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-def wait_for_all_ranks(
-    comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]
-) -> bool:
+def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
     `options` are lines that must be the same on every rank. Raises ConfigError on all ranks where they differ, and
@@ -103,14 +101,10 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
         dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()
-        dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size
-        )
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
     # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
     dist.destroy_process_group()
-
-
 
 
 def set_timeout(seconds: int) -> None:
