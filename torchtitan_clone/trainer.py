@@ -4,19 +4,17 @@ What a step does is written in `Trainer.train_step`; when something happens betw
 """
 
 import gc
-import json
 import logging
 import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,7 +23,7 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.data import Batch
-from torchtitan_clone.fault_tolerance.health import Heartbeat, describe_slow_links, describe_stragglers, step_breakdown
+from torchtitan_clone.fault_tolerance.health import Heartbeat
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState, build_replicas
 from torchtitan_clone.observe.flops import peak_flops_per_second
@@ -44,8 +42,8 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh, describe_mesh
 from torchtitan_clone.parallel.reshard import gather_shard_map, transfer
 from torchtitan_clone.parallel.runtime import Launch, set_determinism, set_timeout
-from torchtitan_clone.parallel.stragglers import LINK_NOISE_SECONDS, CollectiveTimer, measure_link
-from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.parallel.stragglers import StragglerMonitor
+from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.hub import EXPORT_FOLDER, InitialWeights, export_files
 from torchtitan_clone.run.preflight import CONFIG_FILE, PreparedRun, RunPlan, open_loaders
@@ -165,6 +163,12 @@ class Trainer:
             compile_backend=config.compile.backend if compile_loss else None,
         )
         self._forward_backward = build_step(parts, plan=plan, mesh=mesh, loss_fn=loss_fn, device=self._device)
+        self._stragglers = StragglerMonitor(
+            config.comm,
+            launch=self._launch,
+            device=self._device,
+            can_time_collectives=not config.compile.enable and plan.degrees.pp == 1,
+        )
 
     def _enter_phase_of(self, step: int) -> bool:
         """Freezes blocks, and builds the mesh anew, where training.freeze_schedule says so; whether it did.
@@ -215,9 +219,9 @@ class Trainer:
                 if is_new := self._enter_phase_of(self._progress.step + 1):
                     interval = _Interval()
                 step = self._progress.step + 1
-                clock, start = self._build_clock(step), time.perf_counter()
+                timer, start = self._stragglers.timer(step), time.perf_counter()
                 try:
-                    with self._maybe_trace(attempts == 1), clock or nullcontext():
+                    with self._trace(attempts == 1), timer or nullcontext():
                         result = self.train_step(step)
                 except StepInterrupted:
                     self._replicas.commit(healthy=False)
@@ -229,8 +233,11 @@ class Trainer:
                 if is_new or attempts == 1:
                     self._set_timeout(self._config.comm.train_timeout_seconds)
                     self._checkpoints.prepare()
-                if self._is_report_due(step):
-                    self._report_stragglers(clock, data_seconds=result.data_seconds)
+                for line in self._stragglers.report(
+                    step, timer=timer, data_seconds=result.data_seconds, total_seconds=self._step_seconds
+                ):
+                    if self._metrics.active:
+                        logger.warning("step %d: %s", self._progress.step, line)
                 if not result.committed:
                     self._forget_steps(step - self._progress.step)
                     continue
@@ -391,31 +398,6 @@ class Trainer:
         self._set_timeout(before)
         self._watch.moved(timeout_seconds=before)
 
-    def _build_clock(self, step: int) -> CollectiveTimer | None:
-        """What measures the communication of this step; None for most. It would unpack compiled code and pipelines."""
-        unpacks = self._config.compile.enable or self._shape.degrees.pp > 1
-        return None if unpacks or not self._is_report_due(step) else CollectiveTimer(self._device)
-
-    def _is_report_due(self, step: int) -> bool:
-        freq = self._config.comm.straggler_freq
-        return freq > 0 and step % freq == 0 and self._launch.world_size > 1
-
-    def _report_stragglers(self, clock: CollectiveTimer | None, *, data_seconds: float) -> None:
-        source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
-        own = step_breakdown(
-            data=data_seconds,
-            total=self._step_seconds,
-            communication=clock.seconds if clock else None,
-            source=source,
-            link=link,
-        )
-        ranks: list[Any] = [None] * self._launch.world_size
-        dist.all_gather_object(ranks, own)
-        if self._metrics.active:
-            noise = LINK_NOISE_SECONDS[self._device.type]
-            for line in [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]:
-                logger.warning("step %d: %s", self._progress.step, line)
-
     def _wants_to_stop(self) -> bool:
         """This rank's own view; leaves time for one more step and for a save like the longest so far."""
         return self._stop.is_wanted(
@@ -434,17 +416,13 @@ class Trainer:
     def _stop_reason(self) -> str:
         return self._stop.reason or "a signal to another rank"
 
-    @contextmanager
-    def _maybe_trace(self, active: bool) -> Iterator[None]:
-        """Traces the collectives of what runs inside, where it is asked for."""
-        if not (active and self._config.debug.trace_collectives):
-            yield
-            return
-        with CollectiveTrace(self._mesh.group_names()) as trace:
-            yield
-        logger.info("collectives of one step of rank %d:\n%s", self._launch.rank, trace.table())
-        file = self._shape.records / f"collectives.rank{self._launch.rank}.json"
-        file.write_text(json.dumps(trace.rows(), indent=1))
+    def _trace(self, is_traced_step: bool) -> AbstractContextManager[None]:
+        return trace_collectives(
+            is_traced_step and self._config.debug.trace_collectives,
+            group_names=self._mesh.group_names(),
+            rank=self._launch.rank,
+            folder=self._shape.records,
+        )
 
     def _count_skip(self, step: int, *, loss: float, grad_norm: float) -> None:
         self._skipped_in_a_row += 1

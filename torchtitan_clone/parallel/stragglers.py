@@ -1,26 +1,38 @@
-"""How long a rank spends in collectives, its own part of them and its wait for others together; and in a link alone."""
+"""Finds ranks and links that are slower than others.
 
+A *step breakdown* says how long one rank spent in loading data, computing, and communicating. Time in collectives is
+mostly time of waiting for others, so links are measured separately, with a few MiB around a ring of all ranks.
+"""
+
+import socket
+import statistics
 import time
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from torchtitan_clone.parallel.trace import collective_name, let_look_inside
+from torchtitan_clone.config.schema import Comm
+from torchtitan_clone.parallel.runtime import Launch
+from torchtitan_clone.parallel.trace import collective_name, see_context_attention
+from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
+SLOW_RANK_FACTOR = 1.2
+"""A rank is slow from this multiple of the median."""
+SLOW_LINK_FACTOR = 3
+"""A link is slow from this multiple of the usual time: between machines some links are longer than others."""
 LINK_BYTES = 4 << 20
-"""What is sent to measure a link."""
+"""Size of the message that measures a link."""
 LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
-"""By which times of equally fast links may differ: gloo's threads have to wait for a core."""
+"""By which times of equally fast links may differ: gloo's threads wait for a core."""
 _ROUNDS = 3
 
 
 class CollectiveTimer(TorchDispatchMode):
-    """Sums the seconds of the collectives that run inside it, each of which is waited for at once.
+    """Sums the seconds of the collectives that run inside it, and waits for each of them.
 
-    Nothing overlaps inside, so that what is not communication is this rank's own work. Results are the same.
+    Nothing overlaps inside, so that the rest of the time is this rank's own work. Results stay bit-equal.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +40,9 @@ class CollectiveTimer(TorchDispatchMode):
         self._device = device
         self.seconds = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         if collective_name(func) is None:
             return func(*args, **(kwargs or {}))
         _synchronize(self._device)
@@ -37,49 +51,178 @@ class CollectiveTimer(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.ScriptObject):
                 dist.Work.unbox(value).wait()
-            elif isinstance(value, torch.Tensor) and func.namespace == "_c10d_functional":
-                torch.ops._c10d_functional.wait_tensor(value)
+            elif isinstance(value, Tensor) and func.namespace == "_c10d_functional":
+                wait_tensor(value)
         _synchronize(self._device)
         self.seconds += time.perf_counter() - start
         return result
 
 
-let_look_inside(CollectiveTimer)
+see_context_attention(CollectiveTimer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBreakdown:
+    """Seconds of one step of one rank, and of its link.
+
+    Attributes:
+        host: name of the rank's machine.
+        data: time of waiting for the batch.
+        total: duration of the step.
+        communication: time in collectives, mostly of waiting for slower ranks; None if it was not measured.
+        source: the rank from which this one receives in the ring.
+        link: time in which LINK_BYTES from `source` arrive.
+    """
+
+    host: str
+    data: float
+    total: float
+    communication: float | None
+    source: int
+    link: float
+
+    @property
+    def computation(self) -> float | None:
+        """The remaining seconds; None if communication was not measured."""
+        return None if self.communication is None else self.total - self.data - self.communication
+
+
+def step_breakdown(
+    *, data: float, total: float, communication: float | None, source: int, link: float
+) -> StepBreakdown:
+    """Returns the breakdown of a step of this process."""
+    return StepBreakdown(
+        host=socket.gethostname(), data=data, total=total, communication=communication, source=source, link=link
+    )
+
+
+class StragglerMonitor:
+    """Reports slow ranks and slow links every comm.straggler_freq steps.
+
+    `can_time_collectives` is False where the step runs compiled code or a pipeline: timing every collective would
+    change what is measured, so that only data loading and links are compared.
+    """
+
+    def __init__(self, comm: Comm, *, launch: Launch, device: torch.device, can_time_collectives: bool):
+        self._freq = comm.straggler_freq if launch.world_size > 1 else 0
+        self._launch = launch
+        self._device = device
+        self._can_time_collectives = can_time_collectives
+
+    def timer(self, step: int) -> CollectiveTimer | None:
+        """Returns the context in which to run this step; None for most steps, which are not measured."""
+        return CollectiveTimer(self._device) if self._can_time_collectives and self._is_due(step) else None
+
+    def report(
+        self, step: int, *, timer: CollectiveTimer | None, data_seconds: float, total_seconds: float
+    ) -> list[str]:
+        """Returns a line for each slow rank and link, the same on all ranks; a collective at steps that are due."""
+        if not self._is_due(step):
+            return []
+        source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
+        own = step_breakdown(
+            data=data_seconds,
+            total=total_seconds,
+            communication=timer.seconds if timer else None,
+            source=source,
+            link=link,
+        )
+        ranks = [own] * self._launch.world_size
+        dist.all_gather_object(ranks, own)
+        noise = LINK_NOISE_SECONDS[self._device.type]
+        return [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]
+
+    def _is_due(self, step: int) -> bool:
+        return self._freq > 0 and step % self._freq == 0
+
+
+def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
+    """Returns a line for each rank that is much slower than the median in loading data or computing."""
+    lines = []
+    step = max(rank.total for rank in ranks)
+    for phase, seconds in (
+        ("data", [rank.data for rank in ranks]),
+        ("computation", [rank.computation for rank in ranks]),
+    ):
+        known = [value for value in seconds if value is not None]
+        if len(known) < len(ranks):
+            continue
+        median = statistics.median_low(known)
+        lines += [
+            f"rank {rank} ({ranks[rank].host}) is slow in {phase}: {own:.3f} s, median {median:.3f} s, "
+            f"step {step:.3f} s"
+            for rank, own in enumerate(known)
+            if own > SLOW_RANK_FACTOR * median and own - median > (SLOW_RANK_FACTOR - 1) * step
+        ]
+    return lines
+
+
+def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> list[str]:
+    """Returns a line for each link that is much slower than others of its kind, or for the rank where two of them meet.
+
+    Links within a machine are one kind, links between machines another.
+    """
+    is_local = [ranks[rank.source].host == rank.host for rank in ranks]
+    usual = {
+        kind: _usual([rank.link for rank, own in zip(ranks, is_local, strict=True) if own == kind])
+        for kind in set(is_local)
+    }
+    slow = {
+        (rank.source, receiver): f"{rank.link:.4f} s, usual {usual[kind]:.4f} s"
+        for receiver, (rank, kind) in enumerate(zip(ranks, is_local, strict=True))
+        if rank.link > SLOW_LINK_FACTOR * usual[kind] and rank.link - usual[kind] > noise_seconds
+    }
+    lines = []
+    names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
+    slow_ranks = {receiver for _, receiver in slow} & {sender for sender, _ in slow}
+    for (sender, receiver), seconds in slow.items():
+        if receiver in slow_ranks:
+            lines.append(f"{names[receiver]} is slow in communication, to receive and to send: {seconds}")
+        elif sender not in slow_ranks:
+            lines.append(f"the link from {names[sender]} to {names[receiver]} is slow: {seconds}")
+    return lines
+
+
+def _usual(seconds: list[float]) -> float:
+    """Returns what a third of the links keep to: of three links, two may be those of one slow rank."""
+    return sorted(seconds)[(len(seconds) - 1) // 3]
 
 
 def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
-    """From which rank this one receives in a ring of all ranks, and the seconds for LINK_BYTES; a collective.
+    """Returns the rank that this one receives from in a ring of all ranks, and the seconds for LINK_BYTES.
 
-    Neighbours in the ring are on different machines where there are several. A rank sends or receives, never both at
-    once, so that a slow link shows at its own end only. The best of a few times counts.
+    A collective. Neighbours in the ring are on different machines if there are several. A rank sends or receives, never
+    both at once, so that a slow link shows at its own end only. Returns the best of a few times.
     """
-    local_ranks: list[Any] = [None] * dist.get_world_size()
+    local_ranks = [local_rank] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank)
     ring = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
-    place, last = ring.index(dist.get_rank()), len(ring) - 1
-    before, after = ring[place - 1], ring[(place + 1) % len(ring)]
-    # The links from every second place at once; the one that closes a ring of odd length comes last.
+    place = ring.index(dist.get_rank())
+    last = len(ring) - 1
+    previous = ring[place - 1]
+    following = ring[(place + 1) % len(ring)]
+    # The links from every second place run at once; the one that closes a ring of odd length runs last.
     turns = [2 if start == last and last % 2 == 0 else start % 2 for start in range(len(ring))]
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     times = []
     for _ in range(1 + _ROUNDS):
         for turn in sorted(set(turns)):
             if turn == turns[place]:
-                _time(dist.P2POp(dist.isend, buffer, after), device=device)
+                _time(dist.P2POp(dist.isend, buffer, following), device=device)
             elif turn == turns[place - 1]:
-                times.append(_time(dist.P2POp(dist.irecv, buffer, before), device=device))
+                times.append(_time(dist.P2POp(dist.irecv, buffer, previous), device=device))
             else:
                 _time(None, device=device)
-    return before, min(times[1:])  # the first one connects
+    return previous, min(times[1:])  # the first one connects
 
 
-def _time(transfer: dist.P2POp | None, *, device: torch.device) -> float:
-    """Seconds of this rank's transfer, if it has one, from when all ranks are here."""
-    # On the device: NCCL hangs where a transfer of some ranks is the first use of the group.
+def _time(operation: dist.P2POp | None, *, device: torch.device) -> float:
+    """Returns the seconds of this rank's transfer, if it has one, from the moment when all ranks are ready."""
+    # On the device: NCCL hangs if a transfer between some ranks is the first use of the group.
     dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)
     start = time.perf_counter()
-    for work in dist.batch_isend_irecv([transfer]) if transfer else ():
+    for work in dist.batch_isend_irecv([operation]) if operation else ():
         work.wait()
     _synchronize(device)
     return time.perf_counter() - start

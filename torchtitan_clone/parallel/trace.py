@@ -1,20 +1,32 @@
-"""Which collectives a step runs: how many, how many bytes, over which axis of the mesh, for which kind of layer."""
+"""Counts the collectives of a step: how many, how many bytes, over which axis of the mesh, for which kind of layer."""
 
+import json
+import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
+from torchtitan_clone.torch_compat import (
+    WRAPPER_NAMES,
+    Operator,
+    TorchDispatchMode,
+    argument_names,
+    look_inside,
+    storage_id,
+    tree_leaves,
+)
+
+logger = logging.getLogger("torchtitan_clone")
 
 # Names of torch's operators, without the trailing underscore and the variants of one collective.
 _COLLECTIVES = {
@@ -45,37 +57,48 @@ class Call:
     collective: str
     layer: str
     implicit: bool
-    """DTensor inserted it because an operator met tensors in layouts it could not take."""
+    """Whether DTensor inserted it because an operator got tensors in layouts that it does not support."""
 
 
-def collective_name(func: Any) -> str | None:
-    """Which collective an operator of torch's dispatcher is; None where it is none."""
-    namespace, _, name = func._schema.name.partition("::")
+def split_name(func: Operator) -> tuple[str, str]:
+    """Returns namespace and name of an operator, without its overload: ("aten", "mm")."""
+    namespace, _, name = func.name().partition("::")
+    return namespace, name.partition(".")[0]
+
+
+def collective_name(func: Operator) -> str | None:
+    """Returns which collective an operator is; None if it is none."""
+    namespace, name = split_name(func)
     return _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Counts the collectives that run inside it; `axes` names process groups by what they are called in torch."""
+    """Counts the collectives that run inside it.
 
-    def __init__(self, axes: Mapping[str, str]) -> None:
+    `group_names` gives the name of an axis for torch's name of each process group; see Mesh.group_names().
+    """
+
+    def __init__(self, group_names: Mapping[str, str]) -> None:
         super().__init__()
-        self._axes = axes
+        self._group_names = group_names
         self._modules = ModuleTracker()
         self.counts: Counter[Call] = Counter()
         self.bytes: Counter[Call] = Counter()
         self.exposed: Counter[Call] = Counter()
-        self._under_way: dict[int, Call] = {}
+        self._in_flight: dict[int, Call] = {}
 
     def __enter__(self) -> "CollectiveTrace":
         self._modules.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._modules.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        namespace, name = split_name(func)
         collective = collective_name(func)
         result = func(*args, **(kwargs or {}))
         if collective is not None:
@@ -83,26 +106,27 @@ class CollectiveTrace(TorchDispatchMode):
                 axis=self._axis(args), collective=collective, layer=self._layer(), implicit=_called_from(_IMPLICIT)
             )
             self.counts[call] += 1
-            self.bytes[call] += max(map(_bytes, (*args, result)), default=0)
+            self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
             self.exposed[call] += _is_waited_for(func, args)
             if namespace == "_c10d_functional":
-                self._under_way |= {_storage(x): call for x in tree_leaves(result) if isinstance(x, Tensor)}
+                self._in_flight |= {storage_id(x): call for x in tree_leaves(result) if isinstance(x, Tensor)}
         elif name == "wait_tensor" or (namespace == "aten" and name != "view"):
-            self._look_at_work(name, args)
+            self._count_exposed(name, args)
         return result
 
-    def _look_at_work(self, name: str, args: Any) -> None:
-        """What an operation needs has to have arrived; behind a costly one the rest is hidden."""
-        needed = [_storage(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
-        self.exposed.update([self._under_way.pop(storage) for storage in needed if storage in self._under_way])
+    def _count_exposed(self, name: str, args: tuple) -> None:
+        """Counts collectives whose result an operator reads; those in flight during a costly one are hidden."""
+        needed = [storage_id(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
+        self.exposed.update([self._in_flight.pop(storage) for storage in needed if storage in self._in_flight])
         if name in ("mm", "addmm", "bmm", "linear") or "attention" in name:
-            self._under_way.clear()
+            self._in_flight.clear()
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row a kind of call, as plain data.
+    def rows(self) -> list[dict[str, object]]:
+        """Returns one row for each kind of call, as plain data.
 
-        `bytes` is the larger side (the whole of a gather, not the shard). `exposed` counts calls that ended before any
-        product or attention began, and so hide behind nothing; send and recv are taken to be hidden.
+        `bytes` is the size of the larger side: for a gather the gathered tensor, not the shard. `exposed` counts calls
+        that ended before a matrix product or attention began, which therefore nothing hides; send and recv are assumed
+        to be hidden.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
@@ -110,65 +134,66 @@ class CollectiveTrace(TorchDispatchMode):
         ]
 
     def table(self) -> str:
-        """The rows as text, then what was redistributed implicitly."""
+        """Returns the rows as text, with a mark at implicit redistributions."""
         lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'exposed':>9}{'MiB':>12}"]
-        for row in self.rows():
-            name = f"{row['axis']:14}{row['collective']:16}{row['layer']:34}"
-            mark = "  implicit" if row["implicit"] else ""
-            lines.append(f"{name}{row['count']:7,}{row['exposed']:9,}{row['bytes'] / 2**20:12,.2f}{mark}")
+        for call, count in sorted(self.counts.items()):
+            mark = "  implicit" if call.implicit else ""
+            numbers = f"{count:7,}{self.exposed[call]:9,}{self.bytes[call] / 2**20:12,.2f}"
+            lines.append(f"{call.axis:14}{call.collective:16}{call.layer:34}{numbers}{mark}")
         return "\n".join(lines)
 
-    def _axis(self, args: Any) -> str:
+    def _axis(self, args: tuple) -> str:
         for value in tree_leaves(args):
             if isinstance(value, torch.ScriptObject):
                 value = dist.ProcessGroup.unbox(value).group_name
-            if isinstance(value, str) and value in self._axes:
-                return self._axes[value]
+            if isinstance(value, str) and value in self._group_names:
+                return self._group_names[value]
         return "?"
 
     def _layer(self) -> str:
-        """The deepest module at work, with numbers of layers as *."""
+        """Returns the name of the deepest module that runs, with numbers of layers as *."""
         names = [name for name in self._modules.parents if name != "Global"]
         deepest = max(names, key=len, default="")
         deepest = deepest.partition(".")[2] if "." in deepest else "optimizer and loss"
-        return re.sub(r"\.\d+(?=\.|$)", ".*", deepest).replace("._checkpoint_wrapped_module", "")
+        for wrapper in WRAPPER_NAMES:
+            deepest = deepest.replace(f".{wrapper}", "")
+        return re.sub(r"\.\d+(?=\.|$)", ".*", deepest)
 
 
-def let_look_inside(mode_class: type[TorchDispatchMode]) -> None:
-    """Lets such a mode see the collectives of operations of our own, which are one step further down."""
+@contextmanager
+def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: int, folder: Path) -> Iterator[None]:
+    """Logs the collectives that run inside it as a table, and writes their rows to collectives.rank<rank>.json.
+
+    Does nothing unless `enabled`.
+    """
+    if not enabled:
+        yield
+        return
+    with CollectiveTrace(group_names) as trace:
+        yield
+    logger.info("collectives of one step of rank %d:\n%s", rank, trace.table())
+    (folder / f"collectives.rank{rank}.json").write_text(json.dumps(trace.rows(), indent=1))
+
+
+def see_context_attention(mode_class: type[TorchDispatchMode]) -> None:
+    """Lets such a mode see the collectives inside our own operators for context parallelism."""
     for operation in (context_attention, context_attention_backward):
-        _look_inside(operation, mode_class)
+        look_inside(operation, mode_class=mode_class)
 
 
-def _look_inside(operation: Any, mode_class: type[TorchDispatchMode]) -> None:
-    def run(mode: TorchDispatchMode, _func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with mode:
-            return operation._init_fn(*args, **(kwargs or {}))
-
-    operation.register_torch_dispatch(mode_class, run)
+see_context_attention(CollectiveTrace)
 
 
-let_look_inside(CollectiveTrace)
-
-
-def _bytes(argument: Any) -> int:
-    """Size of a tensor, or of all in a list."""
+def _num_bytes(argument: object) -> int:
+    """Returns the size of a tensor, or of all tensors in a list."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
 
 
-def _is_waited_for(func: Any, args: Any) -> bool:
-    """Whether the stream that computes does nothing else until the collective is done."""
-    names = [argument.name for argument in func._schema.arguments]
-    if dict(zip(names, args, strict=False)).get("async_op", True):
+def _is_waited_for(func: Operator, args: tuple) -> bool:
+    """Whether the stream of the computation does nothing else until the collective is done."""
+    if dict(zip(argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-def _storage(x: Any) -> int:
-    """Which memory a tensor has, also where it is wrapped: as a shard, or as one that is still under way."""
-    while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
-        x = inner
-    return x.untyped_storage()._cdata
 
 
 def _called_from(function: str) -> bool:
