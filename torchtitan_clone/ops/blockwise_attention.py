@@ -1,9 +1,9 @@
-"""Exact attention in blocks: causal, within documents, over tokens that need not be neighbours.
+"""Exact attention in blocks: causal, within documents, over tokens that need not be contiguous in their row.
 
-What a query sees is one stretch of its row, from the start of its document to itself. So a row is cut into blocks of
-queries, each block meets only the keys that some query in it sees, and nothing of the size of all scores ever exists.
-What several blocks of keys give for the same queries is merged through the logarithm of the sum of exponentials (lse).
-A tensor may hold any pieces of a row: their indices in the row, in the order in which they lie in memory.
+A query attends to one range of its row, from the start of its document to itself. A row is therefore cut into blocks of
+queries, each of which is combined with the keys that some query in it attends to, and the full matrix of scores never
+exists. Results of several blocks of keys for the same queries are merged through the logarithm of the sum of
+exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in their order in memory.
 
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
 Source: arXiv 2205.14135.
@@ -23,9 +23,9 @@ from torchtitan_clone import torch_compat
 Pieces = Sequence[range]
 
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
-"""Most queries and most keys of a block. On CPU fewer queries waste less work on keys that they do not see."""
+"""Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys."""
 _HIDDEN = -1e30
-"""Score of what is masked. Not -inf: a query that sees nothing of a block must not become NaN."""
+"""Score of masked keys. Not -inf: a query for which a block is fully masked must not become NaN."""
 
 
 class Gradients(NamedTuple):
@@ -37,26 +37,29 @@ class Gradients(NamedTuple):
 
     @staticmethod
     def zeros(q_BTNH: Tensor, k_BSKH: Tensor) -> "Gradients":
-        """None so far."""
+        """Returns gradients of zero."""
         return Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (q_BTNH, k_BSKH, k_BSKH)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Queries:
-    """A block of queries of some rows; `index` in the row, `place` in memory."""
+    """A block of queries of some rows; `index` in the row, `place` in memory.
+
+    Attributes:
+        sees_from: no query attends to a key before this one.
+        all_see_from: every query attends to all keys from this one to itself.
+    """
 
     rows: slice
     index: range
     place: slice
     sees_from: int
-    """No query sees a key before this one."""
     all_see_from: int
-    """Every query sees what lies between this key and itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """Queries and keys that some of them see."""
+    """A block of queries with keys to which some of them attend."""
 
     queries: _Queries
     index: range
@@ -64,7 +67,7 @@ class _Block:
 
     @property
     def is_full(self) -> bool:
-        """Whether every query sees every key."""
+        """Whether every query attends to every key."""
         return self.index.start >= self.queries.all_see_from and self.index.stop <= self.queries.index.start + 1
 
     @property
@@ -74,14 +77,14 @@ class _Block:
 
 
 def document_starts(documents_BT: Tensor) -> Tensor:
-    """Index in the row of the first token of each token's document."""
+    """Returns the index in the row of the first token of each token's document [B, T]."""
     index_T = torch.arange(documents_BT.shape[1], dtype=torch.int32, device=documents_BT.device)
     is_first_BT = F.pad(documents_BT.diff(dim=1) != 0, (1, 0))
     return (index_T * is_first_BT).cummax(dim=1).values
 
 
 def empty_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over no keys at all, to be added to: out [B, T, N, H] and lse [B, T, N], fp32."""
+    """Returns attention over no keys, to add others to: out [B, T, N, H] and lse [B, T, N], fp32."""
     return (
         torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format),
         torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device),
@@ -96,9 +99,9 @@ def attend_(
     keys: Pieces,
     starts_BT: Tensor | None,
 ) -> None:
-    """Adds to the attention over other keys that over these.
+    """Adds attention over these keys to `attention`, (out, lse) over other keys, in place.
 
-    `starts_BT` are the starts of the queries' documents; None: attention is causal and nothing more.
+    `starts_BT` holds the starts of the queries' documents; None: attention is causal only.
     """
     out_BTNH, lse_BTN = attention
     for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
@@ -119,7 +122,7 @@ def attend_backward_(
     keys: Pieces,
     starts_BT: Tensor | None,
 ) -> None:
-    """Adds the gradients that pass through these keys; `attention` is that over all keys, out in the queries' type."""
+    """Adds the gradients through these keys in place; `attention` is (out, lse) over all keys."""
     for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
         rows, place = block.queries.rows, block.queries.place
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
@@ -140,15 +143,15 @@ def _merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: 
 
 
 def _cut(block: _Block, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """The block's queries [B, N, t, H], keys and values [B, K, s, H]."""
+    """Returns the block's queries [B, N, t, H], keys and values [B, K, s, H]."""
     places = (block.queries.place, block.place, block.place)
     return [x[block.queries.rows, place].transpose(1, 2) for x, place in zip(qkv, places, strict=True)]
 
 
 def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
-    """All blocks with something to see, those of the same queries one after another."""
+    """Yields all blocks that are not fully masked, those of the same queries one after another."""
     if torch_compat.is_fake(like):
-        return  # A simulated run has nothing to compute.
+        return  # a simulated run computes nothing
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
     for block in _query_blocks(queries, starts_BT, rows=len(like), most=most_queries):
         for offset, piece in _placed(keys):
@@ -161,7 +164,7 @@ def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Te
 def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: int, most: int) -> Iterator[_Queries]:
     # Where documents start is read on the CPU only: on a GPU it would be a host sync, and is left to the mask.
     starts = starts_BT.tolist() if starts_BT is not None and starts_BT.device.type == "cpu" else None
-    # Rows differ in what they see, which matters as soon as there is more than one block to choose from.
+    # Rows have different masks, which matters as soon as there is more than one block to choose from.
     by_row = starts is not None and max(map(len, queries)) > most
     for row_slice in [slice(row, row + 1) for row in range(rows)] if by_row else [slice(0, rows)]:
         for offset, piece in _placed(queries):
@@ -179,7 +182,7 @@ def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: int, most:
 
 
 def _placed(pieces: Pieces) -> Iterator[tuple[int, range]]:
-    """Each piece behind its place in memory."""
+    """Yields each piece after its position in memory."""
     return zip(accumulate(map(len, pieces), initial=0), pieces, strict=False)
 
 
@@ -188,7 +191,7 @@ def _shifted(index: range, by: int) -> slice:
 
 
 def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | None:
-    """What is added to the scores [B or 1, 1, t, s]; None where every query sees all that comes before it."""
+    """Returns what is added to the scores [B or 1, 1, t, s]; None where every query attends to all earlier keys."""
     if block.is_full or block.is_triangle:
         return None
     q_t1 = torch.arange(block.queries.index.start, block.queries.index.stop, device=like.device)[:, None]
@@ -202,8 +205,10 @@ def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | 
     return bias[:, None, :, : len(block.index)]
 
 
-def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool) -> Any:
-    """Attention of one block: out [B, N, t, H] and lse [B, N, t]."""
+def _forward(
+    q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns attention of one block: out [B, N, t, H] and lse [B, N, t]."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention(q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias)
     if bias is None and q_BNtH.dtype != torch.float32:
@@ -227,8 +232,8 @@ def _backward(
     *,
     bias: Tensor | None,
     causal: bool,
-) -> Any:
-    """Gradients of one block by queries, keys and values; `out` and `lse` may be those over more keys."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns gradients of one block by queries, keys and values; `out` and `lse` may be over more keys."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, 0.0, causal, attn_mask=bias
@@ -257,9 +262,9 @@ def _backward(
 def document_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of whole rows within the documents that start at `starts_BT`; out [B, T, N, H] and lse [B, T, N].
+    """Returns attention of full rows within the documents that start at `starts_BT`: out [B, T, N, H], lse [B, T, N].
 
-    One operation to compilers and checkpointing, and in backward it computes the scores again, block by block.
+    One operator for compilers and checkpointing; its backward recomputes the scores block by block.
     """
     row, attention = (range(q_BTNH.shape[1]),), empty_attention(q_BTNH)
     attend_(attention, (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
@@ -267,7 +272,7 @@ def document_attention(
 
 
 @document_attention.register_fake
-def _(q_BTNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q_BTNH: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out_BTNH, lse_BTN = empty_attention(q_BTNH)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
@@ -284,16 +289,16 @@ def _document_attention_backward(
 
 
 @_document_attention_backward.register_fake
-def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _pass_back(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+def _backward_of_rows(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     return *_document_attention_backward(grad_BTNH, *ctx.saved_tensors), None
 
 
-document_attention.register_autograd(_pass_back, setup_context=_keep)
+document_attention.register_autograd(_backward_of_rows, setup_context=_save_for_backward)

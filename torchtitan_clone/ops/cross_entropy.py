@@ -1,8 +1,8 @@
-"""Cross-entropy straight from hidden states, a chunk of tokens at a time.
+"""Cross-entropy from hidden states, a chunk of tokens at a time.
 
-The loss is a sum over targets; the trainer divides it by the number of targets in the whole global batch, so that
-gradient accumulation and every data axis give the gradient of one large batch. Where tensor parallelism has split the
-output projection, each rank holds the logits of its own rows of the vocabulary only.
+The loss is a sum over targets; it is later divided by the number of targets in the global batch, so that gradient
+accumulation and every data axis give the gradient of one large batch. Where tensor parallelism shards the output
+projection, each rank holds the logits of its own rows of the vocabulary only.
 
 Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of one chunk,
 N tokens of all rows.
@@ -22,13 +22,13 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Which rows of the output projection this rank holds: those from `start` on; all of them without a group."""
+    """The rows of the output projection that this rank holds: from `start` on, or all of them without a group."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     def reduce_(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """Reduces in place over the ranks that hold the other rows."""
+        """Reduces `x` in place over the ranks that hold the other rows; returns it."""
         if self.group is not None:
             dist.all_reduce(x, op, group=self.group)
         return x
@@ -47,17 +47,17 @@ def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
-    """This rank's sum of losses; the fp32 log-probabilities [C, V]; each target's column [C, 1], or -1."""
+    """Returns this rank's sum of losses, log-probabilities [C, V] in fp32, and each target's column [C, 1] or -1."""
     log_probs_CV = _log_softmax(hidden_CD @ weight_VD.T, vocabulary)
     column_C = targets_C - vocabulary.start
-    is_here_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
-    column_C1 = torch.where(is_here_C, column_C, -1)[:, None]
+    is_local_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
+    column_C1 = torch.where(is_local_C, column_C, -1)[:, None]
     picked_C1 = log_probs_CV.gather(1, column_C1.clamp_min(0))
     return -torch.where(column_C1 >= 0, picked_C1, 0.0).sum(), log_probs_CV, column_C1
 
 
 def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
-    """This rank's sum of losses and its gradients by hidden state [C, D] and by weight [V, D]."""
+    """Returns this rank's sum of losses and its gradients by hidden state [C, D] and by weight [V, D]."""
     loss, log_probs_CV, column_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C, vocabulary)
     grad_CV = log_probs_CV.exp_()
     grad_CV.scatter_add_(1, column_C1.clamp_min(0), -(column_C1 >= 0).to(grad_CV.dtype))
@@ -66,7 +66,7 @@ def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tenso
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients during forward, chunk by chunk, and only scales them in backward."""
+    """Computes the gradients in forward, chunk by chunk; backward only scales them."""
 
     @staticmethod
     def forward(
@@ -97,22 +97,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
-    """Plain tensors of what tensor parallelism may have split: whole hidden states, some rows of the weight."""
+    """Returns plain tensors of what tensor parallelism may have sharded: full hidden states, this rank's rows."""
     if not isinstance(weight_VD, DTensor):
         return hidden_BTD, weight_VD, Vocabulary()
     assert isinstance(hidden_BTD, DTensor)
     mesh = weight_VD.device_mesh
     rows = -(-weight_VD.shape[0] // mesh.size())  # as torch shards: all but the last ranks have equally many
-    # Every rank's rows add their share to the gradient of the hidden states.
-    whole_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    return whole_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
+    # The gradient of the hidden states is the sum over all ranks' rows.
+    full_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return full_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
 
 
 def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The loss function that the output projection is given: (hidden_BTD, weight_VD, targets_BT) -> sum, fp32.
+    """Returns the loss function for the output projection: (hidden_BTD, weight_VD, targets_BT) -> sum [], fp32.
 
-    Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX count nothing.
-    `compile_backend` compiles what happens to a chunk; None leaves it eager.
+    Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX are skipped.
+    `compile_backend` compiles the computation of a chunk; None leaves it eager.
     """
     train_chunk, eval_chunk = _chunk_loss_and_grads, _chunk_loss
     if compile_backend is not None:

@@ -1,25 +1,23 @@
-"""Context parallelism: each sequence split over the `cp` axis, every query still meeting all the keys it sees.
+"""Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
-Three ways to bring them together, one class each: keys and values of all ranks gathered; queries, keys and values
-exchanged for whole sequences of fewer heads; keys and values passed round a ring while the attention over those that
-are here is computed. The batch is split when it is loaded, see `local_tokens`.
+Three methods: "allgather" gathers the keys and values of all ranks; "alltoall" exchanges queries, keys and values for
+full sequences of fewer heads; "ring" passes keys and values around a ring while attention over the present ones is
+computed. The batch is sharded when it is loaded, see `local_tokens`.
 
-Under causal attention late tokens cost more than early ones. So each sequence is cut into two chunks for every rank,
-and a rank holds one from the front and its mirror image from the back. Exchanging heads balances by itself.
+Under causal attention late tokens cost more than early ones. Each sequence is therefore cut into two chunks per rank,
+and a rank holds one chunk from the front and the mirrored one from the back. Exchanging heads needs no such balancing.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2309.14509 (heads), 2310.01889 (ring).
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torchtitan_clone.ops.blockwise_attention import (
     Gradients,
@@ -28,12 +26,13 @@ from torchtitan_clone.ops.blockwise_attention import (
     document_starts,
     empty_attention,
 )
+from torchtitan_clone.torch_compat import all_to_all_with_gradient, process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
 
 
 def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> list[range]:
-    """Which tokens of each row this rank holds, in their order in memory."""
+    """Returns the indices of the tokens of each row that this rank holds, in their order in memory."""
     if method == "alltoall":
         size = seq_len // degree
         return [range(rank * size, (rank + 1) * size)]
@@ -42,9 +41,9 @@ def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> lis
 
 
 def apply_context_parallel(model: Any, *, mesh: DeviceMesh, method: Method) -> None:
-    """Replaces the attention of all blocks in place; the model then takes this rank's tokens of each row.
+    """Replaces the attention of all blocks in place; the model then gets this rank's tokens of each row.
 
-    Documents it still takes for the whole row: what a rank's queries see lies on other ranks too.
+    It still gets the documents of full rows, since keys on other ranks belong to them too.
     """
     group = mesh.get_group()
     if method != "alltoall":
@@ -59,78 +58,84 @@ def apply_context_parallel(model: Any, *, mesh: DeviceMesh, method: Method) -> N
 
 
 class LocalStarts(nn.Module):
-    """The mask of this rank's queries: the index in the row at which the document of each one starts."""
+    """Attention mask of this rank's queries: the index in the row at which each query's document starts."""
 
     def __init__(self, *, rank: int, degree: int, method: Method):
         super().__init__()
-        self._split: dict[str, Any] = {"rank": rank, "degree": degree, "method": method}
+        self._rank = rank
+        self._degree = degree
+        self._method: Method = method
 
     def forward(self, documents_BS: Tensor | None) -> Tensor | None:
-        """From the documents of whole rows [B, R T] to [B, T]; None, causal and nothing more, gives None."""
+        """Maps documents of full rows [B, R T] to starts [B, T]; None, which is causal attention, gives None."""
         if documents_BS is None:
             return None
         starts_BS = document_starts(documents_BS)
-        pieces = local_tokens(documents_BS.shape[1], **self._split)
+        pieces = local_tokens(documents_BS.shape[1], rank=self._rank, degree=self._degree, method=self._method)
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
 class HeadExchange(nn.Module):
-    """Attention of whole sequences, for this rank's share of the heads."""
+    """Attention over full sequences for this rank's slice of the heads: Ulysses."""
 
     def __init__(self, core: nn.Module, *, group: dist.ProcessGroup):
         super().__init__()
         self.core = core
-        self._group, self._degree = group, group.size()
+        self._group = group
+        self._degree = group.size()
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Any) -> Tensor:
-        """Returns [B, T, N, H]; `mask` is that of the whole sequences."""
-        shares = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
-        heads = [share.shape[3] for share in shares]
-        # One exchange for all three: rank r gets the r-th share of the heads of every one.
-        packed_RBThH = torch.cat(shares, dim=3).permute(2, 0, 1, 3, 4)
-        whole = self._exchange(packed_RBThH).permute(1, 0, 2, 3, 4).flatten(1, 2)
-        out = self.core(*whole.split(heads, dim=2), mask)
-        parts_RBThH = self._exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1))
-        return parts_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object) -> Tensor:
+        """Returns [B, T, N, H]; `mask` is that of full sequences."""
+        slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
+        heads = [x.shape[3] for x in slices]
+        # One exchange for all three: rank r gets the r-th slice of the heads of each.
+        packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
+        sequences = self._exchange(packed_RBThH).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        out = self.core(*sequences.split(heads, dim=2), mask)
+        out_RBThH = self._exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1))
+        return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def _exchange(self, x_R: Tensor) -> Tensor:
-        """Sends the r-th part to rank r; the parts that arrive, in the order of the ranks they come from."""
-        return all_to_all_single_autograd(x_R.contiguous(), None, None, self._group)
+        """Sends slice r of dimension 0 to rank r; returns the received slices in the order of their ranks."""
+        return all_to_all_with_gradient(x_R.contiguous(), group=self._group)
 
 
 class KeyExchange(nn.Module):
-    """Attention of this rank's queries with the keys and values of all ranks."""
+    """Attention of this rank's queries over the keys and values of all ranks."""
 
     def __init__(self, *, group_name: str, exchange: Method):
         super().__init__()
-        self._group_name, self._exchange = group_name, exchange
+        self._group_name = group_name
+        self._exchange = exchange
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns [B, T, N, H]; `mask` are the starts of the queries' documents."""
+        """Returns [B, T, N, H]; `mask` holds the starts of the queries' documents [B, T]."""
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, self._exchange, self._group_name)[0]
 
 
-def _gathered(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """The keys and values of all ranks, each with its rank."""
-    parts = [torch.empty_like(kv) for _ in range(group.size())]
-    dist.all_gather(parts, kv, group=group)
-    return iter(enumerate(parts))
+def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yields the keys and values of all ranks, each with its rank."""
+    received = [torch.empty_like(kv) for _ in range(group.size())]
+    dist.all_gather(received, kv, group=group)
+    return iter(enumerate(received))
 
 
-def _passed_on(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """The same, one after another round the ring; the next ones travel while the caller computes."""
-    rank, degree = group.rank(), group.size()
+def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+    """Yields the same one after another around the ring; the next ones are in flight while the caller computes."""
+    rank = group.rank()
+    degree = group.size()
     for step in range(degree - 1):
-        arriving, works = _swap(kv, to=rank + 1, source=rank - 1, group=group)
+        arriving, works = _start_exchange(kv, to=rank + 1, source=rank - 1, group=group)
         yield (rank - step) % degree, kv
         _wait(works)
         kv = arriving
     yield (rank + 1) % degree, kv
 
 
-def _swap(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
+def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Starts to send one tensor and to receive another of the same shape."""
-    arriving, degree = torch.empty_like(x), group.size()
+    arriving = torch.empty_like(x)
+    degree = group.size()
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % degree)
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % degree)
     return arriving, dist.batch_isend_irecv([send, receive])
@@ -141,35 +146,32 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def _reduced(parts: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of the gradients that each of them has for this rank's keys and values."""
-    by_rank = [part for _, part in sorted(parts, key=lambda pair: pair[0])]
+def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
+    """Returns the sum over ranks of the gradients that each of them has for this rank's keys and values."""
+    by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
     total = torch.empty_like(by_rank[0])
     dist.reduce_scatter(total, by_rank, group=group)
     return total
 
 
-def _sent_home(parts: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """The same, each gradient on its way to the rank it belongs to while the next one is computed."""
+def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
+    """Returns the same; each gradient is sent to the rank that owns it while the next one is computed."""
     rank = group.rank()
-    _, total = next(parts)
-    arriving, works = total, []
-    for step, (owner, part) in enumerate(parts, start=1):
+    _, total = next(gradients)
+    arriving = total
+    works: list[dist.Work] = []
+    for step, (owner, gradient) in enumerate(gradients, start=1):
         _wait(works)
         total = total + arriving if step > 1 else total
-        arriving, works = _swap(part, to=owner, source=rank + step, group=group)
+        arriving, works = _start_exchange(gradient, to=owner, source=rank + step, group=group)
     _wait(works)
     return total + arriving
 
 
-_BRING = {"allgather": _gathered, "ring": _passed_on}
-"""How keys and values get here."""
-_RETURN = {"allgather": _reduced, "ring": _sent_home}
-"""How their gradients get home."""
-
-
-def _group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(cast("Any", name))
+_FETCH = {"allgather": _all_gather, "ring": _pass_around}
+"""How keys and values of other ranks are received."""
+_RETURN = {"allgather": _reduce_scatter, "ring": _send_back}
+"""How their gradients are sent back."""
 
 
 def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
@@ -181,21 +183,22 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
 def context_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, exchange: str, group_name: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of this rank's queries with all keys of their rows; out [B, T, N, H] and lse [B, T, N].
+    """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    One operation to compilers and checkpointing. Keeps for backward what is this rank's own; the keys and values of
-    others are brought here once more.
+    One operator for compilers and checkpointing. Saves only this rank's tensors for backward, which receives the keys
+    and values of other ranks again.
     """
-    group = _group(group_name)
-    queries, attention = _pieces(q_BTNH, group, group.rank()), empty_attention(q_BTNH)
-    for rank, (k, v) in _BRING[exchange](torch.stack((k_BTKH, v_BTKH)), group):
+    group = process_group_of(group_name)
+    queries = _pieces(q_BTNH, group, group.rank())
+    attention = empty_attention(q_BTNH)
+    for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
         attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT)
     return attention[0].to(q_BTNH.dtype), attention[1]
 
 
 @context_attention.register_fake
-def _(q_BTNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q_BTNH: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out_BTNH, lse_BTN = empty_attention(q_BTNH)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
@@ -205,13 +208,14 @@ def context_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
     lse_BTN: Tensor, exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients by q, k and v of what `context_attention` returned."""
-    group = _group(group_name)
-    queries, attention = _pieces(q_BTNH, group, group.rank()), (out_BTNH, lse_BTN)
+    """Returns the gradients of `context_attention` by q, k and v."""
+    group = process_group_of(group_name)
+    queries = _pieces(q_BTNH, group, group.rank())
+    attention = (out_BTNH, lse_BTN)
     q_grad_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32)
 
-    def parts() -> Iterator[tuple[int, Tensor]]:
-        for rank, (k, v) in _BRING[exchange](torch.stack((k_BTKH, v_BTKH)), group):
+    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
+        for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             keys = _pieces(q_BTNH, group, rank)
             gradients = Gradients(q_grad_BTNH, kv_grad[0], kv_grad[1])
@@ -220,24 +224,24 @@ def context_attention_backward(
             )  # fmt: skip
             yield rank, kv_grad
 
-    # Copies, because what an operation returns must not share memory.
-    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](parts(), group))
+    # Copies, because outputs of an operator must not share memory.
+    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](kv_gradients(), group))
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
 
 
 @context_attention_backward.register_fake
-def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.exchange, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _pass_back(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     gradients = context_attention_backward(grad_BTNH, *ctx.saved_tensors, ctx.exchange, ctx.group_name)
     return *gradients, None, None, None
 
 
-context_attention.register_autograd(_pass_back, setup_context=_keep)
+context_attention.register_autograd(_backward, setup_context=_save_for_backward)
