@@ -210,18 +210,3 @@ def test_a_schedule_file_that_cannot_run_is_refused(tmp_path, text, fragment):
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file))
     with pytest.raises(ConfigError, match=fragment):
         describe_pipeline(parallelism, stages=resolved_stages(parallelism, n_layers=2), rows=2)
-
-
-def test_layers_are_spread_with_embedding_and_output_counted():
-    def layers(frozen_layers=0, **options):
-        parallelism = Parallelism(pipeline_parallel_degree=4, **options)
-        stages = resolved_stages(parallelism, n_layers=10, frozen_layers=frozen_layers)
-        return [sum(name.startswith("layers.") for name in stage) for stage in stages.modules], stages.ranks
-
-    assert layers() == ([2, 3, 3, 2], (0, 1, 2, 3))
-    less = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 2}
-    assert layers(**less) == ([3, 3, 3, 1], (0, 1, 2, 3))
-    assert layers(pipeline_parallel_schedule="DualPipeV") == ([1, 2, 2, 2, 1, 1, 1, 0], (0, 1, 2, 3, 3, 2, 1, 0))
-    assert layers(frozen_layers=6) == ([4, 3, 2, 1], (0, 1, 2, 3))
-    looped = {"pipeline_parallel_schedule": "LoopedBFS", "pipeline_parallel_layers_per_stage": 1}
-    assert layers(**looped) == ([0] + [1] * 10 + [0], (0, 1, 2, 3) * 3)

@@ -1,8 +1,8 @@
-"""Initial weights as a pure function of (seed, parameter name, position in the parameter).
+"""Initializes weights as a pure function of (seed, parameter name, position in the parameter).
 
-A parameter is a stack of blocks of rows. Each block is drawn densely from a generator of its own, on the CPU, and a
-rank draws only the blocks that touch its shard: so every mesh and every device starts from the same bits, and no
-rank holds more than its own shard and one block.
+A parameter is divided into blocks of rows. Each block is drawn from a generator of its own, on the CPU, and a rank
+draws only the blocks that overlap its shard: every mesh and every device starts from the same bits, and no rank holds
+more than its own shard and one block.
 """
 
 import hashlib
@@ -19,7 +19,10 @@ BLOCK_ELEMENTS = 1 << 18
 def init_weights(
     named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: Callable[[str], float | None]
 ) -> None:
-    """Fills the parameters in place: normal, cut off at three standard deviations; ones where `std_of` gives None."""
+    """Fills the parameters in place with a normal distribution, clamped at three standard deviations.
+
+    `std_of` returns the standard deviation by name; None fills with ones.
+    """
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)
@@ -34,7 +37,8 @@ def _fill_normal(
     local: Tensor, *, name: str, seed: int, std: float, shape: torch.Size, offset: tuple[int, ...]
 ) -> None:
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
-    first, last = offset[0], offset[0] + local.shape[0]
+    first = offset[0]
+    last = first + local.shape[0]
     columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
     for block in range(first // rows_per_block, -(-last // rows_per_block)):
         top = block * rows_per_block
@@ -43,5 +47,5 @@ def _fill_normal(
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.randn(bottom - top, *shape[1:], generator=generator).mul_(std).clamp_(-3 * std, 3 * std)
         rows = slice(max(first, top), min(last, bottom))
-        part = values[(slice(rows.start - top, rows.stop - top), *columns)]
-        local[rows.start - first : rows.stop - first].copy_(part)
+        shard = values[(slice(rows.start - top, rows.stop - top), *columns)]
+        local[rows.start - first : rows.stop - first].copy_(shard)

@@ -1,11 +1,11 @@
-"""How a pipeline divides a model: what each schedule asks for, which modules a stage holds, which rank runs it.
+"""Divides a model into pipeline stages: what each schedule requires, which modules a stage has, which rank runs it.
 
-A stage is a piece of the model; a rank of the pipeline axis runs one or several. A pass takes the rows of
-training.local_batch_size through all stages, a micro-batch at a time.
+A pass sends the rows of training.local_batch_size through all stages, a micro-batch at a time.
 """
 
 import csv
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -17,12 +17,14 @@ from torchtitan_clone.config.schema import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a schedule asks for.
+    """What a schedule requires.
 
-    - `stages_per_rank`: exactly so many; None: any number;
-    - `turns_back`: the second half of the stages lies on the ranks in reverse, so that rank 0 has first and last;
-    - `splits_backward`: gradients of inputs and of weights are computed apart (zero bubble);
-    - `microbatches`: any number; at least one a stage; or in equal rounds of at least one a rank.
+    Attributes:
+        stages_per_rank: the exact number; None for any number.
+        turns_back: whether the second half of the stages is on the ranks in reverse order, so that rank 0 has the first
+            and the last stage.
+        splits_backward: whether gradients of inputs and of weights are computed separately (zero bubble).
+        microbatches: any number; at least one per stage; or equal rounds of at least one per rank.
     """
 
     stages_per_rank: int | None
@@ -42,6 +44,11 @@ SCHEDULES = {
 }
 
 
+FORWARD_PASSES = 1
+TRAINED_PASSES = 3
+"""Cost of a layer in forwards: with its backward, which takes as long as two."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """The names of the modules of each stage, and the rank of the pipeline axis that runs it."""
@@ -50,13 +57,13 @@ class Stages:
     ranks: tuple[int, ...]
 
     def of_rank(self, rank: int) -> list[int]:
-        """The stages of one rank of the pipeline axis."""
+        """Returns the stages of one rank of the pipeline axis."""
         return [stage for stage, its_rank in enumerate(self.ranks) if its_rank == rank]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleFile:
-    """What stands in a schedule's CSV file: the rank of each stage, and how many micro-batches it runs."""
+    """The contents of a schedule's CSV file: the rank of each stage, and the number of micro-batches."""
 
     ranks: tuple[int, ...]
     microbatches: int
@@ -64,9 +71,9 @@ class ScheduleFile:
 
 
 def read_schedule_file(path: str) -> ScheduleFile:
-    """Reads a file with a line a rank, of actions such as 0F1: forward of stage 0 on micro-batch 1.
+    """Reads a file with one line per rank, of actions such as 0F1: forward of stage 0 on micro-batch 1.
 
-    B is a backward, I and W its parts for inputs and for weights. OSError or ValueError where it cannot be used.
+    B is a backward, I and W its halves for inputs and for weights. Raises OSError or ValueError for a bad file.
     """
     with Path(path).open(newline="") as file:
         lines = [re.findall(r"(\d+)([FBIW])(\d+)", ";".join(line)) for line in csv.reader(file)]
@@ -81,12 +88,12 @@ def read_schedule_file(path: str) -> ScheduleFile:
 
 
 def model_modules(n_layers: int) -> list[str]:
-    """The modules that stages are made of, in the order of the model."""
+    """Returns the names of the modules that stages consist of, in the order of the model."""
     return ["tok_embeddings", *(f"layers.{index}" for index in range(n_layers)), "norm", "output"]
 
 
 def num_stages(parallelism: Parallelism, *, n_layers: int) -> int:
-    """How many stages the options ask for, whether or not that can be."""
+    """Returns the number of stages that the options ask for, valid or not."""
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:
         return 1
@@ -99,17 +106,28 @@ def num_stages(parallelism: Parallelism, *, n_layers: int) -> int:
     return ranks * (SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank or 2)
 
 
-def layers_of_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: int) -> list[int]:
-    """How many layers each stage gets where the split is automatic.
+def layers_of_stages(
+    parallelism: Parallelism,
+    *,
+    n_layers: int,
+    frozen_layers: int,
+    layer_costs: Sequence[int | float] | None = None,
+) -> list[int]:
+    """Returns the number of layers of each stage where the split is automatic.
 
-    A layer that learns costs three, for its backward takes twice its forward; one that is frozen, one.
+    `layer_costs` are the costs of the forward of each layer relative to the others; None: all are equal. Backward
+    takes twice as long as forward, and frozen layers have none. Embedding and output cost as many average layers as
+    parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say.
     """
-    learning, embedding = 3, 1 if frozen_layers else 3
+    forward = list(layer_costs or [1] * n_layers)
+    assert len(forward) == n_layers, f"{len(forward)} costs for {n_layers} layers"
+    average = sum(forward) / max(1, n_layers)
+    embedding_passes = FORWARD_PASSES if frozen_layers else TRAINED_PASSES
     costs = (
-        embedding * parallelism.pipeline_parallel_first_stage_less_layers,
-        *[1] * frozen_layers,
-        *[learning] * (n_layers - frozen_layers),
-        learning * parallelism.pipeline_parallel_last_stage_less_layers,
+        embedding_passes * average * parallelism.pipeline_parallel_first_stage_less_layers,
+        *[FORWARD_PASSES * cost for cost in forward[:frozen_layers]],
+        *[TRAINED_PASSES * cost for cost in forward[frozen_layers:]],
+        TRAINED_PASSES * average * parallelism.pipeline_parallel_last_stage_less_layers,
     )
     counts = list(_split(costs, stages=num_stages(parallelism, n_layers=n_layers)))
     counts[0] -= 1
@@ -118,10 +136,13 @@ def layers_of_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: 
 
 
 @cache
-def _split(costs: tuple[int, ...], *, stages: int) -> tuple[int, ...]:
-    """How many items each stage gets, at least one: most evenly, which is the least sum of squares; first ones more."""
-    ends = list(accumulate(costs, initial=0))
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+def _split(costs: tuple[float, ...], *, stages: int) -> tuple[int, ...]:
+    """Returns the number of items of each stage, at least one, with the least sum of squared costs.
+
+    Of equal splits the one with more items in the first stages.
+    """
+    ends = list(accumulate(costs, initial=0.0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         best = {
             end: min(
@@ -135,27 +156,36 @@ def _split(costs: tuple[int, ...], *, stages: int) -> tuple[int, ...]:
 
 
 def _places(parallelism: Parallelism, n_layers: int) -> int:
-    """Layers, with those that embedding and output count for."""
+    """Returns the number of layers, with those that embedding and output count as."""
     less = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
     return n_layers + less
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule computes gradients of inputs and of weights apart."""
+    """Whether the schedule computes gradients of inputs and of weights separately."""
     if parallelism.pipeline_parallel_degree == 1:
         return False
     path = parallelism.pipeline_parallel_schedule_csv
     return (read_schedule_file(path) if path else SCHEDULES[parallelism.pipeline_parallel_schedule]).splits_backward
 
 
-def resolved_stages(parallelism: Parallelism, *, n_layers: int, frozen_layers: int = 0) -> Stages:
-    """The stages; run/rules.py finds options that give none. Without a pipeline one stage has all modules."""
+def resolved_stages(
+    parallelism: Parallelism,
+    *,
+    n_layers: int,
+    frozen_layers: int = 0,
+    layer_costs: Sequence[int | float] | None = None,
+) -> Stages:
+    """Returns the stages; without a pipeline one stage has all modules. See layers_of_stages().
+
+    run/rules.py reports options for which there are none.
+    """
     modules = parallelism.module_fqns_per_model_part
     if parallelism.pipeline_parallel_degree == 1:
         modules = [model_modules(n_layers)]
     if modules is None:
         names = iter(model_modules(n_layers))
-        counts = layers_of_stages(parallelism, n_layers=n_layers, frozen_layers=frozen_layers)
+        counts = layers_of_stages(parallelism, n_layers=n_layers, frozen_layers=frozen_layers, layer_costs=layer_costs)
         counts[0] += 1
         counts[-1] += 2
         modules = [[next(names) for _ in range(count)] for count in counts]
