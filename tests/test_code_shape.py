@@ -21,7 +21,8 @@ REPOSITORY = PACKAGE.parent
 TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
 LAYERS = [
-    {"config", "ops", "files", "torch_compat"},
+    {"files", "torch_compat"},
+    {"config", "ops"},
     {"observe"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
     {"run"},

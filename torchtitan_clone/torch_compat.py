@@ -124,17 +124,12 @@ def fake_tensors() -> AbstractContextManager[object]:
 
 
 Operator = torch._ops.OpOverload
-"""What a TorchDispatchMode sees; torch.ops has the values, and no name for their type."""
+"""What a TorchDispatchMode sees; torch.ops has the values, and no public name for their type."""
 
 
 def argument_names(func: Operator) -> list[str]:
     """Returns the names of an operator's arguments in their order. There is no public schema of an operator."""
     return [argument.name for argument in func._schema.arguments]
-
-
-def overload_of(operation: torch.library.CustomOpDef) -> Operator:
-    """Returns the operator that a torch.library.custom_op registered, which policies of checkpointing compare with."""
-    return operation._opoverload
 
 
 def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchDispatchMode]) -> None:
@@ -191,6 +186,11 @@ def process_group_of(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
 
 
+def default_store() -> dist.Store:
+    """Returns the key-value store of the default process group. torch.distributed has no public getter."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """Returns all process groups of this process, those of meshes too. torch.distributed has no public list."""
     return list(dist.distributed_c10d._world.pg_map)
@@ -199,7 +199,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta, *, device_type: str | None = None) -> None:
     """Sets how long later collectives of the group may take, on all of its devices or on one type of them.
 
-    init_process_group() and new_group() take a timeout once; there is no public way to change it.
+    ProcessGroup.set_timeout() does this for all devices; to be used once 2.13 is the oldest torch that is supported.
     """
     devices = [torch.device(device_type)] if device_type else [torch.device(kind) for kind in group._device_types]
     for backend in {group._get_backend(device) for device in devices}:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from torchtitan_clone.checkpoint.writer import FileRecord
+from torchtitan_clone.torch_compat import default_store
 
 _LONGEST_PAUSE = 0.05
 
@@ -29,7 +30,7 @@ class Parts:
 
     def __init__(self, save_id: str):
         self._id = save_id
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._world_size = dist.get_world_size()
 
     def report(self, part: Part) -> None:

@@ -7,23 +7,31 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_clone.config.schema import ActivationCheckpoint
-from torchtitan_clone.ops.blockwise_attention import document_attention
-from torchtitan_clone.parallel.context import context_attention
+
+# Each defines an operator that is kept.
+from torchtitan_clone.ops import blockwise_attention as blockwise_attention
+from torchtitan_clone.parallel import context as context
+from torchtitan_clone.torch_compat import (
+    checkpoint_wrapper,
+    cpu_flash_attention,
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+)
 
 _aten = torch.ops.aten
 # What selective checkpointing per operation keeps: results that cost much to compute for their size.
 _KEPT = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    flash_attention.default,
+    efficient_attention.default,
+    cudnn_attention.default,
+    cpu_flash_attention.default,
     torch.ops.higher_order.flex_attention,
-    document_attention._opoverload,
-    context_attention._opoverload,
+    torch.ops.torchtitan_clone.document_attention.default,
+    torch.ops.torchtitan_clone.context_attention.default,
 }
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
 

@@ -13,8 +13,7 @@ from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel, overlap_with_collectives
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+from torchtitan_clone.torch_compat import WRAPPER_NAMES
 
 
 def apply_parallelism(
@@ -68,7 +67,7 @@ def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """
     found = {}
     for name, parameter in (item for part in parts for item in part.named_parameters()):
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
+        for wrapper in WRAPPER_NAMES:
+            name = name.replace(f"{wrapper}.", "")
         found[name] = parameter
     return found

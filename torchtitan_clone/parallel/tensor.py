@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from torchtitan_clone.torch_compat import enable_async_tensor_parallel, wait_tensor
 
 
 def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh: DeviceMesh) -> None:
@@ -28,15 +29,8 @@ def apply_tensor_parallel(model: Any, *, plan: Mapping[str, ParallelStyle], mesh
 
 
 def overlap_with_collectives(mesh: DeviceMesh) -> None:
-    """Has torch.compile split the products beside a collective of this mesh, so that both run at once.
-
-    Source: PyTorch's async tensor parallelism, torch.distributed._symmetric_memory.
-    """
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    """Has torch.compile split matrix products next to a collective over this mesh, so that both run at once."""
+    enable_async_tensor_parallel(mesh)
 
 
 def is_tied(model: Any) -> bool:
@@ -45,12 +39,12 @@ def is_tied(model: Any) -> bool:
     return embedding is not None and output is not None and embedding.weight is output.weight
 
 
-def _wait(_module: nn.Module, _args: Any, hidden_BTD: Tensor) -> Tensor:
-    """Hands the embedding's output over when it has arrived.
+def _wait(_module: nn.Module, _args: object, hidden_BTD: Tensor) -> Tensor:
+    """Waits for the embedding's output.
 
-    A compiled block takes a tensor that is still under way for one without history: the embedding gets no gradient.
+    A compiled block treats a tensor that is still in flight as one without history: the embedding gets no gradient.
     """
-    return torch.ops._c10d_functional.wait_tensor(hidden_BTD)
+    return wait_tensor(hidden_BTD)
 
 
 def _has(model: nn.Module, name: str) -> bool:
