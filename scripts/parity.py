@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.parallel.conftest import short_documents
 from torchtitan_clone.testing.harness import RankFailed
 from torchtitan_clone.testing.parity import compare
 from torchtitan_clone.testing.parity_matrix import all_cases
+from torchtitan_clone.testing.runs import short_documents
 
 
 def main(words: list[str]) -> int:

@@ -20,6 +20,15 @@ def make_corpus(folder: Path, *, files: int = 30) -> Path:
     return folder
 
 
+def short_documents(folder: Path) -> Path:
+    """A folder with text in documents of five lines, so that most rows hold several."""
+    folder.mkdir(parents=True)
+    text = (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text().splitlines()
+    pieces = ["\n".join(text[first : first + 5]) for first in range(0, len(text), 5)]
+    (folder / "pieces.jsonl").write_text("\n".join(json.dumps({"text": piece}) for piece in pieces))
+    return folder
+
+
 def options(corpus: Path, folder: Path, **changes) -> list[str]:
     """Command line of a run that takes milliseconds a step; `changes` are option names with __ for the dot, or None."""
     values = {
