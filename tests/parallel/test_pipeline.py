@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.parallel.schedules import needs_split_backward
 from tests.parallel.test_gradients import check_gradients, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
@@ -24,7 +25,7 @@ UNEVEN = [
 
 
 def pipelined(corpus, folder, schedule="1F1B", *, degree=2, **changes):
-    """Options of six layers in a pipeline; a rank takes all its rows in one pass."""
+    """Options of six layers in a pipeline; a rank has all its rows in one pass."""
     if "\n" in schedule:
         folder.mkdir(exist_ok=True)
         (folder / "schedule.csv").write_text(schedule)
@@ -54,23 +55,28 @@ SPLIT = "parallelism__module_fqns_per_model_part"
             "Interleaved1F1B",
             {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
         ),
-        (2, "InterleavedZeroBubble", {"parallelism__pipeline_parallel_layers_per_stage": 1}),
-        (2, "ZBVZeroBubble", {"activation_checkpoint__mode": "selective"}),
-        (2, "DualPipeV", {}),
+        pytest.param(
+            2,
+            "InterleavedZeroBubble",
+            {"parallelism__pipeline_parallel_layers_per_stage": 1},
+            marks=needs_split_backward,
+        ),
+        pytest.param(2, "ZBVZeroBubble", {"activation_checkpoint__mode": "selective"}, marks=needs_split_backward),
+        pytest.param(2, "DualPipeV", {}, marks=needs_split_backward),
         (4, "Interleaved1F1B", {"degree": 4, **ROWS_4}),
-        (4, "DualPipeV", {"degree": 4}),
+        pytest.param(4, "DualPipeV", {"degree": 4}, marks=needs_split_backward),
         (2, "1F1B", ROWS_2),
         (2, "1F1B", {SPLIT: json.dumps(UNEVEN)}),
         (3, "1F1B", {"degree": 3, MICROBATCH: 2, "parallelism__pipeline_parallel_first_stage_less_layers": 0}),
         (2, "1F1B", {**COMPILED, "compile__enable": True}),
         (2, FILE_1F1B, {MICROBATCH: 2}),
-        (2, FILE_ZERO_BUBBLE, {MICROBATCH: 4}),
+        pytest.param(2, FILE_ZERO_BUBBLE, {MICROBATCH: 4}, marks=needs_split_backward),
         (4, "1F1B", {**ROWS_4, **ALWAYS}),
         (4, "GPipe", {**ROWS_4, **REPLICATE_2}),
-        (4, "InterleavedZeroBubble", ROWS_4),
-        (4, "ZBVZeroBubble", ROWS_2),
+        pytest.param(4, "InterleavedZeroBubble", ROWS_4, marks=needs_split_backward),
+        pytest.param(4, "ZBVZeroBubble", ROWS_2, marks=needs_split_backward),
         (4, "1F1B", TENSOR_2),
-        (4, "DualPipeV", TENSOR_2),
+        pytest.param(4, "DualPipeV", TENSOR_2, marks=needs_split_backward),
         (8, "Interleaved1F1B", {**TENSOR_2, **ROWS_2, "activation_checkpoint__mode": "full"}),
     ],
 )
@@ -83,8 +89,9 @@ def gradients_with_resharding(argv):
     return parallel_gradients(argv, fsdp_reshard_after_forward="always")
 
 
+@needs_split_backward
 def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_path):
-    """Why the rule is there; where this fails, torch has learned it and the rule can go."""
+    """The reason for the rule; where this fails, torch supports it and the rule can go."""
     argv = pipelined(corpus, tmp_path, "ZBVZeroBubble", **ALWAYS)
     with pytest.raises(ConfigError, match="torch loses those of weights that were freed"):
         preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
@@ -116,9 +123,9 @@ def logged(folder, *names):
 
 
 @pytest.fixture(scope="module")
-def whole(corpus, tmp_path_factory):
+def one_rank(corpus, tmp_path_factory):
     """A run on one rank, with validation after every third step."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("one_rank")
     argv = options(corpus, folder, model__args__n_layers=6, **STEADY, **VALIDATED)
     code, output = train(argv, log_folder=folder)
     assert code == 0, output
@@ -128,32 +135,33 @@ def whole(corpus, tmp_path_factory):
 @pytest.mark.parametrize(
     ("world_size", "schedule", "changes"),
     [
-        (2, "ZBVZeroBubble", {"validation__local_batch_size": 4}),
+        pytest.param(2, "ZBVZeroBubble", {"validation__local_batch_size": 4}, marks=needs_split_backward),
         (4, "Interleaved1F1B", {**ROWS_4, "validation__local_batch_size": 6}),
     ],
 )
-def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, whole, world_size, schedule, changes):
+def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, one_rank, world_size, schedule, changes):
     argv = pipelined(corpus, tmp_path, schedule, **STEADY, **VALIDATED, **changes)
     code, output = train(argv, world_size=world_size, log_folder=tmp_path)
     assert code == 0, output
     assert f"{schedule}, 4 stages on 2 ranks" in output
     assert len(losses(tmp_path)) == 6
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5), ("validation_targets", 0)):
-        assert logged(tmp_path, name) == pytest.approx(logged(whole, name), rel=tolerance), name
+        assert logged(tmp_path, name) == pytest.approx(logged(one_rank, name), rel=tolerance), name
 
 
-def test_a_run_goes_on_with_other_pipelines_and_without_one(corpus, tmp_path, whole):
+@needs_split_backward
+def test_run_resumes_with_other_pipelines_and_without_one(corpus, tmp_path, one_rank):
     common = {**STEADY, "data__held_out_fraction": 0.03}
-    parts = [
+    runs = [
         (2, pipelined(corpus, tmp_path, "Interleaved1F1B", **common)),
         (1, options(corpus, tmp_path, model__args__n_layers=6, **common)),
         (4, pipelined(corpus, tmp_path, "1F1B", **common, **ROWS_4)),
         (3, pipelined(corpus, tmp_path, "DualPipeV", degree=3, **common)),
     ]
-    for steps, (world_size, argv) in zip((2, 3, 4, 6), parts, strict=True):
+    for steps, (world_size, argv) in zip((2, 3, 4, 6), runs, strict=True):
         code, output = train([*argv, f"--training.steps={steps}"], world_size=world_size, log_folder=tmp_path)
         assert code == 0, output
-    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
 
 
 def stages_of(schedule, ranks, *, each):
@@ -173,15 +181,15 @@ def stages_of(schedule, ranks, *, each):
         ("ZBVZeroBubble", 2, 2, 4, 1 / 25),
     ],
 )
-def test_the_bubble_is_that_of_the_papers(schedule, ranks, each, microbatches, expected):
+def test_bubble_is_that_of_the_papers(schedule, ranks, each, microbatches, expected):
     parallelism = Parallelism(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
     stages = stages_of(schedule, ranks, each=each)
     assert bubble_fraction(parallelism, stages=stages, microbatches=microbatches) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_rules_refuse_what_torch_cannot_run(schedule):
-    """Numbers of micro-batches that pass the rules run to their end, and what torch refuses a rule refuses too."""
+def test_rules_refuse_what_torch_cannot_run(schedule):
+    """Numbers of micro-batches that pass the rules have a schedule, and what torch refuses a rule refuses too."""
     each = SCHEDULES[schedule].stages_per_rank or 3
     for ranks in (2, 3):
         stages = stages_of(schedule, ranks, each=each)
@@ -204,7 +212,7 @@ def test_the_rules_refuse_what_torch_cannot_run(schedule):
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "stage 1"),
     ],
 )
-def test_a_schedule_file_that_cannot_run_is_refused(tmp_path, text, fragment):
+def test_schedule_file_that_cannot_run_is_refused(tmp_path, text, fragment):
     file = tmp_path / "schedule.csv"
     file.write_text(text)
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file))

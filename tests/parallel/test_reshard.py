@@ -1,4 +1,4 @@
-"""Tensors change from one mesh to another in memory, whatever their layouts, and never take twice their memory."""
+"""Tensors are transferred between meshes in memory, in any layout and dtype, without twice their memory."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def mesh_of(*degrees):
 
 
 def value(index):
-    """A tensor that divides by no number of ranks, of some type."""
+    """A tensor whose size no number of ranks divides, of one of several dtypes."""
     kind = (torch.float32, torch.bfloat16, torch.int64)[index % 3]
     return (torch.arange(ROWS * 5).reshape(ROWS, 5) + 100 * index).to(kind)
 
 
-def move_through_meshes():
-    """From halves of the tensors on pairs of ranks, through columns and copies, to rows on all; what arrives."""
+def transfer_through_meshes():
+    """From halves of the tensors on pairs of ranks, through columns and replicas, to rows on all ranks."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=CPU):
         rank = dist.get_rank()
         pipeline, flat, copies = mesh_of("pipeline_parallel_degree=2"), mesh_of(), mesh_of("tensor_parallel_degree=2")
@@ -38,7 +38,6 @@ def move_through_meshes():
         }
         held["step"] = torch.tensor(5.0)
         for mesh, placement in ((copies.tp, Shard(1)), (pipeline.fsdp, Replicate()), (flat.fsdp, Shard(0))):
-            # On the first tensor's own ranks only, where it is a copy on some of them.
             wanted = {str(i): distribute_tensor(value(i), mesh, [placement]).to("meta") for i in range(COUNT)}
             wanted["step"] = torch.empty((), device="meta")
             held = dict(transfer(held, sources=gather_shard_map(held), wanted=wanted, device=CPU))
@@ -46,8 +45,8 @@ def move_through_meshes():
         return {name: (t if name == "step" else t.full_tensor()) for name, t in held.items()}
 
 
-def test_tensors_arrive_whole():
-    for found in run_ranks(move_through_meshes, 4):
+def test_tensors_arrive_complete():
+    for found in run_ranks(transfer_through_meshes, 4):
         assert found.pop("step") == 5
         assert len(found) == COUNT
         for name, tensor in found.items():
@@ -55,8 +54,42 @@ def test_tensors_arrive_whole():
             assert tensor.dtype == value(int(name)).dtype
 
 
+BUFFERS = {
+    "zero_dim": torch.tensor(7),
+    "bias": torch.arange(5, dtype=torch.float32),
+    "mask": torch.tensor([[True, False], [False, True]]),
+    "half": torch.tensor([1.5, -2.5], dtype=torch.float16),
+    "float8": torch.tensor([1.0, -0.5, 448.0]).to(torch.float8_e4m3fn),
+    "complex": torch.tensor([1 + 2j]),
+    "count": torch.tensor([3], dtype=torch.uint8),
+    "empty": torch.empty(0, 3),
+}
+
+
+def transfer_buffers():
+    """Buffers of the first stage, replicated on its two ranks, are wanted by all ranks but the first."""
+    with process_group(load_config([]).comm, launch=Launch.from_environment(), device=CPU):
+        rank = dist.get_rank()
+        held = {name: tensor.clone() for name, tensor in BUFFERS.items()} if rank < 2 else {}
+        wanted = {name: tensor.to("meta") for name, tensor in BUFFERS.items()} if rank else {}
+        received = transfer(held, sources=gather_shard_map(held), wanted=wanted, device=CPU)
+        return {name: described(tensor) for name, tensor in received}
+
+
+def described(tensor):
+    """Everything about a tensor; pickle knows no float8."""
+    return str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_replicated_buffers_of_any_dtype_arrive():
+    first, *others = run_ranks(transfer_buffers, 4)
+    assert first == {}
+    for found in others:
+        assert found == {name: described(tensor) for name, tensor in BUFFERS.items()}
+
+
 def most_memory(count, size):
-    """Most bytes that this rank's tensors take while those of two stages become shards on both ranks."""
+    """Maximum bytes of this rank's tensors while those of two stages become shards on both ranks."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=CPU):
         rank, flat = dist.get_rank(), mesh_of()
         old = {str(i): torch.ones(size) for i in range(rank * count, (rank + 1) * count)}
@@ -73,7 +106,7 @@ def most_memory(count, size):
 
 
 @pytest.mark.parametrize("count", [4, 32])
-def test_both_meshes_never_lie_in_memory_at_once(count):
+def test_both_meshes_are_never_in_memory_at_once(count):
     size = 1000
     for most in run_ranks(most_memory, 2, count, size):
         assert most <= 4 * size * (count + 1)

@@ -1,11 +1,10 @@
-"""What holds for the whole process: random numbers by axis, timeouts, and how far ahead weights are gathered."""
+"""Settings of the process: random numbers by axis, timeouts, and how far ahead parameters are gathered."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
@@ -13,6 +12,7 @@ from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.torch_compat import TorchDispatchMode, group_timeout, process_groups
 
 CPU = torch.device("cpu")
 
@@ -28,14 +28,14 @@ def numbers_and_timeouts(argv):
 
     def look(_):
         set_timeout(7)
-        groups = [group._get_backend(CPU) for group in dist.distributed_c10d._world.pg_map]
-        return torch.rand(4).tolist(), [group.options._timeout.seconds for group in groups]
+        timeouts = [group_timeout(group, device=CPU).seconds for group in process_groups()]
+        return torch.rand(4).tolist(), timeouts
 
     return with_trainer(look, argv)
 
 
-def test_ranks_that_hold_the_same_tokens_draw_the_same_numbers_and_no_others(corpus, tmp_path):
-    """What a dropout needs: alike over tensor, which shares tokens; different over data, context and pipeline."""
+def test_ranks_with_equal_tokens_draw_equal_numbers_and_no_others(corpus, tmp_path):
+    """As dropout needs: equal over tensor, which shares tokens; different over data, context and pipeline."""
     for axes, alike in (
         ({"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}, True),
         ({"context_parallel_degree": 2, "data_parallel_replicate_degree": 2}, False),
@@ -56,7 +56,7 @@ class _Gathers(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather" in func._schema.name
+        self.count += "allgather" in func.name()
         return func(*args, **(kwargs or {}))
 
 
@@ -73,7 +73,7 @@ def gathers_before_each_block(argv):
 
 
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_weights_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
+def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
     changes = {
         "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead, "activation_checkpoint__mode": "none",
         "training__local_batch_size": 4,
@@ -86,8 +86,8 @@ def test_weights_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ah
 
 
 @pytest.fixture
-def meeting(monkeypatch):
-    """Has ranks with these options meet at a launcher's store; what comes of it for each."""
+def wait_outcomes(monkeypatch):
+    """Runs wait_for_all_ranks() with these options at a launcher's store; returns the outcome of each rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in variables.items():
@@ -110,22 +110,22 @@ def meeting(monkeypatch):
     del store
 
 
-def test_nodes_with_the_same_options_meet(meeting):
-    assert meeting(["a = 1", "b = 2"], ["a = 1", "b = 2"]) == [True, True]
+def test_nodes_with_the_same_options_start(wait_outcomes):
+    assert wait_outcomes(["a = 1", "b = 2"], ["a = 1", "b = 2"]) == [True, True]
 
 
-def test_nodes_with_other_options_are_all_told_which(meeting):
-    one, other = meeting(["a = 1", "b = 2"], ["a = 1", "b = 3"])
+def test_all_nodes_report_options_that_differ(wait_outcomes):
+    one, other = wait_outcomes(["a = 1", "b = 2"], ["a = 1", "b = 3"])
     assert all("the nodes were started with different options" in said for said in (one, other))
-    assert ("b = 2 here" in one) != ("b = 3 here" in other)  # who came first is the measure
+    assert ("b = 2 here" in one) != ("b = 3 here" in other)
     assert "a = 1" not in one + other
 
 
-def test_who_waits_in_vain_says_for_how_many(meeting):
-    assert meeting(["a = 1"]) == ["1 of 2 ranks came within comm.init_timeout_seconds = 2"]
+def test_timeout_says_how_many_ranks_came(wait_outcomes):
+    assert wait_outcomes(["a = 1"]) == ["1 of 2 ranks came within comm.init_timeout_seconds = 2"]
 
 
-def test_one_process_needs_no_rendezvous_whatever_the_environment_says(monkeypatch):
+def test_one_process_needs_no_rendezvous_in_any_environment(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as in every Slurm job
     monkeypatch.delenv("RANK", raising=False)
     with process_group(Comm(), launch=Launch(rank=0, local_rank=0, world_size=1), device=CPU):

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_clone.config.schema import ActivationCheckpoint
-from torchtitan_clone.parallel import context as context  # defines the operation that is kept
+from torchtitan_clone.parallel import context as context  # defines the operator that is kept
+from torchtitan_clone.torch_compat import checkpoint_wrapper
 
 
 class KeptOperations(Protocol):

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.torch_compat import enable_async_tensor_parallel, wait_tensor
 
 
 class TensorPlan(Protocol):
@@ -61,23 +61,16 @@ def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:
 
 
 def overlap_with_collectives(mesh: DeviceMesh) -> None:
-    """Has torch.compile split the products beside a collective of this mesh, so that both run at once.
+    """Has torch.compile split matrix products next to a collective over this mesh, so that both run at once."""
+    enable_async_tensor_parallel(mesh)
 
-    Source: PyTorch's async tensor parallelism, torch.distributed._symmetric_memory.
+
+def _wait(_module: nn.Module, _args: object, hidden_BTD: Tensor) -> Tensor:
+    """Waits for the embedding's output.
+
+    A compiled block treats a tensor that is still in flight as one without history: the embedding gets no gradient.
     """
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-
-
-def _wait(_module: nn.Module, _args: Any, hidden_BTD: Tensor) -> Tensor:
-    """Hands the embedding's output over when it has arrived.
-
-    A compiled block takes a tensor that is still under way for one without history: the embedding gets no gradient.
-    """
-    return torch.ops._c10d_functional.wait_tensor(hidden_BTD)
+    return wait_tensor(hidden_BTD)
 
 
 def _has(model: nn.Module, name: str) -> bool:

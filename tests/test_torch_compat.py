@@ -1,0 +1,305 @@
+"""Private names of torch and torchft stand in torch_compat.py only, and each is still needed.
+
+A test below fails when torch has a public name instead, or when the private one is gone: then change torch_compat.py.
+"""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tomli
+import torch
+import torch.distributed as dist
+
+import torchtitan_clone
+from torchtitan_clone import torch_compat
+
+PACKAGE = Path(torchtitan_clone.__file__).parent
+FILES = [path for path in sorted(PACKAGE.glob("**/*.py")) if path.name != "torch_compat.py"]
+LIBRARIES = ("torch", "torchft")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Dotted origin of each name that a file imports."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(alias.asname or alias.name.split(".")[0]): alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {(alias.asname or alias.name): f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@cache
+def own_attributes() -> set[str]:
+    """Private attributes that the package defines itself, without those that torch_compat uses."""
+    found: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    compat = ast.parse((PACKAGE / "torch_compat.py").read_text())
+    return found - {node.attr for node in ast.walk(compat) if isinstance(node, ast.Attribute)}
+
+
+def private_imports(tree: ast.Module) -> Iterator[str]:
+    for origin in imported_names(tree).values():
+        if origin.split(".")[0] in LIBRARIES and any(map(is_private, origin.split("."))):
+            yield origin
+
+
+def private_attributes(tree: ast.Module) -> Iterator[str]:
+    """Private attributes of anything but self, cls, and modules and classes that are not of the libraries."""
+    origins = imported_names(tree)
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            root = node.value
+            if isinstance(root, ast.Name) and (root.id in own or is_other_module(origins.get(root.id))):
+                continue
+            if node.attr not in own_attributes() or origins.get(root_name(node), "").split(".")[0] in LIBRARIES:
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
+                yield ast.unparse(node)
+
+
+def root_name(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_other_module(origin: str | None) -> bool:
+    return origin is not None and origin.split(".")[0] not in LIBRARIES
+
+
+def overridden_methods(tree: ast.Module) -> Iterator[str]:
+    """Private methods of classes of the libraries that a class overrides."""
+    origins = imported_names(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for base in node.bases:
+            root, *path = ast.unparse(base).split(".")
+            dotted = ".".join([origins.get(root, ""), *path])
+            if dotted.split(".")[0] not in LIBRARIES or "[" in dotted:
+                continue
+            module, _, name = dotted.rpartition(".")
+            known = getattr(importlib.import_module(module), name)
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and is_private(method.name) and hasattr(known, method.name):
+                    yield f"{node.name}.{method.name} overrides {dotted}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_file_uses_private_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    found = [*private_imports(tree), *private_attributes(tree), *overridden_methods(tree)]
+    assert not found, "use torch_compat instead of " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._subclasses import FakeTensor",
+        "from torch.distributed.tensor import _utils",
+        "import torch._inductor",
+        "import torch\ntorch.ops._c10d_functional",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+        "def f(group): return group._get_backend(0)",
+        "def f(x): return getattr(x, '_local_tensor', None)",
+        "from torch import nn\nclass Block(nn.Module):\n    def _apply(self): pass",
+    ],
+)
+def test_rule_finds_private_names(code: str) -> None:
+    tree = ast.parse(code)
+    assert [*private_imports(tree), *private_attributes(tree), *overridden_methods(tree)]
+
+
+def test_slow_modules_are_imported_when_needed() -> None:
+    slow = ("torch._inductor", "torch.distributed.pipelining", "torch.distributed.tensor", "torchft")
+    code = f"import sys, torchtitan_clone.torch_compat; sys.exit(str([m for m in {slow} if m in sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.stderr.strip() == "[]"
+
+
+STILL_PRIVATE = [
+    ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.utils._pytree", "tree_leaves"),
+    ("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
+    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
+    ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
+    ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    ("torch.distributed.distributed_c10d", "_world"),
+    ("torch._C._distributed_c10d", "_dump_fr_trace_json"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.distributed.pipelining.schedules", "_PipelineScheduleRuntime"),
+    ("torch.cuda.memory", "_record_memory_history"),
+    ("torch.cuda.memory", "_dump_snapshot"),
+    ("torch", "_foreach_norm"),
+    ("torch", "_foreach_mul_"),
+    ("torch._ops", "OpOverload"),
+]
+"""Modules and names that torch_compat uses."""
+
+
+@pytest.mark.parametrize(("module", "name"), STILL_PRIVATE)
+def test_private_name_exists(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
+
+
+PUBLIC_WHEN_PRESENT = [
+    # TorchDispatchMode, tree_leaves
+    ("torch.utils", "TorchDispatchMode"),
+    ("torch.overrides", "TorchDispatchMode"),
+    ("torch.utils", "pytree"),
+    # all_to_all_with_gradient, wait_tensor
+    ("torch.distributed", "all_to_all_single_autograd"),
+    ("torch.distributed", "wait_tensor"),
+    # foreach_norms, foreach_mul_
+    ("torch", "foreach_norm"),
+    ("torch", "foreach_mul_"),
+    # global_offset
+    ("torch.distributed.tensor", "compute_local_shape_and_global_offset"),
+    ("torch.distributed.tensor.DTensor", "global_offset"),
+    # is_fake, fake_tensors
+    ("torch", "FakeTensor"),
+    ("torch.utils", "FakeTensorMode"),
+    ("torch.compiler", "is_fake"),
+    # look_inside
+    ("torch.library.CustomOpDef", "init_fn"),
+    # checkpoint_wrapper
+    ("torch.utils.checkpoint", "checkpoint_wrapper"),
+    ("torch.distributed.algorithms", "checkpoint_wrapper"),
+    # enable_async_tensor_parallel
+    ("torch.distributed", "symmetric_memory"),
+    # process_group_of, process_groups, set_group_timeout, dump_collectives
+    ("torch.distributed", "resolve_process_group"),
+    ("torch.distributed", "get_process_groups"),
+    ("torch.distributed", "get_default_store"),
+    ("torch.distributed", "dump_flight_recorder"),
+    # init_fake_process_group
+    ("torch.distributed", "FakeStore"),
+    # schedule_from_file
+    ("torch.distributed.pipelining", "PipelineScheduleRuntime"),
+    # record_memory_history, dump_memory_snapshot
+    ("torch.cuda.memory", "record_memory_history"),
+    ("torch.cuda.memory", "dump_snapshot"),
+]
+"""Where a public name could appear that makes a function of torch_compat unnecessary."""
+
+
+@pytest.mark.parametrize(("place", "name"), PUBLIC_WHEN_PRESENT)
+def test_public_replacement_is_missing(place: str, name: str) -> None:
+    module, _, class_name = place.rpartition(".") if place.split(".")[-1][0].isupper() else (place, "", "")
+    holder = importlib.import_module(module)
+    assert not hasattr(getattr(holder, class_name) if class_name else holder, name), f"{place}.{name} exists: use it"
+
+
+KERNELS = [
+    torch_compat.flash_attention,
+    torch_compat.flash_attention_backward,
+    torch_compat.efficient_attention,
+    torch_compat.efficient_attention_backward,
+    torch_compat.cudnn_attention,
+    torch_compat.cpu_flash_attention,
+    torch_compat.cpu_flash_attention_backward,
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_attention_kernel_exists_and_the_public_one_returns_no_lse(kernel: torch._ops.OpOverloadPacket) -> None:
+    assert kernel.default.name().startswith("aten::_scaled_dot_product")
+    q = torch.ones(1, 1, 4, 8)
+    assert isinstance(torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.Tensor)
+
+
+def test_public_norm_cannot_accumulate_in_another_dtype() -> None:
+    assert "dtype" not in inspect.signature(torch.nn.utils.get_total_norm).parameters
+    norms = torch_compat.foreach_norms([torch.ones(4), torch.zeros(3)], dtype=torch.float64)
+    assert norms.dtype == torch.float64
+    assert norms.tolist() == [2.0, 0.0]
+
+
+def test_storage_of_meta_tensors_has_no_public_identity() -> None:
+    x, y = torch.empty(3, device="meta"), torch.empty(3, device="meta")
+    assert x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr() == 0
+    assert torch_compat.storage_id(x) == torch_compat.storage_id(x[1:]) != torch_compat.storage_id(y)
+
+
+def test_argument_names_have_no_public_schema() -> None:
+    operator = torch.ops.c10d.allreduce_.default
+    assert not hasattr(operator, "schema")
+    assert "async_op" in torch_compat.argument_names(operator)
+
+
+def test_groups_and_their_timeouts() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
+    try:
+        (group,) = torch_compat.process_groups()
+        torch_compat.set_group_timeout(group, timedelta(seconds=7))
+        assert torch_compat.group_timeout(group, device=torch.device("cpu")) == timedelta(seconds=7)
+        assert torch_compat.process_group_of(group.group_name) is group
+        assert torch_compat.default_store().num_keys() >= 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "backward_one_chunk",
+        "backward_weight_one_chunk",
+        "get_local_bwd_output",
+        "set_local_bwd_input",
+        "get_bwd_recv_ops",
+        "get_bwd_send_ops",
+        "_warmup_backward_result",
+    ],
+)
+def test_method_of_pipeline_stages_exists(method: str) -> None:
+    from torch.distributed.pipelining import PipelineStage
+
+    if method == "_warmup_backward_result" and torch.__version__ < "2.13":
+        pytest.skip("stages vote since 2.13")
+    assert callable(getattr(PipelineStage, method))
+    assert method in vars(torch_compat.PipelineStageFixes)
+
+
+def test_torchft_manager_has_no_public_quorum() -> None:
+    torchft = pytest.importorskip("torchft")
+    source = inspect.getsource(torchft.Manager)
+    assert "self._quorum_id" in source
+    assert "self._quorum_future" in source
+    assert not hasattr(torchft.Manager, "quorum_id")
+
+
+def test_oldest_torch_has_no_public_timeout_setter() -> None:
+    """ProcessGroup.set_timeout() is in 2.13: with that as the oldest version, set_group_timeout() can go."""
+    dependencies = tomli.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch_version,) = (line for line in dependencies if line.startswith("torch>="))
+    assert torch_version.startswith(("torch>=2.11", "torch>=2.12"))
+
+
+def test_wrappers_still_put_their_names_into_parameters() -> None:
+    module = torch.compile(torch_compat.checkpoint_wrapper(torch.nn.Linear(1, 1)))
+    names = {part for name, _ in module.named_parameters() for part in name.split(".")}
+    assert set(torch_compat.WRAPPER_NAMES) < names
