@@ -12,6 +12,7 @@ from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.ops.tensor_pieces import Piece
+from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 BuildModel = Callable[[Any], Decoder]
 """Makes the model of a family's arguments."""
@@ -70,10 +71,10 @@ _aten = torch.ops.aten
 DENSE_KEPT = KeptOperations(
     always=frozenset(
         {
-            _aten._scaled_dot_product_flash_attention.default,
-            _aten._scaled_dot_product_efficient_attention.default,
-            _aten._scaled_dot_product_cudnn_attention.default,
-            _aten._scaled_dot_product_flash_attention_for_cpu.default,
+            flash_attention.default,
+            efficient_attention.default,
+            cudnn_attention.default,
+            cpu_flash_attention.default,
             torch.ops.higher_order.flex_attention,
             torch.ops.torchtitan_clone.document_attention.default,
         }
