@@ -1,12 +1,11 @@
 """Draws the loss curve of a run that is killed and resumed over the curve of an uninterrupted run.
 
-    python benchmarks/plot_resume.py --image=docs/images/resume.svg --kill_after=70 -- --training.seq_len=256
+    python benchmarks/plot_resume.py docs/images/resume.svg 70 --training.seq_len=256
 
-Trains the debug model twice in --folder, sends SIGKILL to the second run after it has logged step --kill_after, and
-runs the same command again. Arguments after -- are overrides of both runs. Exit code 1 if the losses differ.
+Trains the debug model twice in outputs/plot_resume_PID, kills the second run with SIGKILL after it has logged that
+step, and repeats its command. Further arguments are overrides of both runs. Exit code 1 if any loss differs.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -15,85 +14,67 @@ import sys
 import time
 from pathlib import Path
 
-Rows = dict[int, dict[str, float]]
-LEFT, TOP, WIDTH, HEIGHT = 60, 50, 630, 290
+FOLDER = Path("outputs", f"plot_resume_{os.getpid()}").absolute()
 CURVES = {"uninterrupted": ("#c4c4c4", 9.0), "until SIGKILL": ("#d95f02", 4.5), "resumed": ("#1f77b4", 1.8)}
-LAUNCHER = Path(__file__).resolve().parent.parent / "run_train.sh"
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400"><rect width="720" height="400" fill="#fff"/>
-<style>text{font:13px sans-serif;fill:#333} polyline{fill:none;stroke-linejoin:round}</style>"""
+HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 400" style="background:#fff; font:13px sans-serif">'
 
 
-def start(folder: Path, name: str, *, overrides: list[str]) -> subprocess.Popen[bytes]:
-    command = [LAUNCHER, f"--job.dump_folder={folder}", f"--job.run_name={name}", "--metrics.log_freq=1", *overrides]
-    return subprocess.Popen(command, env={**os.environ, "NGPU": "1"}, start_new_session=True)
+def start(name: str, *, overrides: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    options = [f"--job.dump_folder={FOLDER}", f"--job.run_name={name}", "--metrics.log_freq=1", *overrides]
+    launcher = Path(__file__).resolve().parents[1] / "run_train.sh"
+    return subprocess.Popen([launcher, *options], env={**os.environ, "NGPU": "1"}, start_new_session=True)
 
 
-def read_rows(folder: Path, name: str) -> Rows:
-    file = folder / name / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return {row["step"]: row for row in map(json.loads, filter(str.strip, lines)) if "grad_norm" in row}
+def read_rows(name: str) -> dict[int, dict[str, float]]:
+    file = FOLDER / name / "metrics.jsonl"
+    complete_lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
+    return {row["step"]: row for row in map(json.loads, complete_lines) if "grad_norm" in row}
 
 
-def kill_after(step: int, *, process: subprocess.Popen[bytes], folder: Path) -> Rows:
-    while step not in read_rows(folder, "killed"):
-        assert process.poll() is None, "the run ended before step --kill_after"
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return read_rows(folder, "killed")
+def draw(curves: dict[str, dict[int, dict[str, float]]], *, caption: str) -> str:
+    last, killed, _ = map(max, curves.values())
+    losses = [row["loss"] for row in curves["uninterrupted"].values()]
+    low, high = int(min(losses)), max(losses) + 0.3
 
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return round(60 + 630 * step / last, 1), round(50 + 290 * (high - loss) / (high - low), 1)
 
-def draw(curves: dict[str, Rows], *, caption: str) -> str:
-    whole, killed = curves["uninterrupted"], max(curves["until SIGKILL"])
-    low, high = int(min(row["loss"] for row in whole.values())), max(row["loss"] for row in whole.values()) + 0.3
-
-    def x(step: float) -> float:
-        return round(LEFT + WIDTH * step / max(whole), 1)
-
-    def y(loss: float) -> float:
-        return round(TOP + HEIGHT * (high - loss) / (high - low), 1)
-
-    def line(*points: tuple[float, float], color: str, width: float = 1.0, more: str = "") -> str:
+    def line(points: list[tuple[float, float]], color: str = "#ddd", width: float = 1.0) -> str:
         path = " ".join(f"{x},{y}" for x, y in points)
-        return f'<polyline points="{path}" stroke="{color}" stroke-width="{width}" {more}/>'
+        return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
-    def text(x: float, y: float, words: object, anchor: str = "start") -> str:
-        return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
+    def text(words: object, *, x: float, y: float) -> str:
+        return f'<text x="{x}" y="{y}" stroke="#fff" stroke-width="4" paint-order="stroke">{words}</text>'
 
-    image = [HEAD, text(LEFT, 28, caption), text(LEFT + WIDTH / 2, 384, "step", "middle"), text(20, 54, "loss")]
+    image = [HEAD, text(caption, x=60, y=28), text("step", x=360, y=384), text("loss", x=20, y=54)]
     for loss in range(low, int(high) + 1):
-        image += [line((x(0), y(loss)), (LEFT + WIDTH, y(loss)), color="#ddd"), text(46, y(loss) + 4, loss, "end")]
-    image += [text(x(step), TOP + HEIGHT + 20, step, "middle") for step in range(0, max(whole) + 1, 20)]
-    image += [line((x(killed), TOP), (x(killed), TOP + HEIGHT), color="#d95f02", more='stroke-dasharray="5 4"')]
-    image += [text(x(killed) + 6, TOP + 150, f"SIGKILL after step {killed}")]
-    for (name, rows), key in zip(curves.items(), range(80, 200, 24), strict=False):
-        color, width = CURVES[name]
-        image += [line(*((x(step), y(row["loss"])) for step, row in rows.items()), color=color, width=width)]
-        image += [line((440, key), (480, key), color=color, width=width)]
-        image += [text(490, key + 4, f"{name}: steps {min(rows)} to {max(rows)}")]
+        image += [line([at(0, loss), at(last, loss)]), text(loss, x=36, y=at(0, loss)[1] + 4)]
+    image += [text(step, x=at(step, low)[0] - 8, y=360) for step in range(0, last + 1, 20)]
+    image += [line([at(killed, low), at(killed, high)], "#d95f02"), text("SIGKILL", x=at(killed, low)[0] + 6, y=200)]
+    for (name, rows), y in zip(curves.items(), (80, 104, 128), strict=True):
+        image += [line([at(step, row["loss"]) for step, row in rows.items()], *CURVES[name])]
+        key = text(f"{name}: steps {min(rows)} to {max(rows)}", x=490, y=y + 4)
+        image += [line([(440, y), (480, y)], *CURVES[name]), key]
     return "\n".join([*image, "</svg>\n"])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", type=Path, default=LAUNCHER.parent / "docs" / "images" / "resume.svg")
-    parser.add_argument("--kill_after", type=int, default=70)
-    parser.add_argument("--folder", type=Path, default=Path("outputs/plot_resume").absolute())
-    parser.add_argument("overrides", nargs="*")
-    options = parser.parse_args()
-    assert start(options.folder, "uninterrupted", overrides=options.overrides).wait() == 0
-    killed = start(options.folder, "killed", overrides=options.overrides)
-    before = kill_after(options.kill_after, process=killed, folder=options.folder)
-    assert start(options.folder, "killed", overrides=options.overrides).wait() == 0
-    whole, found = read_rows(options.folder, "uninterrupted"), read_rows(options.folder, "killed")
-    after = {step: row for step, row in found.items() if row["time"] != before.get(step, {}).get("time")}
-    equal = sum(step in found and found[step]["loss"] == row["loss"] for step, row in whole.items())
-    caption = f"Debug model: {equal} of {len(whole)} losses are bit-identical to the uninterrupted run"
-    curves = {"uninterrupted": whole, "until SIGKILL": before, "resumed": after}
-    options.image.parent.mkdir(parents=True, exist_ok=True)
-    options.image.write_text(draw(curves, caption=caption))
-    return int(equal < len(whole))
+def main(image: str, kill_after: str, *overrides: str) -> int:
+    assert start("uninterrupted", overrides=overrides).wait() == 0
+    process = start("killed", overrides=overrides)
+    while int(kill_after) not in read_rows("killed"):
+        assert process.poll() is None, f"the run ended before step {kill_after}"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = read_rows("killed")
+    assert start("killed", overrides=overrides).wait() == 0
+    expected, found = read_rows("uninterrupted"), read_rows("killed")
+    equal = sum(found[s]["loss"] == row["loss"] == before.get(s, row)["loss"] for s, row in expected.items())
+    resumed = {step: row for step, row in found.items() if row != before.get(step)}
+    caption = f"Debug model: {equal} of {len(expected)} losses are bit-identical to the uninterrupted run"
+    Path(image).write_text(draw(dict(zip(CURVES, (expected, before, resumed), strict=True)), caption=caption))
+    return int(equal < len(expected))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
