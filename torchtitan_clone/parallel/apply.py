@@ -61,9 +61,9 @@ def _keep_modules(model: Any, *, names: set[str]) -> None:
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of a model's parts under the names that the unwrapped model gives them.
+    """Returns the parameters of model parts under the names that they have without wrappers.
 
-    A tied one comes once, under its first name.
+    A tied parameter comes once, under its first name.
     """
     found = {}
     for name, parameter in (item for part in parts for item in part.named_parameters()):
