@@ -28,13 +28,13 @@ def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism:
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     choice = parallelism.fsdp_reshard_after_forward
-    # A pipeline's stage is used by many micro-batches, and would be gathered again for each.
+    # A pipeline's stage is used by many micro-batches, and would be gathered anew for each.
     reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
     ends = [module for module in (model.norm, model.output) if module is not None]
     tied = is_tied(model)
     if model.tok_embeddings is not None and not tied:
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
-        # The backward of a lookup does not read the table.
+        # The gradient of a lookup does not take the table.
         cast("FSDPModule", model.tok_embeddings).set_unshard_in_backward(False)
     for block in model.layers.values():
         fully_shard(block, reshard_after_forward=reshard, **options)
