@@ -26,7 +26,7 @@ def total(found, **wanted):
     return sum(row["count"] for row in found if all(row[key] == value for key, value in wanted.items()))
 
 
-def test_fsdp_gathers_and_reduces_each_block_and_accumulates_without_reducing(corpus, tmp_path):
+def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, tmp_path):
     changes = {"training__steps": 3, "debug__trace_collectives": True, "activation_checkpoint__mode": "none"}
     code, output = train(
         options(corpus, tmp_path, training__local_batch_size=2, **changes), world_size=2, log_folder=tmp_path

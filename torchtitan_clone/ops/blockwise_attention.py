@@ -128,11 +128,11 @@ def attend_backward_(
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
         grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
         bias = _bias(block, starts_BT, like=q_BNtH)
-        parts = _backward(
+        block_gradients = _backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=block.is_triangle
         )  # fmt: skip
-        for total, part, where in zip(gradients, parts, (place, block.place, block.place), strict=True):
-            total[rows, where] += part.transpose(1, 2)
+        for total, gradient, where in zip(gradients, block_gradients, (place, block.place, block.place), strict=True):
+            total[rows, where] += gradient.transpose(1, 2)
 
 
 def _merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: Tensor) -> None:

@@ -36,7 +36,7 @@ class TensorShard:
         size: shape of the shard.
         global_shape: shape of the global tensor.
         dtype: dtype of both.
-        device_type: where the shard lies, "cpu" or "cuda".
+        device_type: device of the shard, "cpu" or "cuda".
     """
 
     offset: tuple[int, ...]

@@ -39,7 +39,7 @@ class _Stage(PipelineStageFixes, PipelineStage):
 
 
 def build_pipelined_forward_backward(
-    parts: Sequence[nn.Module],
+    model_parts: Sequence[nn.Module],
     *,
     stages: Stages,
     frozen_stages: int,
@@ -52,10 +52,10 @@ def build_pipelined_forward_backward(
 ) -> ForwardBackward:
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
-    `parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients stop at
-    the first `frozen_stages` stages.
+    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients
+    stop at the first `frozen_stages` stages.
     """
-    auxiliary = auxiliary_terms(parts[0])
+    auxiliary = auxiliary_terms(model_parts[0])
     objective = Objective(auxiliary, device=device)
     count = len(stages.ranks)
 
@@ -73,7 +73,7 @@ def build_pipelined_forward_backward(
         )
         pipeline_stages: list[PipelineStage] = [
             _Stage(
-                part,
+                module,
                 index,
                 count,
                 device,
@@ -82,7 +82,7 @@ def build_pipelined_forward_backward(
                 group=mesh.pp.get_group(),
                 frozen_stages=frozen_stages,
             )
-            for index, part in zip(stages.of_rank(mesh.pp.get_local_rank()), parts, strict=True)
+            for index, module in zip(stages.of_rank(mesh.pp.get_local_rank()), model_parts, strict=True)
         ]
         return _build_schedule(
             pipeline_stages, parallelism=parallelism, microbatches=rows // size, objective=objective.add
@@ -229,7 +229,7 @@ _Ends = Mapping[tuple[str, int, int | None], int]
 def _bubble_fraction(order: Mapping[int, Sequence[_Action | None]], *, last_stage: int) -> float:
     """Returns the same for the actions of each rank in their order; None among them is no action."""
     waiting = {
-        rank: [part for action in line if action for part in action.sub_actions or [action]]
+        rank: [one for action in line if action for one in action.sub_actions or [action]]
         for rank, line in order.items()
     }
     work = sum(_COST[action.computation_type.value] for line in waiting.values() for action in line)
