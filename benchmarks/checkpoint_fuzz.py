@@ -113,7 +113,7 @@ def build_manager(folder: Path, mode: str, state: dict[str, DTensor]) -> Checkpo
     """Returns a manager that keeps two steps."""
     options = ("async_mode=" + mode, "keep_latest_k=2", "writer_timeout_seconds=0.3")
     checkpoint = load_config([f"--checkpoint.{option}" for option in options]).checkpoint
-    return CheckpointManager(checkpoint, folder=folder / "checkpoint", state=lambda: dict(state), documents={})
+    return CheckpointManager(checkpoint, folder=folder / "checkpoint", state=lambda: dict(state), extra_files={})
 
 
 def save_until_killed(folder: Path, mode: str, again: bool) -> None:
@@ -146,7 +146,7 @@ def load_newest(folder: Path, mode: str) -> int | str:
         state = make_state(-1)
         manager = build_manager(folder, mode, state)
         try:
-            progress = manager.find()
+            progress = manager.find_resume_point()
             manager.load()
         except Exception as error:  # noqa: BLE001, any error is a loss
             return f"{type(error).__name__}: {error}"

@@ -1,6 +1,5 @@
 """Make a folder in the format of the Hugging Face hub from a checkpoint, without a GPU and without other processes.
 
-    python scripts/convert_to_hf.py outputs/my_run/checkpoint/step-1000 my_model
     python scripts/convert_to_hf.py outputs/my_run/checkpoint/step-1000 my_model --export_dtype=bfloat16
 
 The folder is what checkpoint.last_save_in_hf writes at the end of a run: weights, config.json, generation_config.json
@@ -14,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.hf import write_weights

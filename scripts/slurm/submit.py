@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
+
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.launch.slurm_script import batch_script, processes_per_node
@@ -30,10 +32,10 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    arguments = job_arguments(argv, config)
-    script = batch_script(config, folder=folder, repository=REPOSITORY, python=sys.executable, arguments=arguments)
+    words = job_arguments(argv, config)
+    script = batch_script(config, folder=folder, repository=REPOSITORY, python=sys.executable, arguments=words)
     if config.job.dry_run:
-        print(script, end="")
+        sys.stdout.write(script)
         return 0
     return submit(script, folder=folder)
 
@@ -50,14 +52,13 @@ def validated_folder(config: Config) -> Path:
             )
         parse_lighthouse_address(str(lighthouse))
     device_type = "cuda" if slurm.gpus_per_node else "cpu"
-    plan = preflight.resolve(config, world_size=slurm.nodes * processes_per_node(slurm), device_type=device_type)
-    return plan.folder.resolve()
+    world_size = slurm.nodes * processes_per_node(slurm)
+    return preflight.resolve(config, world_size=world_size, device_type=device_type).folder.resolve()
 
 
 def job_arguments(argv: list[str], config: Config) -> list[str]:
     """Returns the arguments of the job: without --dry-run, with an absolute path of the configuration file."""
-    file = Path(config.job.config_file or "").resolve()
-    return [*(word for word in argv if word != "--dry-run"), f"--job.config_file={file}"]
+    return [*(w for w in argv if w != "--dry-run"), f"--job.config_file={Path(config.job.config_file or '').resolve()}"]
 
 
 def submit(script: str, *, folder: Path) -> int:
@@ -72,8 +73,7 @@ def submit(script: str, *, folder: Path) -> int:
     try:
         return subprocess.run(["sbatch", logs / "job.sbatch"], check=False).returncode
     except FileNotFoundError:
-        sys.stderr.write("error: sbatch is not installed on this machine; submit from a login node\n")
-        return 1
+        sys.exit("error: sbatch is not installed on this machine; submit from a login node")
 
 
 if __name__ == "__main__":

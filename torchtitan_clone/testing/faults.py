@@ -153,8 +153,8 @@ def method_with_fault(fault: ArmedFault, method: Callable[Arguments, Result]) ->
     return call
 
 
-def remember_managers(managers: "list[Manager]") -> None:
-    """Appends every manager that torchft makes in this process."""
+def remember_managers(managers: "list[Manager]", *, transports: list[object]) -> None:
+    """Appends every manager that torchft makes in this process, and what it sends state to other groups with."""
     import torchft
 
     build = torchft.Manager.__init__
@@ -163,6 +163,7 @@ def remember_managers(managers: "list[Manager]") -> None:
     def build_and_remember(manager: "Manager", *args: object, **kwargs: object) -> None:
         build(manager, *args, **kwargs)  # pyright: ignore[reportArgumentType], passed on as they came
         managers.append(manager)
+        transports.append(kwargs["checkpoint_transport"])
 
     setattr(torchft.Manager, "__init__", build_and_remember)  # noqa: B010, pyright compares names of parameters
 
@@ -228,11 +229,12 @@ def train_group_rank(
 
     managers: list[Manager] = []
     armed = [ArmedFault(fault, managers=managers) for fault in faults if (fault.group, fault.rank) == (group, rank)]
-    remember_managers(managers)
+    transports: list[object] = []
+    remember_managers(managers, transports=transports)
     wrap_torchft(armed)
 
     def write_digests() -> None:
-        transport = managers[0]._checkpoint_transport
+        transport = transports[0]
         assert isinstance(transport, PeerTransport)
         tensors = transport._tensors  # all that another replica group would load from this one
         for prefix in DIGEST_PREFIXES:
