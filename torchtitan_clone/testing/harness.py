@@ -129,8 +129,11 @@ def _receive(pipe: Connection, *, rank: int) -> object:
 def _rank_main(
     pipe: Connection, env: Mapping[str, str], function: Callable[..., object], args: tuple[object, ...]
 ) -> None:
+    from torchtitan_clone.testing import buffered_model
+
     os.environ.update(env)
     torch.set_num_threads(1)
+    buffered_model.register()
     try:
         outcome = (False, function(*args))
     except BaseException:  # noqa: BLE001, the parent shows any error

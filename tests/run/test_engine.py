@@ -1,0 +1,140 @@
+"""The engine's state as named tensors: persistent buffers are moved by everything that moves parameters."""
+
+import pytest
+import torch
+
+from torchtitan_clone.testing.cluster import Cluster
+from torchtitan_clone.testing.faults import Fault
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import losses, options, rows, train
+from torchtitan_clone.testing.trainers import full_copies, open_trainer
+
+BUFFERED = {
+    "model__name": "buffered",
+    "model__args__n_layers": 4,
+    "checkpoint__interval": 3,
+    "training__steps": 3,
+}
+TENSOR = {"parallelism__tensor_parallel_degree": 2}
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
+SHARD = {"parallelism__data_parallel_shard_degree": 2, "training__local_batch_size": 2}
+DIM = 64
+
+
+def expected_buffers(*, updates):
+    """Returns the buffers of all layers after so many committed steps."""
+    scale_D = torch.ones(DIM)
+    for _ in range(updates):
+        scale_D *= torch.linspace(0.95, 1.0, DIM)
+    names = [f"layers.{layer}.feed_forward" for layer in range(4)]
+    scales = {f"{name}.scale_D": scale_D for name in names}
+    return scales | {f"{name}.updates": torch.tensor(updates) for name in names}
+
+
+def buffers_of_run(argv, trains):
+    """Returns the buffers of this rank: after the last step, or before the first that is trained."""
+    with open_trainer(argv) as trainer:
+        if trains:
+            trainer.train()
+        tensors = full_copies(trainer.engine.model_tensors().items())
+        return {name: tensor for name, tensor in tensors.items() if name.endswith(("scale_D", "updates"))}
+
+
+def check_buffers(argv, *, world_size, updates, trains=False):
+    """Asserts that every rank has the expected bits, and that together they have all buffers."""
+    found = {}
+    for buffers in run_ranks(buffers_of_run, world_size, argv, trains):
+        for name, buffer in buffers.items():
+            assert torch.equal(buffer, expected_buffers(updates=updates)[name]), name
+            assert buffer.dtype == (torch.int64 if name.endswith("updates") else torch.float32)
+        found |= buffers
+    assert set(found) == set(expected_buffers(updates=updates))
+
+
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """The folder of a run of one rank that saved step 3 and exported it."""
+    folder = tmp_path_factory.mktemp("buffered")
+    argv = options(corpus, folder, **BUFFERED, checkpoint__last_save_in_hf=True)
+    check_buffers(argv, world_size=1, updates=3, trains=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh"),
+    [(1, {}), (2, SHARD), (2, TENSOR), (2, PIPELINE), (4, {**TENSOR, **PIPELINE})],
+    ids=["one rank", "shard", "tensor", "pipeline", "tensor x pipeline"],
+)
+def test_buffers_resume_on_another_mesh(corpus, trained, world_size, mesh):
+    argv = options(corpus, trained, **{**BUFFERED, **mesh, "training__steps": 5, "checkpoint__load_only": True})
+    check_buffers(argv, world_size=world_size, updates=3)
+    check_buffers(argv, world_size=world_size, updates=5, trains=True)
+
+
+def test_buffers_move_when_the_mesh_changes(corpus, tmp_path):
+    schedule = "[{step = 3, layers = 1, pipeline_parallel_degree = 1, local_batch_size = 2}]"
+    changes = {**BUFFERED, **PIPELINE, "training__steps": 5, "training__freeze_schedule": schedule}
+    check_buffers(options(corpus, tmp_path, **changes), world_size=2, updates=5, trains=True)
+
+
+def test_buffers_are_exported_and_imported(corpus, trained, tmp_path):
+    weights = trained / "run" / "hf" / "step-3"
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": weights}
+    check_buffers(options(corpus, tmp_path, **BUFFERED, **changes), world_size=1, updates=3)
+    check_buffers(options(corpus, tmp_path, **BUFFERED, **TENSOR, **changes), world_size=2, updates=3)
+
+
+def test_a_replica_group_that_returns_recovers_the_buffers(corpus, tmp_path):
+    changes = {"model__name": "buffered", "model__args__n_layers": 4, "training__steps": 40,
+               "training__global_batch_size": 8,  "checkpoint__enable": False}  # fmt: skip
+    alone = options(corpus, tmp_path / "alone", **changes, training__local_batch_size=2)
+    assert train(alone, log_folder=tmp_path)[0] == 0
+    expected = losses(tmp_path / "alone")
+    with Cluster(corpus, tmp_path / "cluster", groups=2, pace=0.05, **changes) as cluster:
+        cluster.start_all(faults=[Fault(kind="kill", place="forward", step=8, group=1)]).watch_over()
+        assert "healed from another replica group" in cluster.log
+        assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
+        # The loss depends on the buffers of both groups.
+        for step, loss in cluster.losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-4), f"step {step}"
+
+
+def poisoned_run(argv):
+    """Returns the buffers after a run in which the loss of step 2 is not finite."""
+    with open_trainer(argv) as trainer:
+        forwards = []
+
+        def poison(_module, _args, out_BTD):
+            forwards.append(1)
+            return out_BTD * float("nan") if len(forwards) == 2 else out_BTD
+
+        trainer.engine.model_parts[0].norm.register_forward_hook(poison)
+        trainer.train()
+        return trainer.engine.model_tensors()
+
+
+def test_a_skipped_step_changes_no_buffer(corpus, tmp_path):
+    argv = options(corpus, tmp_path, **{**BUFFERED, "training__local_batch_size": 8, "training__steps": 4})
+    (found,) = run_ranks(poisoned_run, 1, argv)
+    assert [row["skipped_steps"] for row in rows(tmp_path) if "loss" in row] == [0, 1, 1, 1]
+    for name, buffer in expected_buffers(updates=3).items():
+        assert torch.equal(found[name], buffer), name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh"),
+    [(2, SHARD), (2, PIPELINE), (2, {"parallelism__context_parallel_degree": 2})],
+    ids=["shard", "pipeline", "context"],
+)
+def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(corpus, tmp_path, world_size, mesh):
+    changes = {**BUFFERED, "model__args__penalty": 100.0, "checkpoint__enable": False}
+    argv = [options(corpus, tmp_path / name, **changes, **axes) for name, axes in (("one", {}), ("many", mesh))]
+    assert train(argv[0], log_folder=tmp_path)[0] == 0
+    assert train(argv[1], world_size=world_size, log_folder=tmp_path)[0] == 0
+    expected, found = ([row for row in rows(tmp_path / name) if "loss" in row] for name in ("one", "many"))
+    for key in ("loss", "grad_norm", "auxiliary/output_square"):
+        assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-5), key
+    assert expected[0]["auxiliary/output_square"] > 0
+    without = options(corpus, tmp_path / "without", **{**changes, "model__args__penalty": 0.0})
+    assert train(without, log_folder=tmp_path)[0] == 0
+    assert losses(tmp_path / "without")[3] != losses(tmp_path / "one")[3]
