@@ -11,7 +11,7 @@ def test_a_dry_run_prints_how_weights_are_sharded(corpus, tmp_path):
     assert code == 0, text
     lines = {re.sub(" +", " ", line).strip() for line in text.split("weights of rank 0\n")[1].splitlines()}
     assert lines == {
-        "rows over tp 2, rows over fsdp 4 tok_embeddings.weight [2048, 64] -> [256, 64], and 6 like it",
-        "rows over fsdp 4 layers.*.attention_norm.weight [64] -> [16], and 2 like it",
-        "columns over tp 2, rows over fsdp 4 layers.*.attention.wo.weight [64, 64] -> [16, 32], and 1 like it",
+        "dim 0 over tp 2, dim 0 over fsdp 4 tok_embeddings.weight [2048, 64] -> [256, 64], and 6 more",
+        "dim 0 over fsdp 4 layers.*.attention_norm.weight [64] -> [16], and 2 more",
+        "dim 1 over tp 2, dim 0 over fsdp 4 layers.*.attention.wo.weight [64, 64] -> [16, 32], and 1 more",
     }

@@ -1,6 +1,7 @@
 """One broken rule gives exactly one message, with the remedy for these values."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torchtitan_clone.config import (
 )
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.run.phases import phase_of_step
-from torchtitan_clone.run.rules import ModelFacts, find_run_errors
+from torchtitan_clone.run.rules import find_run_errors
 
 FACTS: dict[str, Any] = {
     "world_size": 8,
@@ -29,8 +30,14 @@ FACTS: dict[str, Any] = {
 
 def find_errors(config: Config, **facts: Any) -> list[str]:
     """Checks a configuration against these facts of the model, the tokenizer and the machine."""
-    model = ModelFacts(**{name: facts.pop(name) for name in ModelFacts.__dataclass_fields__})
-    return find_run_errors(config, model=model, **facts)
+    heads = facts.pop("heads")
+    names = ("max_seq_len", "vocab_size", "n_layers", "tied_embeddings")
+    args = SimpleNamespace(
+        n_heads=heads["n_heads"],
+        kv_heads=heads.get("n_kv_heads", heads["n_heads"]),
+        **{name: facts.pop(name) for name in names},
+    )
+    return find_run_errors(config, args=args, **facts)
 
 
 def test_the_defaults_break_no_rule() -> None:
@@ -53,21 +60,25 @@ FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
 
 RULES = [
-    ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; put the steps in rising order"),
+    ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; list the steps in increasing order"),
     ([f"{FREEZE}=[{{step = 5, layers = 1}}, {{step = 5, layers = 2}}]"], {}, "step 5: must be above 5"),
     ([f"{FREEZE}=[{{step = 5, layers = 2}}, {{step = 9, layers = 2}}]"], {}, "layers = 2 must be above 2 and below"),
     ([f"{FREEZE}=[{{step = 5, layers = 8}}]"], {"n_layers": 8}, "layers = 8 must be above 0 and below model.args"),
-    ([f"{FREEZE}=[{{step = 5, layers = 1}}]"], {"tied_embeddings": True}, "freezes the embedding, which is the output"),
+    (
+        [f"{FREEZE}=[{{step = 5, layers = 1}}]"],
+        {"tied_embeddings": True},
+        "freezes the embedding, which is also the weight of the output",
+    ),
     (
         [f"{FREEZE}=[{{step = 5, layers = 1}}]", f"{FT}.enable", f"{FT}.group_size=2"],
         {},
-        "a replica group that heals takes over tensors of the others",
+        "a recovering replica group loads tensors of the others",
     ),
     ([f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 0}}]"], {}, "local_batch_size = 0 must be at least 1"),
     (
         pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 3}}]"),
         {},
-        "step 5: pipeline_parallel_degree = 3 does not divide the degree before, 4; a pipeline can shrink",
+        "step 5: pipeline_parallel_degree = 3 does not divide the previous degree 4; set it to a divisor",
     ),
     (
         pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 1}}]"),
@@ -121,7 +132,7 @@ RULES = [
         "(1, 2, 3 or 6)",
     ),
     (pipeline(2, "1F1BB"), {}, 'pipeline_parallel_schedule = "1F1BB": no such schedule; known: GPipe, 1F1B, '),
-    (pipeline(2, "1F1B"), {"tied_embeddings": True}, "set model.args.tied_embeddings to false or the degree to 1"),
+    (pipeline(2, "1F1B"), {"tied_embeddings": True}, "set model.args.tied_embeddings to false, or the degree to 1"),
     (
         pipeline(4, "1F1B", "--training.local_batch_size=3"),
         {},
@@ -167,23 +178,23 @@ RULES = [
     (
         pipeline(2, "LoopedBFS", f"{PIPELINE}_layers_per_stage=3"),
         {},
-        "gives 3 stages; LoopedBFS on 2 ranks needs a multiple of 2; change it or leave it out.",
+        "gives 3 stages; LoopedBFS on 2 ranks needs a multiple of 2; change it or remove it.",
     ),
     (
         pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["layer.1", "norm", "output"]]'),
         {"n_layers": 2},
-        "parallelism.module_fqns_per_model_part: the model has no layer.1; name every module once, in the model's "
+        "parallelism.module_fqns_per_model_part: the model has no layer.1; list every module once, in the model's "
         "order: tok_embeddings, layers.0 to layers.1, norm, output.",
     ),
     (
         pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["norm", "output"]]'),
         {"n_layers": 2},
-        "module_fqns_per_model_part: no part has layers.1; name",
+        "module_fqns_per_model_part: no model part has layers.1; list",
     ),
     (
         pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.1"], ["layers.0", "norm", "output"]]'),
         {"n_layers": 2},
-        "a part is empty, or a module stands twice or out of order; name",
+        "a model part is empty, or a module is repeated or out of order; list",
     ),
     (
         pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings"], ["layers.0"], ["norm", "output"]]'),
@@ -194,18 +205,19 @@ RULES = [
     (
         pipeline(2, "DualPipeV", '--parallelism.fsdp_reshard_after_forward="always"'),
         {},
-        "DualPipeV computes gradients of weights apart, and torch loses those of weights that were freed in between; "
+        "DualPipeV computes gradients of weights separately, and torch loses those of weights that were "
+        "freed in between; "
         'set it to "default" or "never".',
     ),
     (
         pipeline(2, "ZBVZeroBubble", "--compile.enable"),
         {},
-        'a compiled block gives both at once; set compile.components to ["loss"]',
+        'a compiled block computes both at once; set compile.components to ["loss"]',
     ),
     (
         [f"{PIPELINE}_degree=2", f"{PIPELINE}_schedule_csv=nowhere.csv"],
         {},
-        'schedule_csv = "nowhere.csv": cannot be used: [Errno 2] No such file',
+        'schedule_csv = "nowhere.csv": cannot be read as a schedule: [Errno 2] No such file',
     ),
     (
         [f"{CONTEXT}_degree=4", "--training.seq_len=100"],
@@ -244,13 +256,13 @@ RULES = [
 @pytest.mark.parametrize(
     ("text", "others", "fragment"),
     [
-        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", ["--training.local_batch_size=1"], "gives work to 3 ranks, not to those of"),
-        ("0F0,0B0\n2F0,2B0\n", [], "cannot be used: its stages are [0, 2], not 0, 1, 2 and so on"),
+        ("0F0,0B0\n1F0,1B0\n2F0,2B0\n", ["--training.local_batch_size=1"], "schedules 3 ranks, but"),
+        ("0F0,0B0\n2F0,2B0\n", [], "cannot be read as a schedule: its stages are [0, 2], not 0, 1, 2 and so on"),
         ("0F0,0B0\n1F0,1B0\n", [], "makes 8 micro-batches, "),
         (
             "0F0,0B0\n1F0,1B0\n",
             ["--training.local_batch_size=1", f'{PARTS}=[["tok_embeddings"], ["layers.0"], ["norm", "output"]]'],
-            "has 3 parts, the schedule's file 2 stages",
+            "has 3 model parts, but the schedule file has 2 stages",
         ),
         (
             "0F0,0I0,0W0\n1F0,1I0,1W0\n",

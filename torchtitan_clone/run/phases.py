@@ -1,6 +1,6 @@
-"""Phases of a run: stretches of steps with the same frozen blocks on the same mesh.
+"""Phases of a run: consecutive steps with the same frozen layers and the same mesh.
 
-A pure function of the step, so that a run that is resumed anywhere finds itself in the right one.
+A pure function of the step, so that a resumed run continues in the right phase.
 """
 
 from dataclasses import dataclass, replace
@@ -11,16 +11,16 @@ from torchtitan_clone.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One of them: `config` is the run's with the degrees and the batch size that hold in it."""
+    """A phase; `config` is that of the run with the degrees and the batch size of the phase."""
 
     first_step: int
     frozen_layers: int
-    """Blocks that do not learn, counted from the first; 0: all learn, and so does the embedding."""
+    """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
     config: Config
 
 
 def phases(config: Config, world_size: int) -> list[Phase]:
-    """All phases in their order, the first without anything frozen; its options fit the world, see run/rules.py."""
+    """Returns all phases in order, the first with nothing frozen; run/rules.py checks their options."""
     degrees = resolved_degrees(config.parallelism, world_size)
     rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
     found = [Phase(first_step=1, frozen_layers=0, config=config)]
@@ -46,5 +46,5 @@ def phases(config: Config, world_size: int) -> list[Phase]:
 
 
 def phase_of_step(config: Config, world_size: int, *, step: int) -> Phase:
-    """The phase that a step belongs to."""
+    """Returns the phase that a step belongs to."""
     return [phase for phase in phases(config, world_size) if phase.first_step <= step][-1]

@@ -1,4 +1,4 @@
-"""Refuses what cannot work before a process group starts or a folder is made.
+"""Checks a run before a process group starts or a folder is made.
 
 `resolve` checks what follows from the configuration alone, `check_start` also what this machine and the run's folder
 must provide; `prepare` then opens the data.
@@ -29,7 +29,7 @@ from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan
-from torchtitan_clone.run.rules import ModelFacts, find_run_errors
+from torchtitan_clone.run.rules import find_run_errors
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
@@ -56,13 +56,7 @@ def resolve(config: Config, *, world_size: int, device_type: str) -> RunPlan:
     found = model_args.violations() + find_run_errors(
         config,
         world_size=world_size,
-        model=ModelFacts(
-            max_seq_len=model_args.max_seq_len,
-            vocab_size=model_args.vocab_size,
-            heads={"n_heads": model_args.n_heads, "n_kv_heads": model_args.kv_heads},
-            n_layers=model_args.n_layers,
-            tied_embeddings=model_args.tied_embeddings,
-        ),
+        args=model_args,
         tokenizer_vocab_size=tokenizer.vocab_size,
         device_type=device_type,
     )

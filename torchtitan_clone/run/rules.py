@@ -1,69 +1,57 @@
 """Rules between the configuration, the mesh and the model, checked before any process group starts.
 
-Every rule is a function of plain values that yields messages: what is wrong with which value, and what to change.
-Rules within the tables are in config/checks.py.
+Each rule yields messages that name the value, the rule and the remedy. Rules within the tables are in config/checks.py.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torchtitan_clone.config import Config, Degrees, resolved_degrees
 from torchtitan_clone.config.checks import find_bound_errors, find_config_errors
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
 from torchtitan_clone.run.phases import phases
 
 _PIPELINE = "parallelism.pipeline_parallel_"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelFacts:
-    """What the rules ask of a model."""
-
-    max_seq_len: int
-    vocab_size: int
-    heads: dict[str, int]
-    """Numbers of heads that must be divisible, by the name of the model's argument."""
-    n_layers: int
-    tied_embeddings: bool
-
-
 def find_run_errors(
-    config: Config, *, world_size: int, model: ModelFacts, tokenizer_vocab_size: int | None, device_type: str
+    config: Config, *, world_size: int, args: ModelArgs, tokenizer_vocab_size: int | None, device_type: str
 ) -> list[str]:
     """Returns one message for each broken rule, those within the tables included.
 
     `tokenizer_vocab_size` is None where no tokenizer is loaded.
     """
     found = find_config_errors(config, device_type=device_type)
-    found += _model_limits(config, model, tokenizer_vocab_size)
+    found += _model_limits(config, args, tokenizer_vocab_size)
     if any(find_bound_errors(config)):  # the other rules compute with these values
         return found
-    mesh_errors = _mesh_errors(config, world_size=world_size, model=model) or [*_freeze_schedule(config, model)]
+    mesh_errors = _mesh_errors(config, world_size=world_size, args=args) or [*_freeze_schedule(config, args)]
     if mesh_errors:
         return found + mesh_errors
     for phase in phases(config, world_size)[1:]:
-        of_phase = _mesh_errors(phase.config, world_size=world_size, model=model)
+        of_phase = _mesh_errors(phase.config, world_size=world_size, args=args)
         entry = f"training.freeze_schedule, with the options of its entry at step {phase.first_step}"
         found += [f"{entry}: {message}" for message in of_phase]
     return found
 
 
-def _mesh_errors(config: Config, *, world_size: int, model: ModelFacts) -> list[str]:
+def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[str]:
     """Returns the broken rules of one mesh; a run has several where a freeze schedule changes it."""
     degrees = list(_degrees(config.parallelism, world_size))
+    heads = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads}
     found: list[str] = []
     if not degrees:
         groups = config.fault_tolerance.group_size if config.fault_tolerance.enable else 1
         found += _batch_size(config.training, resolved_degrees(config.parallelism, world_size), max(1, groups))
     return [
         *found,
-        *find_pipeline_errors(config, n_layers=model.n_layers, tied_embeddings=model.tied_embeddings),
+        *find_pipeline_errors(config, n_layers=args.n_layers, tied_embeddings=args.tied_embeddings),
         *degrees,
-        *_tensor(config, model.heads),
-        *_context(config, model.heads),
+        *_tensor(config, heads),
+        *_context(config, heads),
     ]
 
 
@@ -77,7 +65,7 @@ AXES = {
 
 
 def _degrees(parallelism: Parallelism, world_size: int) -> Iterator[str]:
-    """The degrees multiply to the world size; with a shard degree of -1 they divide it."""
+    """The product of the degrees is the world size; with a shard degree of -1 it divides the world size."""
     degrees = {axis: getattr(parallelism, option) for axis, option in AXES.items()}
     fixed = {axis: degree for axis, degree in degrees.items() if degree > 1} or {"shard": 1}
     product = math.prod(fixed.values())
@@ -146,39 +134,39 @@ def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[s
     )
 
 
-def _model_limits(config: Config, model: ModelFacts, tokenizer_vocab_size: int | None) -> Iterator[str]:
-    max_seq_len, vocab_size = model.max_seq_len, model.vocab_size
+def _model_limits(config: Config, args: ModelArgs, tokenizer_vocab_size: int | None) -> Iterator[str]:
     name = f"{config.model.name} {config.model.flavor}"
-    if config.training.seq_len > max_seq_len:
+    if config.training.seq_len > args.max_seq_len:
         yield (
-            f"training.seq_len = {config.training.seq_len}: {name} takes sequences of up to {max_seq_len} tokens; "
-            f"set it to at most {max_seq_len}, or raise model.args.max_seq_len."
+            f"training.seq_len = {config.training.seq_len}: {name} takes sequences of up to {args.max_seq_len} tokens; "
+            f"set it to at most {args.max_seq_len}, or raise model.args.max_seq_len."
         )
-    if tokenizer_vocab_size is not None and tokenizer_vocab_size > vocab_size:
+    if tokenizer_vocab_size is not None and tokenizer_vocab_size > args.vocab_size:
         tokenizer = config.model.hf_assets_path or "this package"
         yield (
-            f"model.args.vocab_size = {vocab_size}: the tokenizer of {tokenizer} has {tokenizer_vocab_size} tokens; "
-            f"set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the model's own tokenizer."
+            f"model.args.vocab_size = {args.vocab_size}: the tokenizer of {tokenizer} has "
+            f"{tokenizer_vocab_size} tokens; set it to at least {tokenizer_vocab_size}, or model.hf_assets_path to the "
+            "model's own tokenizer."
         )
 
 
-def _freeze_schedule(config: Config, model: ModelFacts) -> Iterator[str]:
+def _freeze_schedule(config: Config, args: ModelArgs) -> Iterator[str]:
     """Checks the entries against each other; every phase must obey all other rules too."""
     step, layers, degree = 0, 0, config.parallelism.pipeline_parallel_degree
     for freeze in config.training.freeze_schedule:
         point = f"training.freeze_schedule, step {freeze.step}"
         if freeze.step <= step:
-            yield f"{point}: must be above {step}; put the steps in rising order, from 1 on."
-        if not layers < freeze.layers < model.n_layers:
+            yield f"{point}: must be above {step}; list the steps in increasing order, from 1."
+        if not layers < freeze.layers < args.n_layers:
             yield (
                 f"{point}: layers = {freeze.layers} must be above {layers} and below model.args.n_layers "
-                f"{model.n_layers}; each point freezes more blocks, and the last block always learns."
+                f"{args.n_layers}; each entry freezes more layers, and the last layer is always trained."
             )
         if (wanted := freeze.pipeline_parallel_degree) is not None:
             if wanted < 1 or degree % wanted:
                 yield (
-                    f"{point}: pipeline_parallel_degree = {wanted} does not divide the degree before, {degree}; a "
-                    "pipeline can shrink to a divisor, for example 1."
+                    f"{point}: pipeline_parallel_degree = {wanted} does not divide the previous degree {degree}; "
+                    "set it to a divisor, for example 1."
                 )
                 return
             degree = wanted
@@ -187,18 +175,18 @@ def _freeze_schedule(config: Config, model: ModelFacts) -> Iterator[str]:
         step, layers = freeze.step, freeze.layers
     if config.training.freeze_schedule and config.fault_tolerance.enable:
         yield (
-            "training.freeze_schedule: a replica group that heals takes over tensors of the others, which may have "
-            "another mesh by then; leave it out, or set fault_tolerance.enable to false."
+            "training.freeze_schedule: a recovering replica group loads tensors of the others, which may have another "
+            "mesh by then; remove it, or set fault_tolerance.enable to false."
         )
-    if config.training.freeze_schedule and model.tied_embeddings:
+    if config.training.freeze_schedule and args.tied_embeddings:
         yield (
-            "training.freeze_schedule: freezes the embedding, which is the output's weight too, and that has to learn; "
-            "set model.args.tied_embeddings to false."
+            "training.freeze_schedule: freezes the embedding, which is also the weight of the output and must be "
+            "trained; set model.args.tied_embeddings to false."
         )
 
 
 def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool) -> list[str]:
-    """One message for each broken rule; none where there is no pipeline."""
+    """Returns one message for each broken rule; none without a pipeline."""
     parallelism = config.parallelism
     if parallelism.pipeline_parallel_degree == 1:
         return []
@@ -224,12 +212,12 @@ def _pipeline_schedule(parallelism: Parallelism) -> Iterator[str]:
     try:
         found = 1 + max(read_schedule_file(path).ranks)
     except (OSError, ValueError) as error:
-        yield f'{_PIPELINE}schedule_csv = "{path}": cannot be used: {error}; see the option\'s help.'
+        yield f'{_PIPELINE}schedule_csv = "{path}": cannot be read as a schedule: {error}; see the option\'s help.'
         return
     if found != ranks:
         yield (
-            f'{_PIPELINE}schedule_csv = "{path}": gives work to {found} ranks, not to those of {_PIPELINE}degree '
-            f"{ranks}; set the degree to {found}."
+            f'{_PIPELINE}schedule_csv = "{path}": schedules {found} ranks, but {_PIPELINE}degree is {ranks}; '
+            f"set the degree to {found}."
         )
 
 
@@ -237,19 +225,20 @@ def _tied_stages(parallelism: Parallelism, tied_embeddings: bool) -> Iterator[st
     if tied_embeddings:
         yield (
             f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: the first stage holds the embedding and the "
-            "last the output, so they cannot be one weight; set model.args.tied_embeddings to false or the degree to 1."
+            "last the output, so they cannot share a weight; set model.args.tied_embeddings to false, or the degree "
+            "to 1."
         )
 
 
 def _num_stages(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
-    """The number of stages is what the schedule can place."""
+    """The schedule supports this number of stages."""
     if parallelism.pipeline_parallel_schedule_csv:
         stages = len(read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks)
         named = parallelism.module_fqns_per_model_part
         if named is not None and len(named) != stages:
             yield (
-                f"parallelism.module_fqns_per_model_part: has {len(named)} parts, the schedule's file {stages} stages; "
-                "make them as many."
+                f"parallelism.module_fqns_per_model_part: has {len(named)} model parts, but the schedule file has "
+                f"{stages} stages; make the numbers equal."
             )
         return
     ranks = parallelism.pipeline_parallel_degree
@@ -263,17 +252,17 @@ def _num_stages(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
     )  # fmt: skip
     yield (
         f"parallelism.{option}: gives {stages} stages; {parallelism.pipeline_parallel_schedule} on {ranks} ranks needs "
-        f"{wanted}; change it or leave it out."
+        f"{wanted}; change it or remove it."
     )
 
 
 def _stage_layers(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
-    """Every stage has work; the first and the last have some without a layer too."""
+    """Every stage has a module; the first and the last have one even without a layer."""
     stages = num_stages(parallelism, n_layers=n_layers)
     if n_layers < stages - 2:
         yield (
             f"{_PIPELINE}degree = {parallelism.pipeline_parallel_degree}: model.args.n_layers {n_layers} over {stages} "
-            f"stages leaves one without a layer; set the degree or the stages a rank lower."
+            "stages leaves one without a layer; lower the degree or the number of stages per rank."
         )
 
 
@@ -287,11 +276,11 @@ def _stage_modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
     if unknown:
         what = f"the model has no {', '.join(unknown)}"
     elif missing:
-        what = f"no part has {', '.join(missing)}"
+        what = f"no model part has {', '.join(missing)}"
     else:
-        what = "a part is empty, or a module stands twice or out of order"
+        what = "a model part is empty, or a module is repeated or out of order"
     yield (
-        f"parallelism.module_fqns_per_model_part: {what}; name every module once, in the model's order: "
+        f"parallelism.module_fqns_per_model_part: {what}; list every module once, in the model's order: "
         f"tok_embeddings, layers.0 to layers.{n_layers - 1}, norm, output."
     )
 
@@ -303,18 +292,18 @@ def _splits_backward(config: Config) -> Iterator[str]:
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     if parallelism.fsdp_reshard_after_forward == "always":
         yield (
-            f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights apart, and '
-            'torch loses those of weights that were freed in between; set it to "default" or "never".'
+            f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights separately, '
+            'and torch loses those of weights that were freed in between; set it to "default" or "never".'
         )
     if compile.enable and "model" in compile.components:
         yield (
-            f"compile.components: {schedule} computes gradients of inputs and weights apart, and a compiled block "
-            'gives both at once; set compile.components to ["loss"], or the schedule to Interleaved1F1B.'
+            f"compile.components: {schedule} computes gradients of inputs and weights separately, and a compiled "
+            'block computes both at once; set compile.components to ["loss"], or the schedule to Interleaved1F1B.'
         )
 
 
 def _microbatches(parallelism: Parallelism, stages: int, option: str, rows: int) -> Iterator[str]:
-    """The rows of a pass make as many micro-batches as the schedule needs."""
+    """The sequences of a pass make as many micro-batches as the schedule needs."""
     size, ranks = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_degree
     count, rest = divmod(rows, size)
     if rest:
