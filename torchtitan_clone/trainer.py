@@ -188,12 +188,9 @@ class Trainer:
         """Runs a step, traced and timed as the options say; None if the deadline interrupted it."""
         plan = self.engine.plan
         timer = self._stragglers.timer(step) if plan.degrees.pp == 1 else None
-        trace = trace_collectives(
-            attempt == 2 and plan.config.debug.trace_collectives,
-            group_names=self.engine.mesh.group_names(),
-            rank=self._launch.rank,
-            folder=plan.output_folder,
-        )
+        is_traced = attempt == 2 and plan.config.debug.trace_collectives
+        group_names = self.engine.mesh.group_names() if is_traced else {}
+        trace = trace_collectives(is_traced, group_names=group_names, rank=self._launch.rank, folder=plan.output_folder)
         start = time.perf_counter()
         try:
             with trace, timer or nullcontext():
