@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models import DecoderArgs, ModelSpec
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import phase_of_step
 
@@ -23,7 +23,7 @@ class RunPlan:
     config: Config
     folder: Path
     spec: ModelSpec
-    model_args: ModelArgs
+    model_args: DecoderArgs
     tokenizer: Tokenizer
     degrees: Degrees
     stages: Stages
@@ -125,11 +125,13 @@ class RunPlan:
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token; of frozen layers forward only."""
         seq_len = self.config.training.seq_len
-        return self.spec.flops_per_token(self.model_args, seq_len=seq_len, frozen_layers=self.frozen_layers)
+        return self.spec.flops_per_token(
+            self.model_args, parameters=self.parameters, seq_len=seq_len, frozen_layers=self.frozen_layers
+        )
 
 
 def build_plan(
-    config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer
+    config: Config, *, world_size: int, spec: ModelSpec, model_args: DecoderArgs, tokenizer: Tokenizer
 ) -> RunPlan:
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)

@@ -1,9 +1,5 @@
 """Llama 3 and its sizes."""
 
-from functools import partial
-
-from torchtitan_clone.models.decoder import initial_std
-from torchtitan_clone.models.flops import dense_flops_per_token
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.llama3.plan import tensor_plan
@@ -40,12 +36,4 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    name="llama3",
-    flavors=FLAVORS,
-    build=build,
-    initial_std=initial_std,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-    flops_per_token=partial(dense_flops_per_token, build=build),
-)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
