@@ -49,17 +49,16 @@ def transposed(name: str) -> Rule:
 
 
 def fused(rule: Rule, *, dim: int, index: int, count: int = 2, interleaved: bool = False) -> Rule:
-    """Our tensor is one of `count` equal shares of a tensor of the hub along the hub's `dim`.
+    """Our tensor is share `index` of `count` of a tensor of the hub along the hub's `dim`.
 
-    `rule` maps our tensor to a tensor of the size of the share. Shares are consecutive or interleaved: `index::count`.
+    `rule` maps our tensor to a tensor of the size of the share. Shares are consecutive, or interleaved: `index::count`.
     """
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
         (share,) = rule(shape)
         size = share.shape[dim]
         complete = (*share.shape[:dim], size * count, *share.shape[dim + 1 :])
-        of = _share(index, dim=dim, size=size, step=count if interleaved else 1)
-        return [replace(share, shape=complete, of=of)]
+        return [replace(share, shape=complete, of=_share(index, dim=dim, size=size, step=count if interleaved else 1))]
 
     return pieces
 
@@ -71,7 +70,7 @@ def _share(index: int, *, dim: int, size: int, step: int) -> Index:
 
 
 def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
-    """Our tensor consists of equal tensors of the hub along our `dim`, one after another or interleaved."""
+    """Our tensor consists of equal tensors of the hub along our `dim`, consecutive or interleaved."""
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
         size = shape[dim] // len(names)
@@ -87,9 +86,9 @@ def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
 
 def pieces_of(rules: Rules, name: str, *, shape: Sequence[int]) -> list[Piece]:
     """Returns the pieces of our tensor of that name and shape; KeyError where no rule has it."""
-    match = re.fullmatch(r"(layers\.)(\d+)(\..*)", name)
-    rule = rules[f"{match[1]}*{match[3]}" if match else name]
-    layer = match[2] if match else ""
+    match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+    rule = rules[f"layers.*.{match[2]}" if match else name]
+    layer = match[1] if match else ""
     return [replace(piece, source=piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
 
 

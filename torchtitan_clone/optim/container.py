@@ -19,17 +19,13 @@ class OptimizerContainer:
         self.torch_optimizers = _build_torch_optimizers(groups)
         self._parameters = named_parameters
         self._settings = {name: group.settings for group in groups for name in group.parameters}
-        self._lr = optimizer.lr
-        self._lr_factor = 1.0
-
-    @property
-    def lr(self) -> float:
+        self._peak_lr = optimizer.lr
+        self.lr = optimizer.lr
         """Learning rate of the next step, for parameters whose group sets none."""
-        return self._lr * self._lr_factor
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets the learning rate of every group to `factor` times the peak learning rate of that group."""
-        self._lr_factor = factor
+        self.lr = self._peak_lr * factor
         for torch_optimizer in self.torch_optimizers.values():
             for group in torch_optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor

@@ -28,9 +28,16 @@ def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) ->
     The groups of `optimizer.groups` come first, in their order, then the parameters that match no pattern. Each is
     split into the decayed parameters and the others.
     """
-    assigned = _assign(optimizer, parameters=parameters)
-    split = [each for group, matched in assigned for each in _split_by_decay(optimizer, group=group, matched=matched)]
-    return [group for group in split if group.parameters]
+    found: list[ResolvedGroup] = []
+    for group, matched in _assign(optimizer, parameters=parameters):
+        own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
+        settings = replace(optimizer, groups=[], **own)
+        decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
+        decayed = {name: parameter for name, parameter in matched.items() if decay_all or parameter.ndim >= 2}
+        others = {name: parameter for name, parameter in matched.items() if name not in decayed}
+        found.append(ResolvedGroup(settings=settings, parameters=decayed))
+        found.append(ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others))
+    return [group for group in found if group.parameters]
 
 
 def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:
@@ -60,20 +67,6 @@ def _assign(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[A
         matched = next(matched for group, matched in assigned if fnmatchcase(name, group.pattern))
         matched[name] = parameter
     return assigned
-
-
-def _split_by_decay(
-    optimizer: Optimizer, *, group: OptimizerGroup, matched: Mapping[str, Tensor]
-) -> list[ResolvedGroup]:
-    own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
-    settings = replace(optimizer, groups=[], **own)
-    decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
-    decayed = {name: parameter for name, parameter in matched.items() if decay_all or parameter.ndim >= 2}
-    others = {name: parameter for name, parameter in matched.items() if name not in decayed}
-    return [
-        ResolvedGroup(settings=settings, parameters=decayed),
-        ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others),
-    ]
 
 
 def _unmatched_patterns(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> Iterator[str]:

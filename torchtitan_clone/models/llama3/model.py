@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
-from torchtitan_clone.models.feed_forward import SwiGLU, swiglu_hidden_dim
+from torchtitan_clone.models.feed_forward import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,9 @@ class Llama3Args(DecoderArgs):
         """Hidden size of the feed-forward: hidden_dim, or computed from the multipliers where that is unset."""
         if self.hidden_dim is not None:
             return self.hidden_dim
-        return swiglu_hidden_dim(dim=self.dim, ffn_dim_multiplier=self.ffn_dim_multiplier, multiple_of=self.multiple_of)
+        # 2/3 of 4 D times the multiplier, rounded up to a multiple.
+        size = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        return self.multiple_of * ((size + self.multiple_of - 1) // self.multiple_of)
 
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
