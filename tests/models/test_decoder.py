@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock, named_state
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock, named_state
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 NAMES = {"balance": 0.1, "z": 0.01}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(DecoderArgs):
+class Args(ModelArgs):
     """A family that is not in MODELS."""
 
     head_dim: int = 8

@@ -22,7 +22,7 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderArgs:
+class ModelArgs:
     """Arguments that families share; a family adds the sizes of its feed-forward, and may make `head_dim` a field."""
 
     dim: int = 4096
@@ -90,7 +90,7 @@ class TransformerBlock(nn.Module):
     Where the feed-forward returns its output and sums [A] of auxiliary terms, the block returns these too.
     """
 
-    def __init__(self, args: DecoderArgs, *, attention: nn.Module, feed_forward: nn.Module):
+    def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = attention
@@ -110,7 +110,7 @@ class OutputProjection(nn.Module):
     The loss is computed here because FSDP holds the full weight only during this module's forward.
     """
 
-    def __init__(self, args: DecoderArgs):
+    def __init__(self, args: ModelArgs):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(args.vocab_size, args.dim))
         nn.init.normal_(self.weight, std=args.dim**-0.5)
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        args: DecoderArgs,
+        args: ModelArgs,
         *,
         build_block: Callable[[Any, int], nn.Module],
         auxiliary: Mapping[str, float] | None = None,
@@ -232,7 +232,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(persistent_buffers(model))
 
 
-def initial_std(args: DecoderArgs, name: str) -> float | None:
+def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one.
 
     Those of wo, w2 and w3 are smaller in deeper layers.

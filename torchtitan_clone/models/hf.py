@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.models.decoder import DecoderArgs
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.ops.tensor_pieces import Piece
 
@@ -67,7 +67,7 @@ class DecoderHub:
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
         }
 
-    def to_config(self, args: DecoderArgs) -> dict[str, object]:
+    def to_config(self, args: ModelArgs) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
         scaling = values["rope_scaling"]

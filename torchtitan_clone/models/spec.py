@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.schema import Model
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, initial_std, named_state
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, named_state
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
@@ -55,7 +55,7 @@ DENSE_KEPT = KeptOperations(
 
 
 def dense_flops_per_token(
-    args: DecoderArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
+    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
 ) -> float:
     """Returns the FLOPs of a model in which every parameter is used for every token; see FlopsPerToken."""
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -68,7 +68,7 @@ def dense_flops_per_token(
     return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3
 
 
-def equal_costs(args: DecoderArgs) -> list[int]:
+def equal_costs(args: ModelArgs) -> list[int]:
     """Returns 1 for each layer."""
     return [1] * args.n_layers
 
@@ -79,7 +79,7 @@ class ModelSpec:
 
     name: str
     """Value of `model.name`."""
-    flavors: Mapping[str, DecoderArgs]
+    flavors: Mapping[str, ModelArgs]
     """Arguments by the value of `model.flavor`."""
     build: Callable[[Any], Decoder]
     """Builds the model, in single-device PyTorch without any parallelism."""

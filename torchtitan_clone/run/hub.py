@@ -16,7 +16,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
-from torchtitan_clone.models import DecoderArgs, ModelSpec
+from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
@@ -77,7 +77,7 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
 
 
 def open_initial_weights(
-    path: Path, *, spec: ModelSpec, model_args: DecoderArgs, state: Mapping[str, Tensor]
+    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor]
 ) -> InitialWeights:
     """Returns the folder after comparing it with the model; ConfigError with every difference.
 
@@ -93,9 +93,7 @@ def open_initial_weights(
     return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
 
 
-def _compare_arguments(
-    folder: WeightFolder, *, spec: ModelSpec, model_args: DecoderArgs
-) -> tuple[list[str], list[str]]:
+def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
     """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
         theirs = spec.hugging_face.from_config(folder.config)
@@ -146,7 +144,7 @@ def _listed(names: list[str]) -> str:
 
 
 def export_files(
-    *, spec: ModelSpec, model_args: DecoderArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
+    *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
     """Returns the content of config.json, generation_config.json and the tokenizer's files, by file name."""
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.models import DecoderArgs, ModelSpec
+from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import phase_of_step
 
@@ -23,7 +23,7 @@ class RunPlan:
     config: Config
     folder: Path
     spec: ModelSpec
-    model_args: DecoderArgs
+    model_args: ModelArgs
     tokenizer: Tokenizer
     degrees: Degrees
     stages: Stages
@@ -131,7 +131,7 @@ class RunPlan:
 
 
 def build_plan(
-    config: Config, *, world_size: int, spec: ModelSpec, model_args: DecoderArgs, tokenizer: Tokenizer
+    config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer
 ) -> RunPlan:
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)

@@ -4,19 +4,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Args(DecoderArgs):
+class Llama3Args(ModelArgs):
     """Arguments of Llama 3."""
 
     multiple_of: int = 256
     ffn_dim_multiplier: float = 1.0
     hidden_dim: int | None = None
 
-    POSITIVE: ClassVar[tuple[str, ...]] = (*DecoderArgs.POSITIVE, "multiple_of", "ffn_dim_multiplier", "hidden_dim")
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "multiple_of", "ffn_dim_multiplier", "hidden_dim")
 
     @property
     def ffn_hidden_dim(self) -> int:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Args(DecoderArgs):
+class Qwen3Args(ModelArgs):
     """Arguments of dense Qwen3."""
 
     head_dim: int = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
@@ -20,7 +20,7 @@ class Qwen3Args(DecoderArgs):
     rope_theta: float = 1000000.0
     max_seq_len: int = 40960
 
-    POSITIVE: ClassVar[tuple[str, ...]] = (*DecoderArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
 
     @property
     def ffn_hidden_dim(self) -> int:
