@@ -10,26 +10,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchtitan_clone.checkpoint.hf import export_weights, open_weight_folder
-from torchtitan_clone.models.hf_mapping import TensorMapping, fused, joined, same, stacked, transposed
+from torchtitan_clone.models.hf_mapping import fused, joined, pieces_of, same, stacked, transposed
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.testing.harness import run_ranks
 
 E, F, D = 4, 6, 8
 # As families write them: one file of each kind.
-MAPPING = TensorMapping(
-    {
-        "norm.weight": same("model.norm.weight"),
-        "layers.*.router_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
-        "layers.*.per_expert": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
-        "layers.*.down": transposed("model.layers.*.mlp.experts.down_proj"),
-        "layers.*.gate": fused(transposed("model.layers.*.mlp.experts.gate_up_proj"), dim=2, index=0),
-        "layers.*.up": fused(transposed("model.layers.*.mlp.experts.gate_up_proj"), dim=2, index=1),
-        "layers.*.woven_gate": fused(same("model.layers.*.woven"), dim=1, index=0, interleaved=True),
-        "layers.*.woven_up": fused(same("model.layers.*.woven"), dim=1, index=1, interleaved=True),
-        "layers.*.ours_fused": joined("model.layers.*.a_proj.weight", "model.layers.*.b_proj.weight"),
-        "layers.*.ours_woven": joined("model.layers.*.c.weight", "model.layers.*.d.weight", dim=1, interleaved=True),
-    }
-)
+RULES = {
+    "norm.weight": same("model.norm.weight"),
+    "layers.*.router_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
+    "layers.*.per_expert": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
+    "layers.*.down": transposed("model.layers.*.mlp.experts.down_proj"),
+    "layers.*.gate": fused(transposed("model.layers.*.mlp.experts.gate_up_proj"), dim=2, index=0),
+    "layers.*.up": fused(transposed("model.layers.*.mlp.experts.gate_up_proj"), dim=2, index=1),
+    "layers.*.woven_gate": fused(same("model.layers.*.woven"), dim=1, index=0, interleaved=True),
+    "layers.*.woven_up": fused(same("model.layers.*.woven"), dim=1, index=1, interleaved=True),
+    "layers.*.ours_fused": joined("model.layers.*.a_proj.weight", "model.layers.*.b_proj.weight"),
+    "layers.*.ours_woven": joined("model.layers.*.c.weight", "model.layers.*.d.weight", dim=1, interleaved=True),
+}
 SHAPES = {
     "norm.weight": (D,), "layers.7.router_bias": (E,), "layers.7.per_expert": (E, F, D), "layers.7.down": (E, D, F),
     "layers.7.gate": (E, F, D), "layers.7.up": (E, F, D), "layers.7.woven_gate": (E, F), "layers.7.woven_up": (E, F),
@@ -61,7 +59,7 @@ def theirs():
 
 
 def pieces():
-    return {name: MAPPING.pieces(name, shape=shape) for name, shape in SHAPES.items()}
+    return {name: pieces_of(RULES, name, shape=shape) for name, shape in SHAPES.items()}
 
 
 def assert_equal(found, expected):
@@ -79,7 +77,7 @@ def test_rules_give_the_hubs_tensors():
 
 def test_a_name_without_a_rule_is_an_error():
     with pytest.raises(KeyError, match=r"layers\.\*\.bias"):
-        MAPPING.pieces("layers.3.bias", shape=(3,))
+        pieces_of(RULES, "layers.3.bias", shape=(3,))
 
 
 def sharded(tensors, dim):

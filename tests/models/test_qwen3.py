@@ -49,7 +49,8 @@ def test_bad_arguments_are_named():
 
 def test_flops_count_heads_of_their_own_size():
     """6 for each parameter in a product, and 12 x layers x heads x head dim x tokens for attention."""
-    flops = SPEC.flops_per_token(ARGS, seq_len=128, frozen_layers=0)
-    parameters = sum(p.numel() for p in SPEC.state_on_meta(ARGS).values()) - 97 * 64
-    assert flops == 6 * parameters + 12 * 3 * 4 * 32 * 128
-    assert flops > SPEC.flops_per_token(ARGS, seq_len=128, frozen_layers=1)
+    parameters = SPEC.state_on_meta(ARGS)
+    flops = SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=128, frozen_layers=0)
+    size = sum(p.numel() for p in parameters.values()) - 97 * 64
+    assert flops == 6 * size + 12 * 3 * 4 * 32 * 128
+    assert flops > SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=128, frozen_layers=1)

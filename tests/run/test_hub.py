@@ -240,7 +240,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(corpus, tmp_
     ("change", "fragment"),
     [
         (lambda state: state.pop("lm_head.weight"), "lacks lm_head.weight"),
-        (lambda state: state.update(bias=torch.zeros(1)), "holds bias, which llama3 has not"),
+        (lambda state: state.update(bias=torch.zeros(1)), "holds bias, which llama3 does not have"),
         (lambda state: state.update({"model.norm.weight": torch.ones(65)}), "has shape [65], and the model's has [64]"),
         (lambda state: state.update({"model.norm.weight": torch.ones(64).to(torch.int8)}), "has type I8"),
     ],

@@ -13,7 +13,7 @@ MODELS: dict[str, ModelSpec] = {"llama3": LLAMA3, "qwen3": QWEN3}
 
 
 def find_model(model: Model) -> ModelSpec:
-    """Returns the family that `model.name` names; ConfigError for an unknown one."""
+    """Returns the family of `model.name`; ConfigError for an unknown name."""
     if model.name not in MODELS:
         raise ConfigError([f'model.name = "{model.name}": no such model; known: {", ".join(MODELS)}'])
     return MODELS[model.name]

@@ -1,7 +1,7 @@
 """Causal attention that stays within documents.
 
-The mask is built once for a batch and shared by all layers. What it is depends on the device: CPU has no backward for
-FlexAttention, so attention there runs in blocks of its own. Neither is of size T^2.
+The mask is built once per batch and shared by all layers. CUDA uses FlexAttention, which has no backward on CPU; CPU
+uses ops/blockwise_attention.py. Neither needs memory of T^2.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
 """
@@ -18,14 +18,14 @@ from torchtitan_clone.ops.blockwise_attention import document_attention, documen
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
-"""Queries and keys of a block of FlexAttention; its kernels want this one."""
+"""Number of queries and of keys in a block of FlexAttention; its kernels require this value."""
 
 
 class DocumentMask(nn.Module):
-    """Builds the mask for rows of documents; a module, so that another can take its place."""
+    """Builds the mask for rows of documents; a module, so that context parallelism can replace it."""
 
     def forward(self, documents_BT: Tensor | None) -> AttentionMask:
-        """On CPU where each token's document starts [B, T], on CUDA a BlockMask; None: causal and nothing more."""
+        """Returns the start of each token's document [B, T] on CPU, a BlockMask on CUDA, None for causal only."""
         if documents_BT is None:
             return None
         starts_BT = document_starts(documents_BT)
@@ -33,10 +33,10 @@ class DocumentMask(nn.Module):
 
 
 def block_mask(starts_BT: Tensor) -> BlockMask:
-    """FlexAttention's mask for tokens whose documents start at these indices of the row.
+    """Returns FlexAttention's mask for tokens whose documents start at these indices of the row.
 
-    Which blocks of keys a block of queries sees follows from the starts of its first and last token: create_block_mask
-    would evaluate all T^2 pairs, and needs a compilation not to hold them at once.
+    It follows from the starts of the first and last token of each block of queries; create_block_mask would evaluate
+    all T^2 pairs, and must be compiled not to hold them at once.
     """
     T = starts_BT.shape[1]
     starts_BQ1 = starts_BT[:, ::BLOCK, None]
@@ -53,19 +53,19 @@ def block_mask(starts_BT: Tensor) -> BlockMask:
 
 
 def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are in, [B, 1, Q], and which, those first, [B, 1, Q, K]."""
+    """Returns the number of selected blocks of keys [B, 1, Q], and all blocks, selected ones first [B, 1, Q, K]."""
     order = is_in_BQK.int().argsort(dim=-1, descending=True, stable=True)
     return is_in_BQK.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 @cache
 def _compiled_flex_attention():
-    # Uncompiled, FlexAttention materializes the whole score matrix; so it is compiled even where the model is not.
+    # Without compilation FlexAttention materializes the full score matrix.
     return torch.compile(flex_attention)
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(H)) v with grouped queries; a module of its own, so that another can take its place."""
+    """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask) -> Tensor:
         """Returns [B, T, N, H]."""
@@ -100,7 +100,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
         """Returns [B, T, D]."""
-        # The number of heads is inferred from the projection's output, which tensor parallelism makes smaller.
+        # The number of heads is inferred, because tensor parallelism shards the projections' outputs.
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))

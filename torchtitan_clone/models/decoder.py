@@ -1,6 +1,4 @@
-"""The decoder that model families share: plain single-device PyTorch, and what is known about its modules.
-
-A family says what differs: its arguments, what a block is made of, and its tensor-parallel plan.
+"""The decoder that model families share, in plain single-device PyTorch.
 
 Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms.
 """
@@ -15,45 +13,17 @@ from torch import Tensor, nn
 
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.rope import RopeScaling, cos_sin, inverse_frequencies
+from torchtitan_clone.torch_compat import persistent_buffers
 
 Rope = tuple[Tensor, Tensor]
 """Cosine and sine of every position, each [B, T, 1, H]."""
-
-
-class ModelArgs(Protocol):
-    """The arguments that every family has: a frozen dataclass with these and what the family adds."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def rope_scaling(self) -> RopeScaling | None: ...
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def tied_embeddings(self) -> bool: ...
-
-    def violations(self) -> list[str]:
-        """Returns one sentence for each value that cannot be."""
-        ...
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderArgs:
-    """Fields that families share; a family adds `head_dim` and the sizes of its feed-forward."""
+class ModelArgs:
+    """Arguments that families share; a family adds the sizes of its feed-forward, and may make `head_dim` a field."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -70,12 +40,17 @@ class DecoderArgs:
     """Names of fields that must be above 0 where they are set."""
 
     @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.dim // self.n_heads
+
+    @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     def violations(self) -> list[str]:
-        """Returns one sentence for each value that cannot be."""
+        """Returns one sentence for each invalid value."""
         found: list[str] = []
         if self.kv_heads < 1 or self.n_heads % self.kv_heads:
             found.append(
@@ -83,17 +58,8 @@ class DecoderArgs:
                 "set n_kv_heads to a divisor"
             )
         values = {name: getattr(self, name) for name in self.POSITIVE}
-        return found + [
-            f"model.args.{name} = {value} must be above 0"
-            for name, value in values.items()
-            if value is not None and value <= 0
-        ]
-
-
-class LossFn(Protocol):
-    """Computes the sum of the loss over targets from the last hidden states and the output projection."""
-
-    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor: ...
+        not_positive = {name: value for name, value in values.items() if value is not None and value <= 0}
+        return found + [f"model.args.{name} = {value} must be above 0" for name, value in not_positive.items()]
 
 
 @runtime_checkable
@@ -101,25 +67,21 @@ class HasBuffers(Protocol):
     """A module with buffers that must be computed after construction on the meta device."""
 
     def init_buffers(self, device: torch.device | None = None) -> None:
-        """Sets the buffers to their initial values, on `device`."""
+        """Sets the buffers to their initial values, on `device` or where they are."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPGroup:
-    """Modules whose weights FSDP gathers and frees together.
-
-    Attributes:
-        modules: the modules of the group.
-        is_block: whether it is one block of `layers`, whose weights can be prefetched by the blocks before it.
-        starts_backward: whether backward starts with it, so that freeing its weights after forward saves nothing.
-        is_lookup: whether its backward does not read its weights.
-    """
+    """Modules whose weights FSDP gathers and frees together."""
 
     modules: tuple[nn.Module, ...]
     is_block: bool = False
+    """Whether it is one block of `layers`, whose weights the blocks before it can prefetch."""
     starts_backward: bool = False
+    """Whether backward starts with it, so that freeing its weights after forward saves nothing."""
     is_lookup: bool = False
+    """Whether its backward does not read its weights."""
 
 
 class TransformerBlock(nn.Module):
@@ -145,7 +107,7 @@ class TransformerBlock(nn.Module):
 class OutputProjection(nn.Module):
     """Maps hidden states to logits, or directly to the loss, so that all logits need never exist at once.
 
-    The loss is computed here because only during this module's forward does FSDP hold the full weight.
+    The loss is computed here because FSDP holds the full weight only during this module's forward.
     """
 
     def __init__(self, args: ModelArgs):
@@ -163,8 +125,8 @@ class OutputProjection(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
-    `build_block(args, layer)` makes the block of a layer. `auxiliary` names the terms that are added to the loss and
-    gives their coefficients; blocks return one sum over this rank's tokens for each, in this order.
+    `build_block(args, layer)` returns the block of a layer. `auxiliary` has the coefficients of the terms that are
+    added to the loss, by name; blocks return one sum over this rank's tokens for each, in this order.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -197,12 +159,9 @@ class Decoder(nn.Module):
 
         It resets persistent buffers too, so it must be called before their values are loaded.
         """
-        self.inv_freq = inverse_frequencies(
-            head_dim=self.args.head_dim,
-            theta=self.args.rope_theta,
-            scaling=self.args.rope_scaling,
-            device=device or self.inv_freq.device,
-        )
+        args = self.args
+        at = device or self.inv_freq.device
+        self.inv_freq = inverse_frequencies(args.head_dim, theta=args.rope_theta, scaling=args.rope_scaling, device=at)
         for module in self.modules():
             if module is not self and isinstance(module, HasBuffers):
                 module.init_buffers(device)
@@ -219,8 +178,7 @@ class Decoder(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits [B, T, V], or with `loss_fn` the loss over `targets_BT`.
 
-        `documents_BT` numbers the documents of a row; attention stays within them. None: attention is causal.
-
+        `documents_BT` numbers the documents of a row; attention stays within them. None: attention is causal only.
         A model with auxiliary terms returns with `loss_fn` a vector [1 + A]: the loss, then the sums of the terms over
         layers. Its stages pass `(hidden_BTD, sums_A)` on; a later stage gets both in place of the tokens.
         """
@@ -269,22 +227,15 @@ class Decoder(nn.Module):
         return [*groups, FSDPGroup(modules=ends, starts_backward=True)] if ends else groups
 
 
-def module_names(args: ModelArgs) -> list[str]:
-    """Returns the names of the modules that pipeline stages are made of, in the order of the model."""
-    return ["tok_embeddings", *(f"layers.{index}" for index in range(args.n_layers)), "norm", "output"]
-
-
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by name, in the order of the model; a tied weight comes once."""
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {**dict(model.named_parameters()), **buffers}
+    return dict(model.named_parameters()) | dict(persistent_buffers(model))
 
 
 def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one.
 
-    What writes to the residual stream starts smaller the deeper its layer.
+    Those of wo, w2 and w3 are smaller in deeper layers.
     """
     if "norm" in name:
         return None

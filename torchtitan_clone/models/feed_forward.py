@@ -1,4 +1,4 @@
-"""RowReader-forward layers. Legend: B batch, T tokens, D model, F hidden."""
+"""Feed-forward layers. Legend: B batch, T tokens, D model."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,9 +15,3 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
-
-
-def swiglu_hidden_dim(*, dim: int, ffn_dim_multiplier: float, multiple_of: int) -> int:
-    """Hidden size of Llama's feed-forward: 2/3 of 4 D, times the multiplier, rounded up to a multiple."""
-    hidden_dim = int(ffn_dim_multiplier * int(2 * 4 * dim / 3))
-    return multiple_of * ((hidden_dim + multiple_of - 1) // multiple_of)

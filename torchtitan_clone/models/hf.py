@@ -1,7 +1,6 @@
-"""How a decoder is written in the files of the Hugging Face hub: its tensors, and config.json in both directions.
+"""The format of a decoder on the Hugging Face hub: its tensors, and config.json in both directions.
 
-What differs between families is data; see llama3/hf.py. Values are the same on both sides: rotary positions rotate the
-pairs (i, i + H/2) here too, so that nothing is permuted.
+Rotary positions rotate the pairs (i, i + H/2) on both sides, so that no weights are permuted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, TensorMapping
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.ops.tensor_pieces import Piece
 
 CONFIG_KEYS: Mapping[str, str] = {
@@ -36,42 +35,42 @@ _DEFAULT_ROPE_THETA = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderHub:
-    """The hub's format of one family; a HuggingFace of models/spec.py.
-
-    Attributes:
-        family: our name of the family, for messages.
-        architecture: transformers' class.
-        fixed: keys of config.json with the one value that the family supports.
-        defaults: what a config.json means where it leaves out a key; other keys are required.
-        keys: keys of config.json by the names of our arguments.
-        mapping: the tensors of the hub that hold ours.
-    """
+    """The hub's format of one family."""
 
     family: str
+    """Value of `model.name`, for messages."""
     architecture: str
+    """Class name in transformers."""
     fixed: Mapping[str, object]
+    """Keys of config.json with the only value that the family supports."""
     defaults: Mapping[str, object]
+    """Values of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
-    mapping: TensorMapping = field(default_factory=lambda: TensorMapping(DECODER_RULES))
+    """Keys of config.json by the names of our arguments."""
+    rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
     def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
         """Returns the tensors of the hub that hold our parameter or buffer of that name and shape."""
-        return self.mapping.pieces(name, shape=shape)
+        return pieces_of(self.rules, name, shape=shape)
 
     def is_leftover(self, name: str, *, tied: bool) -> bool:
-        """Returns whether a tensor is redundant: frequencies in old releases, a tied output written twice."""
+        """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
         return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
     def arguments(self, args: Any) -> dict[str, Any]:
-        """Returns the arguments as `from_config(to_config(args))` gives them: computed ones are resolved."""
-        found = {name: getattr(args, name) for name in self.keys}
-        found |= {"n_kv_heads": args.kv_heads, "hidden_dim": args.ffn_hidden_dim}
-        return found | {"rope_theta": args.rope_theta, "rope_scaling": args.rope_scaling and asdict(args.rope_scaling)}
+        """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""
+        return {
+            **{name: getattr(args, name) for name in self.keys},
+            "n_kv_heads": args.kv_heads,
+            "hidden_dim": args.ffn_hidden_dim,
+            "rope_theta": args.rope_theta,
+            "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
+        }
 
     def to_config(self, args: ModelArgs) -> dict[str, object]:
-        """Returns what config.json says of the architecture, with the keys of the published releases."""
+        """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
-        scaling = args.rope_scaling
+        scaling = values["rope_scaling"]
         return {
             "architectures": [self.architecture],
             **self.fixed,
@@ -79,13 +78,13 @@ class DecoderHub:
             "head_dim": args.head_dim,
             "rope_theta": args.rope_theta,
             "rope_scaling": scaling
-            and {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _ROPE_KEYS.items()},
+            and {"rope_type": "llama3", **{theirs: scaling[ours] for ours, theirs in _ROPE_KEYS.items()}},
         }
 
     def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one."""
-        required = [key for key in self.keys.values() if key not in self.defaults and key != "num_key_value_heads"]
-        problems = [f"config.json: {key} is missing" for key in required if key not in config]
+        known = {*self.defaults, *config, "num_key_value_heads"}
+        problems = [f"config.json: {key} is missing" for key in self.keys.values() if key not in known]
         problems += [
             f"config.json: {key} = {config[key]!r}, and {self.family} supports only {value!r}"
             for key, value in self.fixed.items()
@@ -100,7 +99,8 @@ class DecoderHub:
         return {ours: values[theirs] for ours, theirs in self.keys.items()} | self._rope(config)
 
     def _check_head_dim(self, values: Mapping[str, Any]) -> None:
-        size, heads = values["hidden_size"], values["num_attention_heads"]
+        size = values["hidden_size"]
+        heads = values["num_attention_heads"]
         if (head_dim := values.get("head_dim") or size // heads) != size // heads:
             raise ConfigError(
                 f"config.json: head_dim = {head_dim}, and {self.family} supports only hidden_size {size} / "
@@ -120,6 +120,5 @@ class DecoderHub:
                 values = {ours: scaling[theirs] for ours, theirs in _ROPE_KEYS.items()}
                 return {"rope_theta": float(theta), "rope_scaling": values}
             case other:
-                raise ConfigError(
-                    f'config.json: rope type "{other}", and {self.family} supports only "default" and "llama3"'
-                )
+                supported = f'{self.family} supports only "default" and "llama3"'
+                raise ConfigError(f'config.json: rope type "{other}", and {supported}')

@@ -1,19 +1,20 @@
 """Declares which tensors of the Hugging Face hub hold a model's tensors.
 
-A mapping has a rule for each of our names, with * for the number of a layer; the same * stands in the hub's name. A
-rule gives the pieces of a tensor of a shape; ops/tensor_pieces.py derives import and export from these.
+Import and export are derived from these declarations by ops/tensor_pieces.py.
 
 Legend: E experts, F hidden, D model.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torchtitan_clone.ops.tensor_pieces import Piece
+from torchtitan_clone.ops.tensor_pieces import Index, Piece
 
 Rule = Callable[[tuple[int, ...]], list[Piece]]
-"""Gives the pieces of our tensor from its shape; the names of the pieces may contain *."""
+"""Returns the pieces of our tensor from its shape; * in the name of a piece stands for the number of the layer."""
+Rules = Mapping[str, Rule]
+"""The rule of each of our parameters and persistent buffers, by name with * for the number of a layer."""
 
 
 def same(name: str) -> Rule:
@@ -22,9 +23,9 @@ def same(name: str) -> Rule:
 
 
 def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
-    """One tensor of the hub for each index of our first dimension, which {index} in `name` stands for.
+    """One tensor of the hub for each {index} of our first dimension, mapped by `rule`.
 
-    `rule` maps one of them: `stacked(same, "experts.{index}.up_proj.weight")` for our [E, F, D].
+    For our [E, F, D], `stacked(same, "experts.{index}.up_proj.weight")` reads E tensors [F, D].
     """
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
@@ -48,53 +49,50 @@ def transposed(name: str) -> Rule:
 
 
 def fused(rule: Rule, *, dim: int, index: int, count: int = 2, interleaved: bool = False) -> Rule:
-    """Our tensor is one of `count` equal shares of a tensor of the hub along the hub's `dim`.
+    """Our tensor is share `index` of `count` of a tensor of the hub along the hub's `dim`.
 
-    `rule` maps our tensor to a tensor of the share's size. Shares follow one another, gate before up for example, or
-    are interleaved: `index::count`.
+    `rule` maps our tensor to a tensor of the size of the share. Shares are consecutive, or interleaved: `index::count`.
     """
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
         (share,) = rule(shape)
         size = share.shape[dim]
-        along = slice(index, None, count) if interleaved else slice(index * size, (index + 1) * size)
         complete = (*share.shape[:dim], size * count, *share.shape[dim + 1 :])
-        return [replace(share, shape=complete, of=(*[slice(None)] * dim, along))]
+        return [replace(share, shape=complete, of=_share(index, dim=dim, size=size, step=count if interleaved else 1))]
 
     return pieces
+
+
+def _share(index: int, *, dim: int, size: int, step: int) -> Index:
+    """Index of a share along `dim`: a block of `size`, or with a step above 1 every `step`-th position."""
+    along = slice(index * size, (index + 1) * size) if step == 1 else slice(index, None, step)
+    return (*[slice(None)] * dim, along)
 
 
 def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
-    """Our tensor consists of equal tensors of the hub along our `dim`, one after another or interleaved."""
+    """Our tensor consists of equal tensors of the hub along our `dim`, consecutive or interleaved."""
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
-        count = len(names)
-        size = shape[dim] // count
+        size = shape[dim] // len(names)
         each = (*shape[:dim], size, *shape[dim + 1 :])
-        found = []
-        for index, name in enumerate(names):
-            along = slice(index, None, count) if interleaved else slice(index * size, (index + 1) * size)
-            found.append(Piece(source=name, shape=each, to=(*[slice(None)] * dim, along)))
-        return found
+        step = len(names) if interleaved else 1
+        return [
+            Piece(source=name, shape=each, to=_share(index, dim=dim, size=size, step=step))
+            for index, name in enumerate(names)
+        ]
 
     return pieces
 
 
-@dataclass(frozen=True)
-class TensorMapping:
-    """The rules of a model by our names of parameters and persistent buffers."""
-
-    rules: Mapping[str, Rule]
-
-    def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
-        """Returns the pieces of our tensor of that name and shape; KeyError where no rule has it."""
-        match = re.fullmatch(r"(layers\.)(\d+)(\..*)", name)
-        rule = self.rules[f"{match[1]}*{match[3]}" if match else name]
-        layer = match[2] if match else ""
-        return [replace(piece, source=piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
+def pieces_of(rules: Rules, name: str, *, shape: Sequence[int]) -> list[Piece]:
+    """Returns the pieces of our tensor of that name and shape; KeyError where no rule has it."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
+    rule = rules[f"layers.*.{match[2]}" if match else name]
+    layer = match[1] if match else ""
+    return [replace(piece, source=piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
 
 
-DECODER_RULES: Mapping[str, Rule] = {
+DECODER_RULES: Rules = {
     "tok_embeddings.weight": same("model.embed_tokens.weight"),
     "layers.*.attention_norm.weight": same("model.layers.*.input_layernorm.weight"),
     "layers.*.attention.wq.weight": same("model.layers.*.self_attn.q_proj.weight"),
@@ -108,4 +106,4 @@ DECODER_RULES: Mapping[str, Rule] = {
     "norm.weight": same("model.norm.weight"),
     "output.weight": same("lm_head.weight"),
 }
-"""The names that Llama, Qwen and their descendants share."""
+"""Rules that Llama, Qwen and their descendants share."""

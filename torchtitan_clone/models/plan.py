@@ -1,7 +1,7 @@
-"""How a decoder is split over the tensor axis, in torch's own styles by the names of modules.
+"""How tensor parallelism shards a decoder: torch's ParallelStyle objects by module name.
 
-Between the matrices activations are shards of the sequence (sequence parallelism); inside attention and feed-forward
-they are shards of heads and of the hidden size. The output projection is absent: the loss knows how to split it.
+Activations are sharded along the sequence between blocks (sequence parallelism), and by heads or hidden size inside
+attention and feed-forward. parallel/tensor.py shards the output projection.
 Source: arXiv 1909.08053, arXiv 2205.05198.
 """
 
@@ -20,16 +20,13 @@ from torch.distributed.tensor.parallel import (
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a family's modules are split over the tensor axis.
-
-    Attributes:
-        styles: torch's ParallelStyle by module name; * matches one component of a name.
-        replicated: names of parameters that stay plain tensors; * as in fnmatch. Nothing sums their gradients over the
-            axis, so that each rank must compute the complete gradient. Every other parameter must become a DTensor.
-    """
+    """How tensor parallelism shards the modules of a family."""
 
     styles: Mapping[str, ParallelStyle]
+    """Styles by module name; * matches one component of a name."""
     replicated: tuple[str, ...] = ()
+    """Names of parameters that stay plain tensors; * as in fnmatch. Their gradients are not summed over the axis, so
+    each rank must compute them completely. Every other parameter must become a DTensor."""
 
 
 def decoder_styles() -> dict[str, ParallelStyle]:
@@ -45,7 +42,7 @@ def decoder_styles() -> dict[str, ParallelStyle]:
         "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.ffn_norm": SequenceParallel(),
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        # As DTensors, which know the hidden size even where the degree does not divide it.
+        # DTensors know the hidden size even where the degree does not divide it.
         "layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False),
         "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.feed_forward.w3": ColwiseParallel(use_local_output=False),
@@ -56,7 +53,7 @@ def decoder_styles() -> dict[str, ParallelStyle]:
 def qk_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys per head.
 
-    Their weights are replicated DTensors whose gradients are summed over the axis, for each rank has some heads only.
+    Their weights are replicated DTensors, whose gradients are summed over the axis: each rank has only some heads.
     """
     norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretches the long wavelengths, so that a model sees further than it was first trained for (Llama 3.1)."""
+    """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining (Llama 3.1)."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -21,8 +21,8 @@ class RopeScaling:
     original_max_seq_len: int = 8192
 
 
-def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angle per position of each pair of features [H/2], fp32."""
+def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Returns the angle per position of each pair of features [H/2], fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
@@ -37,14 +37,14 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 
 def cos_sin(positions_BT: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, each [B, T, 1, H], fp32."""
+    """Returns the cosine and sine of every position's angles, each [B, T, 1, H], fp32."""
     angles_BTH = positions_BT[..., None].float() * inv_freq
     angles_BTH = torch.cat((angles_BTH, angles_BTH), dim=-1)[:, :, None, :]
     return angles_BTH.cos(), angles_BTH.sin()
 
 
 def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
-    """Turns each pair (i, i + H/2) of features by its position's angle; computed in fp32, returned in x's type."""
+    """Rotates each pair (i, i + H/2) of features by its position's angle; computed in fp32, returned in x's dtype."""
     first, second = x_BTNH.chunk(2, dim=-1)
-    half_turned = torch.cat((-second, first), dim=-1)
-    return (x_BTNH * cos_BT1H + half_turned * sin_BT1H).type_as(x_BTNH)
+    half_rotated = torch.cat((-second, first), dim=-1)
+    return (x_BTNH * cos_BT1H + half_rotated * sin_BT1H).type_as(x_BTNH)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,43 +10,18 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.schema import Model
-from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, named_state
+from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
+from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
-BuildModel = Callable[[Any], Decoder]
-"""Makes the model of a family's arguments."""
-
-
-class HuggingFace(Protocol):
-    """How a family is written in the files of the Hugging Face hub; models/hf.py has one for decoders."""
-
-    def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
-        """Returns the tensors of the hub that hold our parameter or buffer of that name and shape."""
-        ...
-
-    def is_leftover(self, name: str, *, tied: bool) -> bool:
-        """Returns whether a tensor in the hub's files is redundant and may be skipped."""
-        ...
-
-    def to_config(self, args: Any) -> dict[str, object]:
-        """Returns what config.json says of the architecture."""
-        ...
-
-    def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one."""
-        ...
-
-    def arguments(self, args: Any) -> dict[str, Any]:
-        """Returns the values that `from_config(to_config(args))` gives."""
-        ...
-
 
 class FlopsPerToken(Protocol):
-    """Counts the FLOPs of forward and backward for one token; of frozen blocks forward only."""
+    """Returns the FLOPs of forward and backward for one token; of the first `frozen_layers` blocks forward only."""
 
-    def __call__(self, args: Any, *, seq_len: int, frozen_layers: int) -> float: ...
+    def __call__(self, args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float: ...
 
 
 class ConvertModel(Protocol):
@@ -56,32 +32,40 @@ class ConvertModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOperations:
-    """What selective activation checkpointing per operation keeps instead of recomputing it in backward.
-
-    Attributes:
-        always: operations whose results cost much to compute for their size.
-        alternating: operations of which every second one is recomputed: half the memory for half the work.
-    """
+    """Operations that selective activation checkpointing keeps instead of recomputing them in backward."""
 
     always: frozenset[object]
+    """Those whose results cost much to compute for their size."""
     alternating: frozenset[object]
+    """Those of which every second one is recomputed: half the memory for half the work."""
 
 
-_aten = torch.ops.aten
+_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)
 DENSE_KEPT = KeptOperations(
     always=frozenset(
         {
-            flash_attention.default,
-            efficient_attention.default,
-            cudnn_attention.default,
-            cpu_flash_attention.default,
+            *(attention.default for attention in _ATTENTION),
             torch.ops.higher_order.flex_attention,
             torch.ops.torchtitan_clone.document_attention.default,
         }
     ),
-    alternating=frozenset({_aten.mm.default, _aten.addmm.default, _aten.linear.default}),
+    alternating=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}),
 )
-"""For decoders whose work is attention and dense products."""
+"""For decoders that consist of attention and dense products."""
+
+
+def dense_flops_per_token(
+    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
+) -> float:
+    """Returns the FLOPs of a model in which every parameter is used for every token; see FlopsPerToken."""
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+    frozen_blocks = tuple(f"layers.{index}." for index in range(frozen_layers))
+    frozen = sum(size for name, size in sizes.items() if name.startswith(frozen_blocks))
+    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.head_dim, seq_len=seq_len)
+    total = flops(matmul_parameters=sum(sizes.values()) - embedding, n_layers=args.n_layers)
+    # Backward costs twice as much as forward.
+    return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3
 
 
 def equal_costs(args: ModelArgs) -> list[int]:
@@ -91,36 +75,31 @@ def equal_costs(args: ModelArgs) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A family of models.
-
-    Attributes:
-        name: value of `model.name`.
-        flavors: arguments by the value of `model.flavor`.
-        build: makes the model, single-device PyTorch without any parallelism.
-        initial_std: standard deviation of the initial values of the parameter of a name; None: it starts at one.
-        tensor_plan: how the tensor axis splits the modules.
-        hugging_face: how tensors and arguments are exchanged with the Hugging Face hub.
-        flops_per_token: FLOPs of training, for MFU.
-        kept_operations: what selective activation checkpointing keeps.
-        layer_costs: cost of each layer relative to the others, by which pipeline stages are balanced.
-        convert: replaces modules in place before tensor parallelism is applied; the model is on the meta device.
-        after_step: updates the model parts of this rank after each optimizer step that is committed.
-    """
+    """A family of models."""
 
     name: str
+    """Value of `model.name`."""
     flavors: Mapping[str, ModelArgs]
-    build: BuildModel
-    initial_std: Callable[[Any, str], float | None]
+    """Arguments by the value of `model.flavor`."""
+    build: Callable[[Any], Decoder]
+    """Builds the model, in single-device PyTorch without any parallelism."""
     tensor_plan: Callable[[Any], TensorPlan]
-    hugging_face: HuggingFace
-    flops_per_token: FlopsPerToken
+    """Returns how tensor parallelism shards the modules."""
+    hugging_face: DecoderHub
+    """The family's format on the Hugging Face hub."""
+    initial_std: Callable[[Any, str], float | None] = initial_std
+    """Standard deviation of the initial values of the parameter of a name; None: they are one."""
+    flops_per_token: FlopsPerToken = dense_flops_per_token
     kept_operations: KeptOperations = DENSE_KEPT
     layer_costs: Callable[[Any], Sequence[int]] = equal_costs
+    """Cost of each layer relative to the others, by which pipeline stages are balanced."""
     convert: ConvertModel | None = None
+    """Replaces modules in place before tensor parallelism is applied; the model is on the meta device."""
     after_step: Callable[[Sequence[Decoder]], None] | None = None
+    """Updates the model parts of this rank after each optimizer step that is committed."""
 
     def resolve_args(self, model: Model) -> Any:
-        """Returns the flavor's arguments with `[model.args]` applied; ConfigError for what the family does not know."""
+        """Returns the flavor's arguments with `[model.args]` applied; ConfigError for an unknown flavor or argument."""
         if model.flavor not in self.flavors:
             known = ", ".join(self.flavors)
             raise ConfigError([f'model.flavor = "{model.flavor}": {self.name} has no such flavor; known: {known}'])

@@ -1,7 +1,4 @@
-"""The optimizers of a model, with their state known by parameter name.
-
-Names, not positions, are what a checkpoint holds, so that the state can be loaded with another split of the model.
-"""
+"""The optimizers of a model, with their state by parameter name, so that it loads under any parallelism."""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,24 +12,20 @@ from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
 
 
 class OptimizerContainer:
-    """One torch optimizer for each name of OPTIMIZERS that a parameter group has; none on a rank without parameters."""
+    """One torch optimizer for each name of OPTIMIZERS among the groups; none on a rank without parameters."""
 
     def __init__(self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]):
         groups = resolve_groups(optimizer, parameters=named_parameters)
         self.torch_optimizers = _build_torch_optimizers(groups)
         self._parameters = named_parameters
         self._settings = {name: group.settings for group in groups for name in group.parameters}
-        self._lr = optimizer.lr
-        self._lr_factor = 1.0
-
-    @property
-    def lr(self) -> float:
+        self._peak_lr = optimizer.lr
+        self.lr = optimizer.lr
         """Learning rate of the next step, for parameters whose group sets none."""
-        return self._lr * self._lr_factor
 
     def set_lr_factor(self, factor: float) -> None:
         """Sets the learning rate of every group to `factor` times the peak learning rate of that group."""
-        self._lr_factor = factor
+        self.lr = self._peak_lr * factor
         for torch_optimizer in self.torch_optimizers.values():
             for group in torch_optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
@@ -48,10 +41,7 @@ class OptimizerContainer:
             torch_optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the state's own tensors, not copies, by "parameter name/state name".
-
-        A parameter that has taken no step yet gets its initial state.
-        """
+        """Returns the state's own tensors, not copies, by "parameter name/state name"; initializes absent state."""
         return {f"{name}/{key}": value for name in self._parameters for key, value in self._state(name).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -61,25 +51,23 @@ class OptimizerContainer:
             parameter_name, _, key = name.rpartition("/")
             by_parameter.setdefault(parameter_name, {})[key] = tensor
         for name, parameter in self._parameters.items():
-            self._torch_optimizer(name).state[parameter] = by_parameter[name]
+            self.torch_optimizers[self._settings[name].name].state[parameter] = by_parameter[name]
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """State of one parameter, initialized where no step has done so."""
-        parameter, settings = self._parameters[name], self._settings[name]
-        state = self._torch_optimizer(name).state[parameter]
+        """Returns the state of one parameter; initializes it before the first step."""
+        parameter = self._parameters[name]
+        settings = self._settings[name]
+        state = self.torch_optimizers[settings.name].state[parameter]
         if not state:
             state.update(OPTIMIZERS[settings.name].init_state(parameter.detach(), settings))
         return state
 
-    def _torch_optimizer(self, name: str) -> torch.optim.Optimizer:
-        return self.torch_optimizers[self._settings[name].name]
-
 
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
-    """Builds the optimizers of those of a rank's parameters that require gradients; ConfigError for an unknown name.
+    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name.
 
-    Weight decay applies to matrices only, unless `decay_all_parameters` or the group's own weight_decay says otherwise.
-    Patterns are checked before, by find_optimizer_errors(), against the parameters of all ranks.
+    Weight decay applies to matrices only, unless `decay_all_parameters` or the group's own weight_decay is set.
+    find_optimizer_errors() checks the patterns, against the parameters of all ranks.
     """
     if unknown := find_unknown_optimizers(optimizer):
         raise ConfigError(unknown)
@@ -88,11 +76,10 @@ def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.P
 
 
 def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, torch.optim.Optimizer]:
-    """Builds one torch optimizer per name, whose param groups are the groups of that name in their order."""
     by_name: dict[str, list[ParamGroup]] = {}
     for group in groups:
         arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)
-        # "initial_lr" is what torch's own schedulers call the learning rate that they scale.
+        # torch's own schedulers scale "initial_lr" too.
         param_group = {"params": [*group.parameters.values()], **arguments, "initial_lr": arguments["lr"]}
         by_name.setdefault(group.settings.name, []).append(param_group)
     return {name: OPTIMIZERS[name].build(param_groups) for name, param_groups in by_name.items()}

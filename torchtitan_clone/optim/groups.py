@@ -1,4 +1,4 @@
-"""Parameter groups: the optimizer and the settings of each parameter, found by its name."""
+"""Parameter groups: the optimizer and the settings of each parameter, by its name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,25 +10,33 @@ from torchtitan_clone.config.overlay import did_you_mean
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim.optimizers import OPTIMIZERS
 
+Assigned = tuple[OptimizerGroup, dict[str, Tensor]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedGroup:
     """Parameters that share an optimizer and all of its settings."""
 
     settings: Optimizer
-    """The table with the group's own settings in it; weight_decay is 0 where these parameters are not decayed."""
+    """The table updated with the group's settings; weight_decay is 0 for parameters that are not decayed."""
     parameters: Mapping[str, Tensor]
 
 
 def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[ResolvedGroup]:
-    """Returns the groups of these named parameters; none is empty.
+    """Returns the non-empty groups of these named parameters.
 
-    The groups of `optimizer.groups` come first, in their order, then the parameters that match no pattern. Each of them
-    gives up to two: the decayed parameters, then the others.
+    The groups of `optimizer.groups` come first, in their order, then the parameters that match no pattern. Each is
+    split into the decayed parameters and the others.
     """
     found: list[ResolvedGroup] = []
     for group, matched in _assign(optimizer, parameters=parameters):
-        found += _split_by_decay(optimizer, group=group, parameters=matched)
+        own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
+        settings = replace(optimizer, groups=[], **own)
+        decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
+        decayed = {name: parameter for name, parameter in matched.items() if decay_all or parameter.ndim >= 2}
+        others = {name: parameter for name, parameter in matched.items() if name not in decayed}
+        found.append(ResolvedGroup(settings=settings, parameters=decayed))
+        found.append(ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others))
     return [group for group in found if group.parameters]
 
 
@@ -44,40 +52,21 @@ def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:
 
 
 def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns one message for each rule that the table breaks, given all parameters of the model.
+    """Returns one message for each rule that the table breaks, given the parameters of all ranks.
 
-    Not those of one rank: with pipeline parallelism a rank may hold no parameter that a pattern matches. Only names
-    and shapes are read, so the parameters may be on the meta device.
+    Only names and shapes are read, so the parameters may be on the meta device.
     """
     found = [*find_unknown_optimizers(optimizer), *_unmatched_patterns(optimizer, parameters=parameters)]
     return found or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
 
 
-def _assign(
-    optimizer: Optimizer, *, parameters: Mapping[str, Tensor]
-) -> list[tuple[OptimizerGroup, dict[str, Tensor]]]:
-    """Pairs every group, and last one for the rest, with the parameters whose first matching pattern it has."""
-    assigned: list[tuple[OptimizerGroup, dict[str, Tensor]]] = [
-        (group, {}) for group in [*optimizer.groups, OptimizerGroup(pattern="*")]
-    ]
+def _assign(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[Assigned]:
+    """Returns every group, and last one for the rest, with the parameters whose first matching pattern it has."""
+    assigned: list[Assigned] = [(group, {}) for group in [*optimizer.groups, OptimizerGroup(pattern="*")]]
     for name, parameter in parameters.items():
         matched = next(matched for group, matched in assigned if fnmatchcase(name, group.pattern))
         matched[name] = parameter
     return assigned
-
-
-def _split_by_decay(
-    optimizer: Optimizer, *, group: OptimizerGroup, parameters: Mapping[str, Tensor]
-) -> list[ResolvedGroup]:
-    own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
-    settings = replace(optimizer, groups=[], **own)
-    decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
-    decayed = {name: parameter for name, parameter in parameters.items() if decay_all or parameter.ndim >= 2}
-    others = {name: parameter for name, parameter in parameters.items() if name not in decayed}
-    return [
-        ResolvedGroup(settings=settings, parameters=decayed),
-        ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others),
-    ]
 
 
 def _unmatched_patterns(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> Iterator[str]:
@@ -105,7 +94,7 @@ def _vectors_of_matrix_optimizers(optimizer: Optimizer, *, parameters: Mapping[s
 
 
 def _without_index(name: str) -> str:
-    """The pattern that stands for a parameter in every layer: "layers.3.norm.weight" gives "layers.*.norm.weight"."""
+    """Returns the pattern of a parameter in every layer: "layers.3.norm.weight" gives "layers.*.norm.weight"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

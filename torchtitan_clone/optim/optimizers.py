@@ -1,4 +1,4 @@
-"""The optimizers that a configuration can name, each with its arguments and its state."""
+"""The optimizers that a configuration can name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtitan_clone.config.schema import Optimizer
 
 ParamGroup = dict[str, object]
-"""A param group of torch: "params" and the arguments that hold for them."""
+"""A torch param group: "params" and their arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +17,13 @@ class OptimizerKind:
     """How one optimizer is built."""
 
     build: Callable[[list[ParamGroup]], torch.optim.Optimizer]
-    """The torch optimizer over param groups, each of which holds every argument."""
+    """Builds the torch optimizer from param groups, each with all arguments."""
     arguments: Callable[[Optimizer], ParamGroup]
-    """Arguments of one param group, in torch's names; "lr" among them, which the schedule scales."""
+    """Returns the arguments of one param group by torch's names; they include "lr", which the schedule scales."""
     init_state: Callable[[Tensor, Optimizer], dict[str, Tensor]]
-    """State of a parameter before its first step, by the names that torch uses; checkpoints hold these names."""
+    """Returns the state of a parameter before its first step, by torch's names, which checkpoints contain."""
     matrices_only: bool = False
-    """Whether it is defined only for parameters of at least two dimensions."""
+    """Whether it supports only parameters of at least two dimensions."""
 
 
 def _adam_arguments(settings: Optimizer) -> ParamGroup:

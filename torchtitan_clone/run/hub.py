@@ -1,7 +1,4 @@
-"""What a run exchanges with the Hugging Face hub: the weights it starts from, and the files beside those it exports.
-
-Brings together what rooms that do not know each other know: the model's mapping, the tokenizer, folders of weights.
-"""
+"""Initial weights in the format of the Hugging Face hub, and the files that belong to an export."""
 
 import json
 import logging
@@ -19,30 +16,32 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
-from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.spec import ModelSpec
+from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
 
 EXPORT_FOLDER = "hf"
-"""Folder of the exports below the run's folder."""
+"""Folder of the exports in the run's folder."""
+_MAY_DIFFER_SILENTLY = {"max_seq_len"}
+_MAY_DIFFER = {"rope_theta", "rope_scaling"}
+"""Arguments that are changed on purpose to train with longer sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialWeights:
-    """A folder of weights that fits the model."""
+    """A folder of weights whose tensors match the model's."""
 
     folder: WeightFolder
     pieces: Pieces
     warnings: tuple[str, ...]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies the weights into parameters and buffers, complete or shards, by our names."""
+        """Copies the weights into parameters and buffers, global tensors or shards, by our names."""
         self.folder.fill({name: tensor.detach() for name, tensor in tensors.items()}, pieces=self.pieces)
 
     def load_into(self, tensors: Mapping[str, Tensor], *, log_warnings: bool) -> None:
-        """Copies the weights into parameters and buffers, and logs how long it took."""
+        """Does the same as fill(), and logs its duration and the warnings."""
         start = time.perf_counter()
         self.fill(tensors)
         for warning in self.warnings if log_warnings else ():
@@ -51,7 +50,7 @@ class InitialWeights:
 
 
 def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
-    """The folder that `checkpoint.initial_load_in_hf` reads; ConfigError where neither option names one."""
+    """Returns the folder that `checkpoint.initial_load_in_hf` reads; ConfigError where neither option names one."""
     path = checkpoint.initial_load_path or model.hf_assets_path
     if path is None:
         raise ConfigError(
@@ -62,9 +61,9 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
 
 
 def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
-    """Returns the `[model]` table that the folder's config.json asks for; ConfigError where the family cannot be so.
+    """Returns the `[model]` table that the folder's config.json asks for; ConfigError if the family has no such model.
 
-    Every argument is in `args` except those that are unset, so that the flavor must leave these unset too.
+    `args` has every argument except those that are unset, which the flavor must leave unset too.
     """
     wanted = spec.hugging_face.from_config(folder.config)
     args = {name: value for name, value in wanted.items() if value is not None}
@@ -80,9 +79,9 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
 def open_initial_weights(
     path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor]
 ) -> InitialWeights:
-    """Returns the folder after comparing it with the model; ConfigError with everything that does not fit.
+    """Returns the folder after comparing it with the model; ConfigError with every difference.
 
-    `state` has the type and shape of each parameter and persistent buffer.
+    `state` has the dtype and shape of each parameter and persistent buffer.
     """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
@@ -94,13 +93,8 @@ def open_initial_weights(
     return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
 
 
-_MAY_DIFFER_SILENTLY = {"max_seq_len"}
-_MAY_DIFFER = {"rope_theta", "rope_scaling"}
-"""What is changed on purpose to train on with longer sequences."""
-
-
 def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
-    """Problems and warnings: how the model differs from the one that config.json describes."""
+    """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
         theirs = spec.hugging_face.from_config(folder.config)
     except ConfigError as error:
@@ -108,13 +102,11 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
     ours = spec.hugging_face.arguments(model_args)
     problems: list[str] = []
     warnings: list[str] = []
-    for name in theirs:
-        if theirs[name] == ours[name] or name in _MAY_DIFFER_SILENTLY:
-            continue
+    for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
         now, wanted = ("unset" if value is None else toml_like(value) for value in (ours[name], theirs[name]))
         text = f"model.args.{name} is {now}, but {CONFIG_FILE} asks for {wanted}"
         if name in _MAY_DIFFER:
-            warnings.append(f"{text}; training goes on with the former")
+            warnings.append(f"{text}; the run uses {now}")
         else:
             problems.append(f"{text}; set model.args.{name} = {wanted}")
     return problems, warnings
@@ -122,13 +114,14 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
 
 def _compare_tensors(
     folder: WeightFolder, *, spec: ModelSpec, tied: bool, state: Mapping[str, Tensor], pieces: Pieces
-) -> list[str]:  # fmt: skip
-    hub = spec.hugging_face
+) -> list[str]:
+    """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)
     missing = [name for name in wanted if name not in folder.entries]
-    extra = [name for name in folder.entries if name not in wanted and not hub.is_leftover(name, tied=tied)]
+    unknown = [name for name in folder.entries if name not in wanted]
+    extra = [name for name in unknown if not spec.hugging_face.is_leftover(name, tied=tied)]
     problems = [f"lacks {_listed(missing)}"] if missing else []
-    problems += [f"holds {_listed(extra)}, which {spec.name} has not"] if extra else []
+    problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
     for name, ((ours, piece), *_) in wanted.items():
         if name in folder.entries and (problem := _mismatch(folder.entries[name], piece.shape, state[ours].dtype)):
             problems.append(problem)
@@ -153,7 +146,7 @@ def _listed(names: list[str]) -> str:
 def export_files(
     *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
-    """config.json, generation_config.json and the tokenizer's files, by name."""
+    """Returns the content of config.json, generation_config.json and the tokenizer's files, by file name."""
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     config = {**spec.hugging_face.to_config(model_args), **special, "torch_dtype": str(dtype).removeprefix("torch.")}
     generation = {"_from_model_config": True, **special}

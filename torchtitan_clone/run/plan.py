@@ -125,7 +125,9 @@ class RunPlan:
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token; of frozen layers forward only."""
         seq_len = self.config.training.seq_len
-        return self.spec.flops_per_token(self.model_args, seq_len=seq_len, frozen_layers=self.frozen_layers)
+        return self.spec.flops_per_token(
+            self.model_args, parameters=self.parameters, seq_len=seq_len, frozen_layers=self.frozen_layers
+        )
 
 
 def build_plan(

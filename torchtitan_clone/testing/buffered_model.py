@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.models import MODELS, Decoder
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import TransformerBlock, initial_std
+from torchtitan_clone.models.decoder import TransformerBlock
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.flops import dense_flops_per_token
 from torchtitan_clone.models.hf import DecoderHub
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, TensorMapping, joined, same
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, joined, same
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.llama3.plan import tensor_plan
@@ -75,22 +73,18 @@ SPEC = ModelSpec(
     name="buffered",
     flavors={"debugmodel": BufferedArgs(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=2048, multiple_of=32)},
     build=build,
-    initial_std=initial_std,
     tensor_plan=tensor_plan,
     hugging_face=DecoderHub(
         family="buffered",
         architecture=HUB.architecture,
         fixed=HUB.fixed,
         defaults=HUB.defaults,
-        mapping=TensorMapping(
-            {
-                **DECODER_RULES,
-                "layers.*.feed_forward.scale_D": joined("model.layers.*.mlp.scale.0", "model.layers.*.mlp.scale.1"),
-                "layers.*.feed_forward.updates": same("model.layers.*.mlp.updates"),
-            }
-        ),
+        rules={
+            **DECODER_RULES,
+            "layers.*.feed_forward.scale_D": joined("model.layers.*.mlp.scale.0", "model.layers.*.mlp.scale.1"),
+            "layers.*.feed_forward.updates": same("model.layers.*.mlp.updates"),
+        },
     ),
-    flops_per_token=partial(dense_flops_per_token, build=build),
     after_step=update_buffers,
 )
 

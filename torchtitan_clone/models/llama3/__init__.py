@@ -2,50 +2,25 @@
 
 from functools import partial
 
-from torchtitan_clone.models.decoder import initial_std
-from torchtitan_clone.models.flops import dense_flops_per_token
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.llama3.plan import tensor_plan
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
 
-_LLAMA_3_1 = RopeScaling(factor=8.0)
-_LLAMA_3_2 = RopeScaling(factor=32.0)
+_llama_3_1 = partial(Llama3Args, n_kv_heads=8, rope_scaling=RopeScaling(factor=8.0))
+_llama_3_2 = partial(Llama3Args, n_kv_heads=8, rope_scaling=RopeScaling(factor=32.0), tied_embeddings=True)
 
 FLAVORS = {
     # 5 M parameters and the shipped tokenizer's vocabulary: learns on two CPU cores.
     "debugmodel": Llama3Args(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, vocab_size=2048, multiple_of=64, max_seq_len=8192
     ),
-    "1B": Llama3Args(
-        dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=_LLAMA_3_2,
-        tied_embeddings=True,
-    ),
-    "3B": Llama3Args(
-        dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim_multiplier=1.0, rope_scaling=_LLAMA_3_2,
-        tied_embeddings=True,
-    ),
-    "8B": Llama3Args(
-        dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, multiple_of=1024, ffn_dim_multiplier=1.3,
-        rope_scaling=_LLAMA_3_1,
-    ),
-    "70B": Llama3Args(
-        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, multiple_of=4096, ffn_dim_multiplier=1.3,
-        rope_scaling=_LLAMA_3_1,
-    ),
-    "405B": Llama3Args(
-        dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, multiple_of=4096, ffn_dim_multiplier=1.2,
-        rope_scaling=_LLAMA_3_1,
-    ),
-}  # fmt: skip
+    "1B": _llama_3_2(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5),
+    "3B": _llama_3_2(dim=3072, n_layers=28, n_heads=24),
+    "8B": _llama_3_1(dim=4096, n_layers=32, n_heads=32, multiple_of=1024, ffn_dim_multiplier=1.3),
+    "70B": _llama_3_1(dim=8192, n_layers=80, n_heads=64, multiple_of=4096, ffn_dim_multiplier=1.3),
+    "405B": _llama_3_1(dim=16384, n_layers=126, n_heads=128, multiple_of=4096, ffn_dim_multiplier=1.2),
+}
 
-SPEC = ModelSpec(
-    name="llama3",
-    flavors=FLAVORS,
-    build=build,
-    initial_std=initial_std,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-    flops_per_token=partial(dense_flops_per_token, build=build),
-)
+SPEC = ModelSpec(name="llama3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)

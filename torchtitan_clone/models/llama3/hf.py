@@ -1,4 +1,4 @@
-"""Llama 3 as the Hugging Face hub writes it."""
+"""Llama 3's format on the Hugging Face hub."""
 
 from torchtitan_clone.models.hf import DecoderHub
 

@@ -1,37 +1,34 @@
-"""Llama 3's arguments, and what its blocks are made of. Source: arXiv 2407.21783."""
+"""Llama 3's arguments and blocks. Source: arXiv 2407.21783."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
-from torchtitan_clone.models.feed_forward import SwiGLU, swiglu_hidden_dim
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
+from torchtitan_clone.models.feed_forward import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3Args(DecoderArgs):
-    """What distinguishes one Llama from another."""
+class Llama3Args(ModelArgs):
+    """Arguments of Llama 3."""
 
     multiple_of: int = 256
     ffn_dim_multiplier: float = 1.0
     hidden_dim: int | None = None
 
-    POSITIVE: ClassVar[tuple[str, ...]] = (*DecoderArgs.POSITIVE, "multiple_of", "ffn_dim_multiplier", "hidden_dim")
-
-    @property
-    def head_dim(self) -> int:
-        """Features of one head."""
-        return self.dim // self.n_heads
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "multiple_of", "ffn_dim_multiplier", "hidden_dim")
 
     @property
     def ffn_hidden_dim(self) -> int:
-        """Hidden size of the feed-forward: hidden_dim, or where that is unset what the multipliers give."""
+        """Hidden size of the feed-forward: hidden_dim, or computed from the multipliers where that is unset."""
         if self.hidden_dim is not None:
             return self.hidden_dim
-        return swiglu_hidden_dim(dim=self.dim, ffn_dim_multiplier=self.ffn_dim_multiplier, multiple_of=self.multiple_of)
+        # 2/3 of 4 D times the multiplier, rounded up to a multiple.
+        size = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        return self.multiple_of * ((size + self.multiple_of - 1) // self.multiple_of)
 
     def violations(self) -> list[str]:
-        """Returns one sentence for each value that cannot be."""
+        """Returns one sentence for each invalid value."""
         found = []
         if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
             found.append(
@@ -49,6 +46,5 @@ def build(args: Llama3Args) -> Decoder:
 def build_block(args: Llama3Args, _layer: int) -> TransformerBlock:
     """Returns the block of a layer."""
     attention = Attention(dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim)
-    return TransformerBlock(
-        args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim)
-    )
+    feed_forward = SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim)
+    return TransformerBlock(args, attention=attention, feed_forward=feed_forward)

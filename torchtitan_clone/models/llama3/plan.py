@@ -1,4 +1,4 @@
-"""How Llama 3 is split over the tensor axis."""
+"""How tensor parallelism shards Llama 3."""
 
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.plan import TensorPlan, decoder_styles

@@ -1,9 +1,5 @@
 """Qwen3, dense, and its sizes."""
 
-from functools import partial
-
-from torchtitan_clone.models.decoder import initial_std
-from torchtitan_clone.models.flops import dense_flops_per_token
 from torchtitan_clone.models.qwen3.hf import HUB
 from torchtitan_clone.models.qwen3.model import Qwen3Args, build
 from torchtitan_clone.models.qwen3.plan import tensor_plan
@@ -22,12 +18,4 @@ FLAVORS = {
     "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
 }
 
-SPEC = ModelSpec(
-    name="qwen3",
-    flavors=FLAVORS,
-    build=build,
-    initial_std=initial_std,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-    flops_per_token=partial(dense_flops_per_token, build=build),
-)
+SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)

@@ -1,21 +1,18 @@
-"""Qwen3's arguments, and what its blocks are made of: heads of a given size, with norms of queries and keys.
-
-Source: arXiv 2505.09388.
-"""
+"""Qwen3's arguments and blocks: heads of a given size, with norms of queries and keys. Source: arXiv 2505.09388."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, DecoderArgs, TransformerBlock
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Args(DecoderArgs):
-    """What distinguishes one dense Qwen3 from another."""
+class Qwen3Args(ModelArgs):
+    """Arguments of dense Qwen3."""
 
-    head_dim: int = 128
+    head_dim: int = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
     hidden_dim: int = 12288
     n_kv_heads: int | None = 8
     vocab_size: int = 151936
@@ -23,7 +20,7 @@ class Qwen3Args(DecoderArgs):
     rope_theta: float = 1000000.0
     max_seq_len: int = 40960
 
-    POSITIVE: ClassVar[tuple[str, ...]] = (*DecoderArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
+    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
 
     @property
     def ffn_hidden_dim(self) -> int:
@@ -31,7 +28,7 @@ class Qwen3Args(DecoderArgs):
         return self.hidden_dim
 
     def violations(self) -> list[str]:
-        """Returns one sentence for each value that cannot be."""
+        """Returns one sentence for each invalid value."""
         found = super().violations()
         if self.head_dim % 2:
             found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
@@ -46,12 +43,7 @@ def build(args: Qwen3Args) -> Decoder:
 def build_block(args: Qwen3Args, _layer: int) -> TransformerBlock:
     """Returns the block of a layer."""
     attention = Attention(
-        dim=args.dim,
-        n_heads=args.n_heads,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        qk_norm_eps=args.norm_eps,
+        dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim, qk_norm_eps=args.norm_eps
     )
-    return TransformerBlock(
-        args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim)
-    )
+    feed_forward = SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim)
+    return TransformerBlock(args, attention=attention, feed_forward=feed_forward)

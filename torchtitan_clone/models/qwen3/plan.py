@@ -1,4 +1,4 @@
-"""How Qwen3 is split over the tensor axis."""
+"""How tensor parallelism shards Qwen3."""
 
 from torchtitan_clone.models.plan import TensorPlan, decoder_styles, qk_norm_styles
 from torchtitan_clone.models.qwen3.model import Qwen3Args
