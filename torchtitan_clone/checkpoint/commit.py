@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) 
         "algorithm": DIGEST,
         "files": {name: asdict(record) for name, record in files.items()},
     }
-    text = json.dumps({"manifest": content, "digest": _digest_of_text(_canonical(content), DIGEST)}, indent=1)
+    text = json.dumps({"manifest": content, "digest": _digest_of(content, algorithm=DIGEST)}, indent=1)
     write_file(folder / MANIFEST_FILE, [text.encode()])
     sync_folder(folder)
 
@@ -156,9 +156,8 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
         content_and_digest = json.loads((folder / MANIFEST_FILE).read_bytes())
         content = content_and_digest["manifest"]
         algorithm = content["algorithm"]
-        is_intact = algorithm not in DIGESTS or content_and_digest["digest"] == _digest_of_text(
-            _canonical(content), algorithm
-        )
+        is_known = algorithm in DIGESTS
+        is_intact = not is_known or content_and_digest["digest"] == _digest_of(content, algorithm=algorithm)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         files[PROGRESS_FILE]  # every checkpoint has one
         manifest = Manifest(step=content["step"], algorithm=algorithm, files=files)
@@ -170,7 +169,7 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} is not a valid manifest") from None
     if not is_intact:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} does not match its own digest")
-    if algorithm not in DIGESTS:
+    if not is_known:
         raise ConfigError(f"{folder} was written with {algorithm} digests, which need a package: pip install xxhash")
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
@@ -289,17 +288,7 @@ def finished_step(folder: Path) -> int:
         return 0
 
 
-def files_of_rank(manifest: Manifest, *, rank: int, world_size: int) -> Iterator[str]:
-    """Yields the files whose digests a rank checks; sorted by size and dealt in turn, to balance the reading."""
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    yield from by_size[rank::world_size]
-
-
-def _canonical(content: Mapping[str, object]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
-
-
-def _digest_of_text(text: str, algorithm: str) -> str:
+def _digest_of(content: Mapping[str, object], *, algorithm: str) -> str:
     digest = DIGESTS[algorithm]()
-    digest.update(text.encode())
+    digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return digest.hexdigest()

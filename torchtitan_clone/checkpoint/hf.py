@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.full_tensor import FullTensorGather
+from torchtitan_clone.checkpoint.loading import first_error
 from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_entries, write_tensor_file
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
@@ -78,18 +79,18 @@ def _export(
 ) -> str | None:
     partial = partial_folder(folder)
     leads = dist.get_rank() == 0
-    error = _first_error(disk_error(lambda: make_empty(partial)) if leads else None, group=group)
+    error = first_error(disk_error(lambda: make_empty(partial)) if leads else None, group=group)
     if error is not None:
         return error
     for name, entries in layout.items():
         problem = _write_gathered(partial / name, entries=entries, gather=gather)
         error = error or problem
-    error = _first_error(error, group=group)
+    error = first_error(error, group=group)
     if leads and error is None:
         error = disk_error(lambda: commit_folder(folder, layout=layout, files=files))
     if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
-    return _first_error(error, group=group)
+    return first_error(error, group=group)
 
 
 def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
@@ -172,13 +173,6 @@ def disk_error(action: Callable[[], object]) -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def _first_error(error: str | None, *, group: dist.ProcessGroup) -> str | None:
-    """The first rank's error on all ranks."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=group)
-    return next((e for e in errors if e is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,38 @@ from torch import Tensor
 from torchtitan_clone import __version__
 from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
 from torchtitan_clone.checkpoint.layout import Plan, plan_save
-from torchtitan_clone.checkpoint.policy import SavePolicy
 from torchtitan_clone.checkpoint.rank_file import RankFile
-from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point
-from torchtitan_clone.checkpoint.rng import rng_state
-from torchtitan_clone.checkpoint.save_runner import SaveRunner, save_model_only
-from torchtitan_clone.checkpoint.saving import SaveReport
+from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point, rng_state
+from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner, save_model_only
 from torchtitan_clone.config.schema import Checkpoint
+
+
+class SavePolicy:
+    """Decides which steps are saved, as the options of `[checkpoint]` define it. `clock` returns seconds."""
+
+    def __init__(self, checkpoint: Checkpoint, *, clock: Callable[[], float] = time.monotonic):
+        self._options = checkpoint
+        self._clock = clock
+        self._last_save = clock()
+
+    def record_save(self) -> None:
+        """Restarts the clock of interval_minutes."""
+        self._last_save = self._clock()
+
+    def is_overdue(self) -> bool:
+        """Returns whether interval_minutes have passed since the last save. Clocks differ: let one rank decide."""
+        minutes = self._options.interval_minutes
+        return minutes is not None and self._clock() - self._last_save >= 60 * minutes
+
+    def is_due(self, step: int, *, overdue: bool) -> bool:
+        """Returns whether to save after this step."""
+        options = self._options
+        is_first = options.enable_first_step_checkpoint and step == 1
+        return step % options.interval == 0 or self.is_permanent(step) or is_first or overdue
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns whether keep_every exempts the step from deletion."""
+        return self._options.keep_every > 0 and step % self._options.keep_every == 0
 
 
 class CheckpointManager:

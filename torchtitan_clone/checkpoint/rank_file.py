@@ -1,13 +1,13 @@
 """Writes the file of one rank, in the configured mode or in a simpler one if that fails."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.layout import Layout
 from torchtitan_clone.checkpoint.staging import StagingBuffer
+from torchtitan_clone.checkpoint.tensor_file import file_content
 from torchtitan_clone.checkpoint.writer import FileRecord, pieces_of, write_file
 from torchtitan_clone.checkpoint.writer_process import WriterLostError, WriterProcess
 
@@ -22,26 +22,17 @@ _ATTEMPTS = 2
 class RankFile:
     """Writes this rank's file, once per save.
 
-    With a staging buffer the shards are copied first and written later, by a thread of this process or by a writer
-    process; without one they are written from the tensors directly.
+    With a staging `buffer` the shards are copied first and written later, by a thread of this process or by a writer
+    process; without one they are written from the tensors directly. `name` is that in the checkpoint folder.
     """
 
     def __init__(self, layout: Layout, *, mode: str, timeout_seconds: float):
+        self.name = layout.file
         self._layout = layout
-        self._buffer = None if mode == DIRECT else _build_buffer(layout)
+        self.buffer = None if mode == DIRECT else _build_buffer(layout)
         self._writer: WriterProcess | None = None
-        if self._buffer is not None and mode == PROCESS:
-            self._writer = WriterProcess(self._buffer.descriptor, timeout_seconds=timeout_seconds)
-
-    @property
-    def name(self) -> str:
-        """Name of the file in the checkpoint folder."""
-        return self._layout.file
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether the shards are copied before they are written."""
-        return self._buffer is not None
+        if self.buffer is not None and mode == PROCESS:
+            self._writer = WriterProcess(self.buffer.descriptor, timeout_seconds=timeout_seconds)
 
     @property
     def writer_pid(self) -> int | None:
@@ -50,45 +41,26 @@ class RankFile:
 
     def prepare(self) -> None:
         """Does the setup that the first save would wait for; may run in another thread."""
-        if self._buffer is not None:
-            self._buffer.prepare()
+        if self.buffer is not None:
+            self.buffer.prepare()
         if self._writer is not None:
             self._writer.start()
 
-    def follow_current_stream(self) -> None:
-        """On CUDA, makes later copies wait for the work queued on the current stream so far."""
-        if self._buffer is not None:
-            self._buffer.follow_current_stream()
-
-    def stage(self, state: dict[str, Tensor]) -> None:
-        """Copies this rank's shards; on CUDA the copies may still be running afterwards."""
-        assert self._buffer is not None
-        self._buffer.stage(state)
-
-    def wait_for_copies(self) -> None:
-        """Waits until the copies are complete."""
-        if self._buffer is not None:
-            self._buffer.wait_for_copies()
-
-    def hold_current_stream(self) -> None:
-        """On CUDA, makes work that is queued on the current stream from now on wait for the copies."""
-        if self._buffer is not None:
-            self._buffer.hold_current_stream()
-
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
         """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
-        if self._buffer is None:
-            return write_file(path, self._pieces(state))
+        if self.buffer is None:
+            shards = (shard for _, shard in self._layout.shards(state))
+            return write_file(path, file_content(self._layout.header, shards))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
-        return write_file(path, pieces_of(self._buffer.view), direct=True)
+        return write_file(path, pieces_of(self.buffer.view), direct=True)
 
     def close(self) -> None:
         """Ends the writer process and frees the memory."""
         if self._writer is not None:
             self._writer.close()
-        if self._buffer is not None:
-            self._buffer.close()
+        if self.buffer is not None:
+            self.buffer.close()
 
     def _write_by_process(self, path: Path, writer: WriterProcess) -> FileRecord | None:
         """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
@@ -100,11 +72,6 @@ class RankFile:
         logger.warning('checkpoint: falling back to a writer thread, as with checkpoint.async_mode = "%s"', THREAD)
         self._writer = None
         return None
-
-    def _pieces(self, state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-        yield self._layout.header
-        for _, shard in self._layout.shards(state):
-            yield from pieces_of(shard.cpu().numpy().data)
 
 
 def _build_buffer(layout: Layout) -> StagingBuffer | None:

@@ -5,9 +5,11 @@ match the model is an error, not corruption.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,7 +21,6 @@ from torchtitan_clone.checkpoint.commit import (
     committed_steps,
     corrupt_steps,
     delete_leftovers,
-    files_of_rank,
     initial_folder,
     quarantine,
     read_progress,
@@ -27,9 +28,7 @@ from torchtitan_clone.checkpoint.commit import (
     step_folder,
     without_excluded,
 )
-from torchtitan_clone.checkpoint.loading import load_tensors, loadable_tensors
-from torchtitan_clone.checkpoint.rng import PREFIX as RNG
-from torchtitan_clone.checkpoint.rng import set_rng_state
+from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loadable_tensors
 from torchtitan_clone.checkpoint.tensor_file import open_tensors
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
@@ -39,6 +38,7 @@ logger = logging.getLogger("torchtitan_clone")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 OUTER = "outer/"
+RNG = "rng/"
 TENSOR_FILES = ".safetensors"
 
 
@@ -102,7 +102,7 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
         load_tensors(point.folder, tensors)
     except CorruptCheckpointError as error:
         raise ConfigError(f"{point.folder}: {error}; {_remedy(checkpoint, point)}") from None
-    set_rng_state(tensors)
+    _set_rng_state(tensors)
     loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
@@ -125,17 +125,15 @@ def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | N
     problem: str | None = None
     try:
         manifest = check_sizes(folder, step=step)
-        for name in files_of_rank(manifest, rank=rank, world_size=world_size):
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+        for name in by_size[rank::world_size]:  # dealt in turn, to balance the reading
             if digests or not name.endswith(TENSOR_FILES):
                 check_digest(folder, name, manifest=manifest)
             if name.endswith(TENSOR_FILES):
                 _check_header(folder, name)
     except CorruptCheckpointError as error:
         problem = str(error)
-    problems = [problem] * world_size
-    if dist.is_initialized():
-        dist.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)
+    return first_error(problem)
 
 
 def _check_header(folder: Path, name: str) -> None:
@@ -195,3 +193,24 @@ def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) ->
 
 def _progress_of(checkpoint: Checkpoint, folder: Path) -> Progress:
     return without_excluded(read_progress(folder), checkpoint=checkpoint)
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Returns copies of the states of this rank's random number generators.
+
+    Their names contain the rank: under one name, the state of one rank would be saved and loaded by all ranks.
+    """
+    rank = dist.get_rank()
+    states = {f"{RNG}cpu/{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RNG}cuda/{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Sets the states that were loaded; a rank that did not exist when they were saved keeps its own."""
+    for name, tensor in state.items():
+        if name.startswith(f"{RNG}cpu/"):
+            torch.set_rng_state(tensor)
+        elif name.startswith(f"{RNG}cuda/"):
+            torch.cuda.set_rng_state(tensor)

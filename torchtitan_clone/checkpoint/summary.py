@@ -72,6 +72,6 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
         f"{path}: step {progress.step:,}, {progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
     )
     return [header, (path / "versions.json").read_text()] + [
-        f"{name:<60}  {entry['dtype']:<5}  {entry['shape']!s:<18}  in {len(entry['parts'])} shards"
-        for name, entry in sorted(index.items())
+        f"{name:<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
+        for name, saved in sorted(index.items())
     ]

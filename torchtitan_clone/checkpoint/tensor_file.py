@@ -1,14 +1,13 @@
 """Files in the safetensors format, written as a stream: the header first, then one tensor after another.
 
-The safetensors library can only write tensors that are all in memory. What is written here is read back from disk
-through the library and compared, so a file that is closed without an error holds the values that it was given.
+The safetensors library can only write tensors that are all in memory. `write_tensor_file` reads the file back from disk,
+so a file that it returns from without an error holds the values that it was given.
 Source: https://github.com/huggingface/safetensors.
 """
 
 import json
 import os
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from torchtitan_clone.checkpoint.writer import DIGEST, digest_of_file, pieces_of, write_file
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -76,38 +77,32 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
 
     Holds one tensor at a time. Raises OSError if the disk fails or the values read back differ.
     """
-    checksums: dict[str, int] = {}
-    with path.open("xb") as file:
-        file.write(file_header(entries, metadata={}))
-        for entry, tensor in zip(entries, tensors, strict=True):
-            assert (entry.torch_dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), (entry, tensor)
-            content = bytes_of(tensor).numpy().data
-            file.write(content)
-            checksums[entry.name] = zlib.crc32(content)
-        file.flush()
-        os.fsync(file.fileno())
-        # Drops the page cache, so that the values are read back from the disk.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if (difference := _difference(path, entries=entries, checksums=checksums)) is not None:
-        raise OSError(f"{path.name} does not read back as written ({difference}); check the disk {path.parent} is on")
-
-
-def _difference(path: Path, *, entries: Sequence[Entry], checksums: Mapping[str, int]) -> str | None:
-    """Returns how the file differs from what was written, or None."""
     from safetensors import SafetensorError
 
+    header = file_header(entries, metadata={})
+    digest = write_file(path, file_content(header, _checked(tensors, entries=entries))).digest
+    with path.open("rb") as file:
+        # Drops the page cache, so that the values are read back from the disk.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        found = {entry.name: entry for entry in read_entries(path)}
-        if sorted(found) != sorted(checksums):
-            return f"its tensors are {', '.join(sorted(found))}"
-        with open_tensors(path) as file:
-            for entry in entries:
-                content = bytes_of(file.get_tensor(entry.name)).numpy().data
-                if found[entry.name] != entry or zlib.crc32(content) != checksums[entry.name]:
-                    return entry.name
-    except SafetensorError as error:
-        return str(error)
-    return None
+        is_intact = digest_of_file(path, name=DIGEST) == digest and len(read_entries(path)) == len(entries)
+    except SafetensorError:
+        is_intact = False
+    if not is_intact:
+        raise OSError(f"{path.name} does not read back as written; check the disk {path.parent} is on")
+
+
+def _checked(tensors: Iterable[Tensor], *, entries: Sequence[Entry]) -> Iterator[Tensor]:
+    for entry, tensor in zip(entries, tensors, strict=True):
+        assert (entry.torch_dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), (entry, tensor)
+        yield tensor
+
+
+def file_content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file in pieces, one tensor after another."""
+    yield header
+    for tensor in tensors:
+        yield from pieces_of(bytes_of(tensor.cpu()).numpy().data)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
