@@ -1,8 +1,7 @@
-"""Complete tensors of another format from what the ranks hold of ours, one at a time.
+"""Assembles complete tensors of another format from the shards that the ranks hold of ours, one at a time.
 
-Every rank says which parts it holds; then, tensor by tensor, the values travel to the one rank that wants it, as
-bytes over the CPU. It does not matter what split the tensors: shards, replicas, pipeline stages. No rank ever holds
-more than one complete tensor beside its own shards.
+Each rank announces its shards; then, tensor by tensor, the values are sent as bytes over the CPU to the rank that wants
+it. This works for shards, replicas and pipeline stages. No rank holds more than one complete tensor beside its shards.
 """
 
 from collections.abc import Mapping
@@ -14,61 +13,58 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard
-from torchtitan_clone.ops.tensor_pieces import Overlap, Pieces, sources_of
+from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 
 class FullTensorGather:
-    """Collects tensors that are made up of those that the ranks hold, as `pieces` says for each of ours by name.
+    """Collects tensors of another format, which `pieces` says how to assemble from those that the ranks hold.
 
-    To be made, and `collect` to be called, by all ranks in the same order. Floating-point tensors come in `dtype`,
-    others in their own.
+    All ranks must construct it and call `collect` in the same order. Floating-point tensors are converted to `dtype`.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup
-    ):  # fmt: skip
+    def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
         self._group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
         self._local = {name: local_shard(tensor) for name, tensor in tensors.items()}
-        everyones = gather_shard_map(tensors, group=group)
-        self._parts = {name: _without_copies(parts) for name, parts in everyones.items()}
+        shard_map = gather_shard_map(tensors, group=group)
+        self._shards = {name: _without_replicas(shards) for name, shards in shard_map.items()}
         self._sources = sources_of(pieces)
 
     def entries(self) -> list[Entry]:
         """Returns the tensors that can be collected."""
-        found: list[Entry] = []
-        for name, users in self._sources.items():
-            ours, piece = users[0]
-            part = next(iter(self._parts[ours].values()))
-            found.append(entry_for(name, dtype=exported_dtype(part.dtype, wanted=self._dtype), shape=piece.shape))
-        return found
+        dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
+        return [
+            entry_for(name, dtype=exported_dtype(dtypes[ours], wanted=self._dtype), shape=piece.shape)
+            for name, ((ours, piece), *_) in self._sources.items()
+        ]
 
     def holder(self, name: str) -> int:
         """Returns a rank that holds some of the tensor."""
         ours, _ = self._sources[name][0]
-        return next(iter(self._parts[ours]))
+        return next(iter(self._shards[ours]))
 
     def collect(self, entry: Entry, *, at: int) -> Tensor | None:
         """Returns the complete tensor on the CPU of rank `at`, None on the others."""
         complete = torch.empty(entry.shape, dtype=entry.torch_dtype) if self._rank == at else None
         for ours, piece in self._sources[entry.name]:
-            for holder, part in self._parts[ours].items():
-                overlap = piece.overlap(part.global_shape, offset=part.offset, size=part.size)
+            for holder, shard in self._shards[ours].items():
+                overlap = piece.overlap(shard.global_shape, offset=shard.offset, size=shard.size)
                 if overlap is None:
                     continue
+                target = None if complete is None else overlap.in_source(complete)
                 if self._rank == holder:
-                    values = overlap.in_box(self._local[ours].detach()).to(dtype=entry.torch_dtype).cpu()
-                    self._deliver(values, at=at, complete=complete, overlap=overlap)
-                elif complete is not None:
-                    self._receive(overlap.in_source(complete), holder=holder)
+                    self._deliver(overlap.in_box(self._local[ours].detach()), entry=entry, at=at, target=target)
+                elif target is not None:
+                    self._receive(target, holder=holder)
         return complete
 
-    def _deliver(self, values: Tensor, *, at: int, complete: Tensor | None, overlap: Overlap) -> None:
-        if complete is None:
+    def _deliver(self, shard: Tensor, *, entry: Entry, at: int, target: Tensor | None) -> None:
+        values = shard.to(dtype=entry.torch_dtype).cpu()
+        if target is None:
             dist.send(bytes_of(values), dst=at, group=self._group)
         else:
-            overlap.in_source(complete).copy_(values)
+            target.copy_(values)
 
     def _receive(self, wanted: Tensor, *, holder: int) -> None:
         values = torch.empty(wanted.shape, dtype=wanted.dtype)
@@ -77,17 +73,17 @@ class FullTensorGather:
 
 
 def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
-    """Floating-point types become the wanted one; integers and booleans stay."""
+    """Returns the wanted type for floating-point types; integers and booleans stay."""
     return wanted if dtype.is_floating_point else dtype
 
 
-def _without_copies(parts: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
-    """Of ranks that hold the same, the first; none that holds nothing."""
+def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
+    """Returns the nonempty shards, each of the first rank that holds it."""
     chosen: dict[tuple[int, ...], int] = {}
-    for rank, part in sorted(parts.items()):
-        if prod(part.size) or not prod(part.global_shape):
-            chosen.setdefault(part.offset, rank)
-    found = {rank: parts[rank] for rank in chosen.values()}
-    whole = next(iter(found.values())).global_shape
-    assert sum(prod(part.size) for part in found.values()) == prod(whole), f"parts are missing: {found}"
+    for rank, shard in sorted(shards.items()):
+        if prod(shard.size) or not prod(shard.global_shape):
+            chosen.setdefault(shard.offset, rank)
+    found = {rank: shards[rank] for rank in chosen.values()}
+    global_shape = next(iter(found.values())).global_shape
+    assert sum(prod(shard.size) for shard in found.values()) == prod(global_shape), f"shards are missing: {found}"
     return found

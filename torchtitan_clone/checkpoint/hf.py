@@ -1,7 +1,8 @@
-"""Folders of weights as the Hugging Face hub has them: files of tensors, an index, config.json and what else belongs.
+"""Reads and writes folders of weights in the format of the Hugging Face hub.
 
-How our tensors are made up of the hub's is given by their pieces, see ops/tensor_pieces.py. Writing needs the memory of
-one tensor, reading that of nothing but the tensors that are filled.
+A folder holds safetensors files, an index if there are several, config.json and other files such as the tokenizer's.
+`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor, reading only
+that of the tensors that are filled.
 """
 
 import json
@@ -29,14 +30,14 @@ from torchtitan_clone.ops.tensor_pieces import Piece, Pieces
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9
-"""A file of tensors ends before it gets larger than this."""
+"""Largest size of a file that holds several tensors."""
 LONGEST_WAIT = timedelta(hours=1)
-"""For one tensor of a peer, or for the disks of all; a peer that has died is noticed at once."""
+"""For one tensor of another rank, or for the disks of all ranks; the death of a rank is noticed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """One export: `error` says why it failed, None means that it is committed."""
+    """The result of one export: `error` says why it failed, None means that it is committed."""
 
     seconds: float
     gib: float
@@ -52,10 +53,10 @@ def export_weights(
     files: Mapping[str, bytes],
     file_bytes: int = FILE_BYTES,
 ) -> ExportReport:
-    """Writes the folder from the tensors that the ranks hold; a collective over all ranks.
+    """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` is what else is
-    in the folder. The folder appears complete and read back, or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` are the other
+    files of the folder. The folder appears complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
@@ -65,8 +66,7 @@ def export_weights(
         error = _export(folder, gather=gather, layout=layout, files=files, group=group)
     finally:
         dist.destroy_process_group(group)
-    size = sum(entry.num_bytes for entries in layout.values() for entry in entries)
-    return ExportReport(seconds=time.perf_counter() - start, gib=size / 2**30, error=error)
+    return ExportReport(seconds=time.perf_counter() - start, gib=_total_bytes(layout) / 2**30, error=error)
 
 
 def _export(
@@ -77,9 +77,9 @@ def _export(
     files: Mapping[str, bytes],
     group: dist.ProcessGroup,
 ) -> str | None:
-    partial = partial_folder(folder)
+    partial = _partial_folder(folder)
     leads = dist.get_rank() == 0
-    error = first_error(disk_error(lambda: make_empty(partial)) if leads else None, group=group)
+    error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=group)
     if error is not None:
         return error
     for name, entries in layout.items():
@@ -87,20 +87,20 @@ def _export(
         error = error or problem
     error = first_error(error, group=group)
     if leads and error is None:
-        error = disk_error(lambda: commit_folder(folder, layout=layout, files=files))
+        error = _disk_error(lambda: _commit_folder(folder, layout=layout, files=files))
     if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
     return first_error(error, group=group)
 
 
 def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
-    """One file, by a rank that holds some of it; the others send their parts. Returns what the disk said against it."""
+    """Writes one file on a rank that holds a shard of its first tensor; returns that rank's error."""
     writer_rank = gather.holder(entries[0].name)
     tensors = (gather.collect(entry, at=writer_rank) for entry in entries)
     error = None
     if dist.get_rank() == writer_rank:
-        error = disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
-    # The other ranks send theirs; after an error, the writer takes them all the same.
+        error = _disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
+    # The other ranks send their shards; after an error, the writer must still receive them.
     for _ in tensors:
         pass
     return error
@@ -114,16 +114,16 @@ def write_weights(
     files: Mapping[str, bytes],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """The same in one process that reads the tensors one by one from somewhere; OSError where the disk is full."""
+    """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
     layout = plan_files(entries, file_bytes=file_bytes)
-    make_empty(partial_folder(folder))
+    _make_empty(_partial_folder(folder))
     for name, its_entries in layout.items():
-        write_tensor_file(partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
-    commit_folder(folder, layout=layout, files=files)
+        write_tensor_file(_partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
+    _commit_folder(folder, layout=layout, files=files)
 
 
 def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[Entry]]:
-    """Which tensors stand in which file, in their order; large numbers first, so that all of them are aligned."""
+    """Returns the tensors of each file, in order; those with the largest items first, so that all are aligned."""
     groups: list[list[Entry]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > file_bytes:
@@ -135,39 +135,35 @@ def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[E
     return {f"model-{i:05}-of-{len(ordered):05}.safetensors": group for i, group in enumerate(ordered, start=1)}
 
 
-def partial_folder(folder: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+def _total_bytes(layout: Mapping[str, Sequence[Entry]]) -> int:
+    return sum(entry.num_bytes for entries in layout.values() for entry in entries)
+
+
+def _partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def make_empty(folder: Path) -> None:
-    """A new empty folder, in the place of what was there."""
+def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
-    """Adds the index and the other files to what was written, and renames: the folder is there, or it is not."""
-    partial = partial_folder(folder)
+def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
+    """Adds the index, unless there is a single file of tensors, and the other files; then renames the folder."""
+    partial = _partial_folder(folder)
     if absent := [name for name in layout if not (partial / name).is_file()]:
         raise OSError(f"{partial} lacks {', '.join(absent)}, which other nodes wrote: the folder must be shared by all")
-    for name, content in {**files, **_index(layout)}.items():
+    if len(layout) > 1:
+        weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
+        index = {"metadata": {"total_size": _total_bytes(layout)}, "weight_map": weight_map}
+        files = {**files, INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
+    for name, content in files.items():
         write_file(partial / name, [content])
     commit(partial, folder)
 
 
-def _index(layout: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
-    """The index, by its file name; a single file needs none."""
-    if len(layout) == 1:
-        return {}
-    size = sum(entry.num_bytes for entries in layout.values() for entry in entries)
-    weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    return {INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
-
-
-def disk_error(action: Callable[[], object]) -> str | None:
-    """Runs `action`; what the disk had to say against it, None where nothing."""
+def _disk_error(action: Callable[[], object]) -> str | None:
+    """Runs `action`; returns the message of an OSError, None without one."""
     try:
         action()
     except OSError as error:
@@ -177,7 +173,7 @@ def disk_error(action: Callable[[], object]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFolder:
-    """A folder of the hub's that can be read: its config.json, and which file holds which tensor."""
+    """A readable folder of weights: its config.json, its tensors, and the file that holds each of them."""
 
     path: Path
     config: Mapping[str, Any]
@@ -185,7 +181,7 @@ class WeightFolder:
     files: Mapping[str, Path]
 
     def fill(self, tensors: Mapping[str, Tensor], *, pieces: Pieces) -> None:
-        """Copies into each of our tensors, complete or a shard, its values; reads little more than these."""
+        """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
             for piece in pieces[name]:
@@ -201,13 +197,13 @@ class WeightFolder:
                             overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """Returns one complete tensor."""
         with open_tensors(self.files[name]) as file:
             return file.get_tensor(name)
 
 
 def open_weight_folder(path: Path) -> WeightFolder:
-    """Reads config.json, the index and the headers; ConfigError where the folder is not there, or not whole."""
+    """Reads config.json, the index and the headers. Raises ConfigError if the folder is missing or incomplete."""
     from safetensors import SafetensorError
 
     if not path.is_dir():
@@ -225,7 +221,7 @@ def open_weight_folder(path: Path) -> WeightFolder:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that the index names, or all where there is no index."""
+    """Returns the files that the index names, or all if there is no index."""
     if not (path / INDEX_FILE).is_file():
         if not (found := sorted(path.glob("*.safetensors"))):
             raise ConfigError(f"{path}: there is no .safetensors file in it")
