@@ -22,11 +22,10 @@ from torchtitan_clone.checkpoint.commit import (
     corrupt_steps,
     delete_leftovers,
     initial_folder,
+    progress_to_resume,
     quarantine,
-    read_progress,
     restore_replaced,
     step_folder,
-    without_excluded,
 )
 from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loadable_tensors
 from torchtitan_clone.checkpoint.tensor_file import open_tensors
@@ -63,8 +62,8 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
             if checkpoint.load_step != -1:
                 _quarantine_newer(folder, step=step)
             source = step_folder(folder, step)
-            groups = (MODEL, OPTIMIZER, OUTER, RNG)
-            return ResumePoint(folder=source, groups=groups, progress=_progress_of(checkpoint, source))
+            progress = progress_to_resume(source, checkpoint=checkpoint)
+            return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
@@ -76,8 +75,7 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
             f"{folder}: no checkpoint is complete, for the reasons logged above; restore one, or set "
             "checkpoint.start_fresh = true to train from the first step"
         )
-    initial = initial_folder(checkpoint)
-    return _initial_point(checkpoint, folder=initial[0], step=initial[1]) if initial else None
+    return _initial_point(checkpoint)
 
 
 def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
@@ -90,29 +88,24 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     def is_loaded(name: str) -> bool:
         return name.startswith(point.groups) and not f"{name}/".startswith(excluded)
 
+    def is_checked(name: str) -> bool:
+        # Each rank has its own random state, and the number of ranks may have changed.
+        return is_loaded(name) and not name.startswith(RNG)
+
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
     try:
-        tensors = loadable_tensors(
-            point.folder,
-            wanted,
-            # Each rank has its own random state, and the number of ranks may have changed.
-            is_checked=lambda name: is_loaded(name) and not name.startswith(RNG),
-            allow_partial=checkpoint.allow_partial,
-        )
+        tensors = loadable_tensors(point.folder, wanted, is_checked=is_checked, allow_partial=checkpoint.allow_partial)
         load_tensors(point.folder, tensors)
     except CorruptCheckpointError as error:
-        raise ConfigError(f"{point.folder}: {error}; {_remedy(checkpoint, point)}") from None
+        remedy = f"move {point.folder.name} out of its folder to use an older checkpoint"
+        if checkpoint.verify == "sizes":
+            remedy = 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
+        raise ConfigError(f"{point.folder}: {error}; {remedy}") from None
     _set_rng_state(tensors)
     loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
-
-
-def _remedy(checkpoint: Checkpoint, point: ResumePoint) -> str:
-    if checkpoint.verify == "sizes":
-        return 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
-    return f"move {point.folder.name} out of its folder to use an older checkpoint"
 
 
 def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
@@ -179,8 +172,11 @@ def _quarantine_newer(folder: Path, *, step: int) -> None:
     dist.barrier()
 
 
-def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> ResumePoint:
+def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
     """Verifies another run's checkpoint, which is never renamed."""
+    if (found := initial_folder(checkpoint)) is None:
+        return None
+    folder, step = found
     problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
     if problem is not None:
         raise ConfigError(
@@ -188,11 +184,8 @@ def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) ->
         )
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
-    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, folder))
-
-
-def _progress_of(checkpoint: Checkpoint, folder: Path) -> Progress:
-    return without_excluded(read_progress(folder), checkpoint=checkpoint)
+    progress = progress_to_resume(folder, checkpoint=checkpoint)
+    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=progress)
 
 
 def rng_state() -> dict[str, Tensor]:

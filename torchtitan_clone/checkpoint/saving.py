@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
-from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, Plan, plan_save
 from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
-from torchtitan_clone.checkpoint.save_votes import RankReport, SaveCoordinator
+from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
+from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -94,7 +94,7 @@ class Save:
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
         """Does this rank's share; on rank 0, everything up to the commit."""
         try:
-            self.coordinator.report(self._write(state))
+            self._write(state)
             if dist.get_rank() == 0:
                 self._error = self._collect_and_commit(extra_files)
                 self._seconds = time.perf_counter() - self._start
@@ -113,7 +113,7 @@ class Save:
             self.finished.wait(timeout_seconds)
         return error
 
-    def _write(self, state: dict[str, Tensor]) -> RankReport:
+    def _write(self, state: dict[str, Tensor]) -> None:
         try:
             if (buffer := self.file.buffer) is not None:
                 start = time.perf_counter()
@@ -124,23 +124,19 @@ class Save:
             self._partial.mkdir(parents=True, exist_ok=True)
             record = self.file.write(self._partial / self.file.name, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
-            return RankReport(files={}, error=f"rank {dist.get_rank()}: {_describe(error)}")
-        return RankReport(files={self.file.name: record}, error=None)
+            self.coordinator.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
+        else:
+            self.coordinator.report({self.file.name: record}, error=None)
 
     def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
         """Collects the reports of all ranks and commits, on rank 0; returns an error or None."""
         try:
-            timeout_seconds = _TIMEOUT_FACTOR * self._options.writer_timeout_seconds
-            reports = self.coordinator.collect(timeout_seconds=timeout_seconds)
-            error = next((report.error for report in reports if report.error), None)
-            if error is None:
-                files = {name: record for report in reports for name, record in report.files.items()}
-                self._commit(files, extra_files={**extra_files, INDEX_FILE: self._plan.index})
-                return None
-        except Exception as failure:  # noqa: BLE001, the other ranks must learn of every error
-            error = _describe(failure)
-        shutil.rmtree(self._partial, ignore_errors=True)
-        return error
+            files = self.coordinator.collect(timeout_seconds=_TIMEOUT_FACTOR * self._options.writer_timeout_seconds)
+            self._commit(files, extra_files={**extra_files, INDEX_FILE: self._plan.index})
+        except Exception as error:  # noqa: BLE001, the other ranks must learn of every error
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return _describe(error)
+        return None
 
     def _commit(self, files: dict[str, FileRecord], *, extra_files: Mapping[str, str]) -> None:
         final = step_folder(self._folder, self.progress.step)

@@ -15,7 +15,6 @@ from torchtitan_clone.checkpoint.layout import Layout
 
 logger = logging.getLogger("torchtitan_clone")
 
-_PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 _CUDA_HOST_REGISTER_PORTABLE = 1
 """Pinned for every CUDA context."""
@@ -48,13 +47,12 @@ class StagingBuffer:
 
     def prepare(self) -> None:
         """Writes the header and touches every page: page faults would make the first save ten times slower."""
-        self._bytes[::_PAGE] = 0
+        self._bytes[:: mmap.PAGESIZE] = 0
         self._bytes[: len(self._layout.header)] = np.frombuffer(self._layout.header, dtype=np.uint8)
         if self._stream is not None:
+            address = self._bytes.ctypes.data
             with torch.cuda.stream(self._stream):
-                error = _cuda_runtime().cudaHostRegister(
-                    self._bytes.ctypes.data, self._layout.bytes, _CUDA_HOST_REGISTER_PORTABLE
-                )
+                error = _cuda_runtime().cudaHostRegister(address, self._layout.bytes, _CUDA_HOST_REGISTER_PORTABLE)
             if int(error) != 0:
                 logger.warning("staging memory cannot be pinned (CUDA error %s): copies will be slower", int(error))
 

@@ -43,9 +43,9 @@ def _columns(path: Path, *, step: int, digests: bool) -> str:
     manifest = check_sizes(path, step=step)
     for name in manifest.files if digests else ():
         check_digest(path, name, manifest=manifest)
-    tokens_seen = read_progress(path).tokens_seen
+    gib = sum(record.bytes for record in manifest.files.values()) / 2**30
     state = "verified" if digests else "complete"
-    return f"{manifest.bytes / 2**30:>8.3f}  {len(manifest.files):>5}  {tokens_seen:>16,}  {state}"
+    return f"{gib:>8.3f}  {len(manifest.files):>5}  {read_progress(path).tokens_seen:>16,}  {state}"
 
 
 def describe_step(folder: Path, *, step: int | None) -> list[str]:
@@ -68,10 +68,8 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
         index = read_index(path)
     except CorruptCheckpointError as error:
         raise ConfigError(f"step {wanted} is corrupted: {error}; choose another one with --step") from None
-    header = (
-        f"{path}: step {progress.step:,}, {progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
-    )
-    return [header, (path / "versions.json").read_text()] + [
+    counts = f"{progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
+    return [f"{path}: step {progress.step:,}, {counts}", (path / "versions.json").read_text()] + [
         f"{name:<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
         for name, saved in sorted(index.items())
     ]

@@ -1,7 +1,7 @@
 """Files in the safetensors format, written as a stream: the header first, then one tensor after another.
 
-The safetensors library can only write tensors that are all in memory. `write_tensor_file` reads the file back from disk,
-so a file that it returns from without an error holds the values that it was given.
+The safetensors library can only write tensors that are all in memory. `write_tensor_file` reads the file back from
+disk, so that without an error the file holds the values that it was given.
 Source: https://github.com/huggingface/safetensors.
 """
 
@@ -70,6 +70,11 @@ def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
             "convert it, or register the buffer with persistent=False"
         )
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
+
+
+def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
+    """Returns the wanted type for floating-point types; integers and booleans stay."""
+    return wanted if dtype.is_floating_point else dtype
 
 
 def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:
