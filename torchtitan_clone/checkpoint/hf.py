@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import commit
@@ -26,7 +27,6 @@ from torchtitan_clone.checkpoint.tensor_file import (
     bytes_of,
     entry_for,
     exported_dtype,
-    open_tensors,
     read_entries,
     write_tensor_file,
 )
@@ -71,21 +71,21 @@ def export_weights(
     try:
         gather = FullTensorGather(tensors, pieces=pieces, dtype=dtype, group=group)
         layout = plan_files(gather.entries(), file_bytes=file_bytes)
-        error = _export(folder, gather=gather, layout=layout, files=files, group=group)
+        error = _export(folder, gather=gather, layout=layout, files=files)
     finally:
         dist.destroy_process_group(group)
     return ExportReport(seconds=time.perf_counter() - start, gib=_total_bytes(layout) / 2**30, error=error)
 
 
 class FullTensorGather:
-    """Assembles complete tensors from the shards that the ranks hold, one at a time, as `pieces` says.
+    """Assembles complete tensors, one at a time, from the shards that the ranks hold of ours, as `pieces` says.
 
-    The values are sent as bytes over the CPU, whatever splits them: shards, replicas or pipeline stages. All ranks must
-    construct it and call `collect` in the same order. Floating-point tensors are converted to `dtype`.
+    The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
+    Floating-point tensors are converted to `dtype`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
-        self._group = group
+        self.group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
         self._local = {name: local_shard(tensor) for name, tensor in tensors.items()}
@@ -114,23 +114,19 @@ class FullTensorGather:
                 overlap = piece.overlap(shard.global_shape, offset=shard.offset, size=shard.size)
                 if overlap is None:
                     continue
-                target = None if complete is None else overlap.in_source(complete)
                 if self._rank == holder:
-                    self._deliver(overlap.in_box(self._local[ours].detach()), entry=entry, at=at, target=target)
-                elif target is not None:
-                    self._receive(target, holder=holder)
+                    values = overlap.in_box(self._local[ours].detach()).to(dtype=entry.torch_dtype).cpu()
+                    if complete is None:
+                        dist.send(bytes_of(values), dst=at, group=self.group)
+                    else:
+                        overlap.in_source(complete).copy_(values)
+                elif complete is not None:
+                    self._receive(overlap.in_source(complete), holder=holder)
         return complete
-
-    def _deliver(self, shard: Tensor, *, entry: Entry, at: int, target: Tensor | None) -> None:
-        values = shard.to(dtype=entry.torch_dtype).cpu()
-        if target is None:
-            dist.send(bytes_of(values), dst=at, group=self._group)
-        else:
-            target.copy_(values)
 
     def _receive(self, wanted: Tensor, *, holder: int) -> None:
         values = torch.empty(wanted.shape, dtype=wanted.dtype)
-        dist.recv(bytes_of(values), src=holder, group=self._group)
+        dist.recv(bytes_of(values), src=holder, group=self.group)
         wanted.copy_(values)
 
 
@@ -147,27 +143,22 @@ def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShar
 
 
 def _export(
-    folder: Path,
-    *,
-    gather: FullTensorGather,
-    layout: Mapping[str, Sequence[Entry]],
-    files: Mapping[str, bytes],
-    group: dist.ProcessGroup,
+    folder: Path, *, gather: FullTensorGather, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]
 ) -> str | None:
     partial = _partial_folder(folder)
     leads = dist.get_rank() == 0
-    error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=group)
+    error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=gather.group)
     if error is not None:
         return error
     for name, entries in layout.items():
         problem = _write_gathered(partial / name, entries=entries, gather=gather)
         error = error or problem
-    error = first_error(error, group=group)
+    error = first_error(error, group=gather.group)
     if leads and error is None:
         error = _disk_error(lambda: _commit_folder(folder, layout=layout, files=files))
     if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
-    return first_error(error, group=group)
+    return first_error(error, group=gather.group)
 
 
 def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
@@ -266,23 +257,16 @@ class WeightFolder:
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
             for path, parts in needed.items():
-                with open_tensors(path) as file:
+                with safe_open(path, framework="pt") as file:
                     for name, piece in parts:
                         box, offset = boxes[name]
                         overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
                         if overlap is not None:
                             overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
-    def read(self, name: str) -> Tensor:
-        """Returns one complete tensor."""
-        with open_tensors(self.files[name]) as file:
-            return file.get_tensor(name)
-
 
 def open_weight_folder(path: Path) -> WeightFolder:
     """Reads config.json, the index and the headers. Raises ConfigError if the folder is missing or incomplete."""
-    from safetensors import SafetensorError
-
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     entries: dict[str, Entry] = {}
@@ -290,7 +274,7 @@ def open_weight_folder(path: Path) -> WeightFolder:
     for file in _weight_files(path):
         try:
             found = read_entries(file)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
         entries |= {entry.name: entry for entry in found}
         files |= {entry.name: file for entry in found}

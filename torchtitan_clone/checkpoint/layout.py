@@ -7,7 +7,7 @@ it. A plain tensor counts as replicated over all ranks that have it.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -31,12 +31,17 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The file of one rank: its header, and the position of each shard."""
+class Plan:
+    """What one rank writes: the header of its file, and the position of each shard there.
+
+    `total_bytes` is over all ranks; only rank 0 has the `index` of all files, as JSON.
+    """
 
     file: str
     header: bytes
     placements: Sequence[Placement]
+    index: str = ""
+    total_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -49,22 +54,14 @@ class Layout:
             yield placement, bytes_of(local_shard(state[placement.name]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What this rank writes. `total_bytes` is over all ranks; only rank 0 has the `index` of all files, as JSON."""
-
-    layout: Layout
-    index: str
-    total_bytes: int
-
-
 def plan_save(state: Mapping[str, Tensor]) -> Plan:
     """Plans with all ranks who writes what; valid as long as names, shapes and shardings stay. Collective."""
     is_coordinator = dist.get_rank() == 0
     gathered: list[dict[str, TensorShard]] = [{}] * dist.get_world_size()
     dist.gather_object(_shards_of(state), gathered if is_coordinator else None)
-    received: list[Plan] = [Plan(layout=Layout(file="", header=b"", placements=()), index="", total_bytes=0)]
+    received: list[Plan | None] = [None]
     dist.scatter_object_list(received, _plans(gathered) if is_coordinator else None)
+    assert received[0] is not None
     return received[0]
 
 
@@ -78,10 +75,10 @@ def _shards_of(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
 
 
 def _plans(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[Plan]:
-    layouts = [_build_layout(shards, rank=rank) for rank, shards in enumerate(_without_replicas(shards_of_ranks))]
-    total_bytes = sum(layout.bytes for layout in layouts)
-    indices = [_index(layouts), *[""] * (len(layouts) - 1)]
-    return [Plan(layout=own, index=index, total_bytes=total_bytes) for own, index in zip(layouts, indices, strict=True)]
+    files = [_plan_file(shards, rank=rank) for rank, shards in enumerate(_without_replicas(shards_of_ranks))]
+    total_bytes = sum(plan.bytes for plan in files)
+    plans = [replace(plan, total_bytes=total_bytes) for plan in files]
+    return [replace(plans[0], index=_index(plans)), *plans[1:]]
 
 
 def _without_replicas(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[dict[str, TensorShard]]:
@@ -100,7 +97,7 @@ def _without_replicas(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> l
     return written
 
 
-def _build_layout(shards: Mapping[str, TensorShard], *, rank: int) -> Layout:
+def _plan_file(shards: Mapping[str, TensorShard], *, rank: int) -> Plan:
     """Places the shards one after another, largest item size first, so that all are aligned without padding."""
     names = sorted(shards, key=lambda name: (-shards[name].dtype.itemsize, name))
     entries = [entry_for(name, dtype=shards[name].dtype, shape=shards[name].size) for name in names]
@@ -110,18 +107,17 @@ def _build_layout(shards: Mapping[str, TensorShard], *, rank: int) -> Layout:
     ends = accumulate((entry.num_bytes for entry in entries), initial=len(header))
     spans = zip(names, pairwise(ends), strict=True)
     placements = [Placement(name=name, shard=shards[name], begin=begin, end=end) for name, (begin, end) in spans]
-    return Layout(file=f"rank-{rank}.safetensors", header=header, placements=placements)
+    return Plan(file=f"rank-{rank}.safetensors", header=header, placements=placements)
 
 
-def _index(layouts: Sequence[Layout]) -> str:
+def _index(plans: Sequence[Plan]) -> str:
     """Returns the content of `index.json`; the "parts" of a tensor are offset, size, file and first byte of shards."""
     tensors: dict[str, TensorShard] = {}
     parts: dict[str, list[tuple[object, ...]]] = {}
-    for layout in layouts:
-        for placement in layout.placements:
+    for plan in plans:
+        for placement in plan.placements:
             shard = tensors[placement.name] = placement.shard
-            part = (shard.offset, shard.size, layout.file, placement.begin)
-            parts.setdefault(placement.name, []).append(part)
+            parts.setdefault(placement.name, []).append((shard.offset, shard.size, plan.file, placement.begin))
     index = {
         name: {"dtype": NAMES[shard.dtype], "shape": shard.global_shape, "parts": parts[name]}
         for name, shard in tensors.items()

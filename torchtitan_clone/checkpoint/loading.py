@@ -30,21 +30,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavedShard:
-    """A shard of a tensor on disk: its file and its first byte there."""
-
-    file: str
-    begin: int
-    shard: TensorShard
-
-
-@dataclass(frozen=True, kw_only=True)
 class SavedTensor:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint; `shards` are the file of each, its first byte there, and the shard."""
 
     dtype: torch.dtype
     shape: torch.Size
-    shards: Sequence[SavedShard]
+    shards: Sequence[tuple[str, int, TensorShard]]
 
     def empty(self, *, device: str = "cpu") -> Tensor:
         """Returns an uninitialized tensor of this type and shape."""
@@ -68,10 +59,10 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
 def _saved_tensor(
     parts: Iterable[tuple[list[int], list[int], str, int]], *, dtype: torch.dtype, shape: torch.Size
 ) -> SavedTensor:
-    shards: list[SavedShard] = []
-    for offset, size, file, begin in parts:
-        shard = TensorShard(offset=tuple(offset), size=tuple(size), global_shape=shape, dtype=dtype, device_type="cpu")
-        shards.append(SavedShard(file=file, begin=begin, shard=shard))
+    def shard(offset: Sequence[int], size: Sequence[int]) -> TensorShard:
+        return TensorShard(offset=tuple(offset), size=tuple(size), global_shape=shape, dtype=dtype, device_type="cpu")
+
+    shards = [(file, begin, shard(offset, size)) for offset, size, file, begin in parts]
     return SavedTensor(dtype=dtype, shape=shape, shards=shards)
 
 
@@ -93,42 +84,33 @@ def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[st
 
 def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor]) -> None:
     """Reads what the shards of this rank need, file by file."""
-    wanted = {name: describe_shard(tensor) for name, tensor in state.items()}
-    by_file: dict[str, list[tuple[str, SavedShard]]] = {}
-    for name in state:
-        for saved in index[name].shards:
-            if wanted[name].overlap(saved.shard) is not None:
-                by_file.setdefault(saved.file, []).append((name, saved))
-    for file, needed in by_file.items():
+    needed: dict[str, list[tuple[int, TensorShard, Tensor, TensorShard]]] = {}
+    for name, tensor in state.items():
+        wanted = describe_shard(tensor)
+        for file, begin, saved in index[name].shards:
+            if wanted.overlap(saved) is not None:
+                needed.setdefault(file, []).append((begin, saved, local_shard(tensor).detach(), wanted))
+    for file, shards in needed.items():
         with (folder / file).open("rb") as stream:
-            for name, saved in needed:
-                _read(stream, saved, target=local_shard(state[name]).detach(), wanted=wanted[name])
+            for begin, saved, target, wanted in shards:
+                _read(stream, begin=begin, saved=saved, target=target, wanted=wanted)
 
 
-def _read(stream: BufferedReader, saved: SavedShard, *, target: Tensor, wanted: TensorShard) -> None:
+def _read(stream: BufferedReader, *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard) -> None:
     """Reads the rows that both shards hold, directly into the target if its memory layout allows."""
-    region = wanted.overlap(saved.shard)
+    region = wanted.overlap(saved)
     assert region is not None
     overlap = target[wanted.window(region)]
-    window = saved.shard.window(region)
-    dtype = saved.shard.dtype
-    shape = [window[0].stop - window[0].start, *saved.shard.size[1:]] if window else []
-    is_direct = overlap.is_cpu and overlap.is_contiguous() and overlap.dtype == dtype and list(overlap.shape) == shape
-    rows = overlap if is_direct else torch.empty(shape, dtype=dtype)
-    stream.seek(saved.begin + (window[0].start * prod(shape[1:]) * dtype.itemsize if window else 0))
+    window = saved.window(region)
+    shape = [window[0].stop - window[0].start, *saved.size[1:]] if window else []
+    is_direct = overlap.is_cpu and overlap.is_contiguous() and (overlap.dtype, [*overlap.shape]) == (saved.dtype, shape)
+    rows = overlap if is_direct else torch.empty(shape, dtype=saved.dtype)
+    stream.seek(begin + (window[0].start * prod(shape[1:]) * saved.dtype.itemsize if window else 0))
     buffer = bytes_of(rows).numpy().data
     if stream.readinto(buffer) != buffer.nbytes:
-        raise CorruptCheckpointError(f"{saved.file} ends early")
+        raise CorruptCheckpointError(f"{Path(stream.name).name} ends early")
     if not is_direct:
         overlap.copy_(rows[(slice(None), *window[1:])] if window else rows)
-
-
-def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Returns full tensors of a checkpoint on the CPU, all or those of these names; needs no process group."""
-    index = read_index(folder)
-    state = {name: index[name].empty() for name in (index if names is None else names)}
-    load_tensors(folder, state, index=index)
-    return state
 
 
 def loadable_tensors(

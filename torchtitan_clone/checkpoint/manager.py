@@ -15,7 +15,7 @@ from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_c
 from torchtitan_clone.checkpoint.layout import Plan, plan_save
 from torchtitan_clone.checkpoint.rank_file import RankFile
 from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point, rng_state
-from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner, save_model_only
+from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner
 from torchtitan_clone.config.schema import Checkpoint
 
 
@@ -28,16 +28,13 @@ class SavePolicy:
         self._last_save = clock()
 
     def record_save(self) -> None:
-        """Restarts the clock of interval_minutes."""
         self._last_save = self._clock()
 
     def is_overdue(self) -> bool:
-        """Returns whether interval_minutes have passed since the last save. Clocks differ: let one rank decide."""
         minutes = self._options.interval_minutes
         return minutes is not None and self._clock() - self._last_save >= 60 * minutes
 
     def is_due(self, step: int, *, overdue: bool) -> bool:
-        """Returns whether to save after this step."""
         options = self._options
         is_first = options.enable_first_step_checkpoint and step == 1
         return step % options.interval == 0 or self.is_permanent(step) or is_first or overdue
@@ -121,11 +118,9 @@ class CheckpointManager:
         """
         if self._plan is not None or not self.is_saving_enabled:
             return
-        options = self._options
+        timeout_seconds = self._options.writer_timeout_seconds
         self._plan = plan_save(self._state() | rng_state())
-        self._file = RankFile(
-            self._plan.layout, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds
-        )
+        self._file = RankFile(self._plan, mode=self._options.async_mode, timeout_seconds=timeout_seconds)
         self._saves.run_in_background(self._file.prepare)
 
     def forget_plan(self) -> None:
@@ -155,7 +150,7 @@ class CheckpointManager:
         self._policy.record_save()
         if wait or self._options.async_mode == "disabled":
             self.finish()
-        save.blocked_seconds += time.perf_counter() - start
+        save.report.blocked_seconds += time.perf_counter() - start
 
     def wait_for_staging(self) -> None:
         """Waits until the save in progress has copied the state. Call it just before the state changes."""
@@ -163,18 +158,17 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Waits until the save in progress is committed or has failed, for a bounded time. Call it on every rank."""
-        step = self._saves.finish()
-        if step is not None:
+        if (step := self._saves.finish()) is not None:
             self.saved_step = step
 
     def reports(self) -> Iterator[SaveReport]:
         """Yields, on rank 0, a report for each save that ended since the last call."""
-        yield from self._saves.reports()
+        return self._saves.reports()
 
     def mark_complete(self, progress: Progress) -> None:
         """Marks the run as complete after its last save; exports the weights if configured. Collective."""
         if self._options.last_save_model_only:
-            save_model_only(self._saves, progress, folder=self._folder, state=self._state(), checkpoint=self._options)
+            self._saves.save_model_only(progress, folder=self._folder, state=self._state())
         if dist.get_rank() == 0:
             mark_finished(self._folder, step=progress.step)
 
@@ -185,10 +179,5 @@ class CheckpointManager:
 
 
 def _versions() -> str:
-    versions = {
-        "torchtitan_clone": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "ranks": dist.get_world_size(),
-    }
-    return json.dumps(versions, indent=1)
+    versions = {"torchtitan_clone": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return json.dumps({**versions, "ranks": dist.get_world_size()}, indent=1)

@@ -51,9 +51,8 @@ def write_weights_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
-    layout = plan.layout
-    tensors = (read(placement.name.removeprefix(MODEL)) for placement in layout.placements)
-    files = {layout.file: write_file(partial / layout.file, file_content(layout.header, tensors))}
+    tensors = (read(placement.name.removeprefix(MODEL)) for placement in plan.placements)
+    files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
     extra_files = {**extra_files, INDEX_FILE: plan.index}
     finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
     if (problem := find_corruption(folder, step=0, digests=True)) is not None:

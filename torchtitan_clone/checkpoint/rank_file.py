@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from torchtitan_clone.checkpoint import writer
-from torchtitan_clone.checkpoint.layout import Layout
+from torchtitan_clone.checkpoint.layout import Plan
 from torchtitan_clone.checkpoint.staging import StagingBuffer
 from torchtitan_clone.checkpoint.tensor_file import file_content
 from torchtitan_clone.checkpoint.writer import FileRecord, pieces_of, write_file
@@ -38,10 +38,10 @@ class RankFile:
     process; without one they are written from the tensors directly. `name` is that in the checkpoint folder.
     """
 
-    def __init__(self, layout: Layout, *, mode: str, timeout_seconds: float):
-        self.name = layout.file
-        self.buffer = None if mode == DIRECT else _build_buffer(layout)
-        self._layout = layout
+    def __init__(self, plan: Plan, *, mode: str, timeout_seconds: float):
+        self.name = plan.file
+        self.buffer = None if mode == DIRECT else _build_buffer(plan)
+        self._plan = plan
         self._writer: WriterProcess | None = None
         if self.buffer is not None and mode == PROCESS:
             self._writer = WriterProcess(self.buffer.descriptor, timeout_seconds=timeout_seconds)
@@ -61,8 +61,8 @@ class RankFile:
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
         """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
         if self.buffer is None:
-            shards = (shard for _, shard in self._layout.shards(state))
-            return write_file(path, file_content(self._layout.header, shards))
+            shards = (shard for _, shard in self._plan.shards(state))
+            return write_file(path, file_content(self._plan.header, shards))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
         return write_file(path, pieces_of(self.buffer.view), direct=True)
@@ -78,7 +78,7 @@ class RankFile:
         """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return process.write(path, size=self._layout.bytes)
+                return process.write(path, size=self._plan.bytes)
             except WriterLostError as lost:
                 logger.warning("checkpoint: %s; attempt %d of %d", lost, attempt, _ATTEMPTS)
         logger.warning('checkpoint: falling back to a writer thread, as with checkpoint.async_mode = "%s"', THREAD)
@@ -86,13 +86,13 @@ class RankFile:
         return None
 
 
-def _build_buffer(layout: Layout) -> StagingBuffer | None:
+def _build_buffer(plan: Plan) -> StagingBuffer | None:
     try:
-        return StagingBuffer(layout)
+        return StagingBuffer(plan)
     except OSError as error:
         logger.warning(
             "checkpoint: cannot allocate %.2f GiB of memory for staging (%s); training waits for each save, as with "
-            'checkpoint.async_mode = "%s"', layout.bytes / 2**30, error.strerror, DIRECT,
+            'checkpoint.async_mode = "%s"', plan.bytes / 2**30, error.strerror, DIRECT,
         )  # fmt: skip
         return None
 

@@ -13,22 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import (
-    CorruptCheckpointError,
-    Progress,
-    check_digest,
-    check_sizes,
-    committed_steps,
-    corrupt_steps,
-    delete_leftovers,
-    initial_folder,
-    progress_to_resume,
-    quarantine,
-    restore_replaced,
-    step_folder,
-)
+from torchtitan_clone.checkpoint import commit
+from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Progress
 from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loadable_tensors
-from torchtitan_clone.checkpoint.tensor_file import open_tensors
+from torchtitan_clone.checkpoint.tensor_file import read_entries
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -61,8 +49,8 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
         if _verify_or_quarantine(checkpoint, folder=folder, step=step):
             if checkpoint.load_step != -1:
                 _quarantine_newer(folder, step=step)
-            source = step_folder(folder, step)
-            progress = progress_to_resume(source, checkpoint=checkpoint)
+            source = commit.step_folder(folder, step)
+            progress = commit.progress_to_resume(source, checkpoint=checkpoint)
             return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
@@ -117,11 +105,11 @@ def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | N
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem: str | None = None
     try:
-        manifest = check_sizes(folder, step=step)
+        manifest = commit.check_sizes(folder, step=step)
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
         for name in by_size[rank::world_size]:  # dealt in turn, to balance the reading
             if digests or not name.endswith(TENSOR_FILES):
-                check_digest(folder, name, manifest=manifest)
+                commit.check_digest(folder, name, manifest=manifest)
             if name.endswith(TENSOR_FILES):
                 _check_header(folder, name)
     except CorruptCheckpointError as error:
@@ -131,12 +119,9 @@ def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | N
 
 def _check_header(folder: Path, name: str) -> None:
     """Raises CorruptCheckpointError if a file has no safetensors header, even if its digest matches."""
-    from safetensors import SafetensorError
-
     try:
-        with open_tensors(folder / name):
-            pass
-    except (OSError, SafetensorError) as error:
+        read_entries(folder / name)
+    except OSError as error:
         raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from None
 
 
@@ -144,20 +129,20 @@ def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
     """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one. Collective."""
     answer: list[tuple[list[int], bool]] = [([], False)]
     if dist.get_rank() == 0:
-        restore_replaced(folder)
+        commit.restore_replaced(folder)
         if not is_shared:  # a partial folder may belong to another replica group that is saving now
-            delete_leftovers(folder)
-        steps = committed_steps(folder)
-        answer = [(steps, bool(steps or corrupt_steps(folder)))]
+            commit.delete_leftovers(folder)
+        steps = commit.committed_steps(folder)
+        answer = [(steps, bool(steps or commit.corrupt_steps(folder)))]
     dist.broadcast_object_list(answer)
     return answer[0]
 
 
 def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
-    problem = find_corruption(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
+    problem = find_corruption(commit.step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
     if problem is not None:
         if dist.get_rank() == 0:
-            target = quarantine(folder, step=step, suffix="bad", reason=problem)
+            target = commit.quarantine(folder, step=step, suffix="bad", reason=problem)
             logger.error("the checkpoint of step %d is corrupted: %s; renamed it to %s", step, problem, target)
         dist.barrier()
     return problem is None
@@ -166,15 +151,15 @@ def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) ->
 def _quarantine_newer(folder: Path, *, step: int) -> None:
     """Renames the steps after load_step: the run will save these steps again, with other values."""
     if dist.get_rank() == 0:
-        for newer in [newer for newer in committed_steps(folder) if newer > step]:
-            target = quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
+        for newer in [newer for newer in commit.committed_steps(folder) if newer > step]:
+            target = commit.quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
             logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", step, newer, target)
     dist.barrier()
 
 
 def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
     """Verifies another run's checkpoint, which is never renamed."""
-    if (found := initial_folder(checkpoint)) is None:
+    if (found := commit.initial_folder(checkpoint)) is None:
         return None
     folder, step = found
     problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
@@ -184,7 +169,7 @@ def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
         )
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
-    progress = progress_to_resume(folder, checkpoint=checkpoint)
+    progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
     return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=progress)
 
 

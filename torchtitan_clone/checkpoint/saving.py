@@ -39,68 +39,50 @@ _TIMEOUT_FACTOR = 3
 """Longest wait for another rank, in writer timeouts: two attempts of its writer process and one of its thread."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SaveReport:
-    """The result of one save: `error` says why it failed, None means it was committed.
+    """The result of one save, filled while it runs: `error` says why it failed, None means it was committed.
 
     `seconds` is the time from start to commit, of which training waited for `blocked_seconds`. Copying the state took
-    `staging_seconds`, 0 if the tensors were written directly.
+    `staging_seconds`, 0 if the tensors were written directly. Only rank 0 knows `seconds` and `error`.
     """
 
     step: int
-    seconds: float
-    blocked_seconds: float
-    staging_seconds: float
     bytes: int
-    error: str | None
+    seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    staging_seconds: float = 0.0
+    error: str | None = None
 
 
 class Save:
-    """A save in progress, from its start on. Only rank 0 knows `seconds` and `error`.
-
-    `staged` is set once the state may change, `finished` once this rank has done its share.
-    """
+    """A save in progress. `staged` is set once the state may change, `finished` once this rank has done its share."""
 
     def __init__(
         self, progress: Progress, *, folder: Path, save_id: str, plan: Plan, file: RankFile, checkpoint: Checkpoint
     ):
-        self.progress = progress
+        self.report = SaveReport(step=progress.step, bytes=plan.total_bytes)
         self.file = file
         self.coordinator = SaveCoordinator(save_id)
         self.staged = Event()
         self.finished = Event()
-        self.blocked_seconds = 0.0
+        self._start = time.perf_counter()
+        self._progress = progress
         self._folder = folder
         self._partial = folder / f"step-{progress.step}.partial-{save_id}"
         self._plan = plan
         self._options = checkpoint
-        self._start = time.perf_counter()
-        self._seconds = 0.0
-        self._staging_seconds = 0.0
-        self._error: str | None = None
-
-    @property
-    def report(self) -> SaveReport:
-        """The result, as rank 0 knows it."""
-        return SaveReport(
-            step=self.progress.step,
-            seconds=self._seconds,
-            blocked_seconds=self.blocked_seconds,
-            staging_seconds=self._staging_seconds,
-            bytes=self._plan.total_bytes,
-            error=self._error,
-        )
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
         """Does this rank's share; on rank 0, everything up to the commit."""
         try:
             self._write(state)
             if dist.get_rank() == 0:
-                self._error = self._collect_and_commit(extra_files)
-                self._seconds = time.perf_counter() - self._start
-                if self._error is not None:
-                    _warn_of_failure(self.progress.step, self._error)
-                self.coordinator.announce(self._error)
+                self.report.error = self._collect_and_commit(extra_files)
+                self.report.seconds = time.perf_counter() - self._start
+                if self.report.error is not None:
+                    _warn_of_failure(self.report.step, self.report.error)
+                self.coordinator.announce(self.report.error)
         finally:
             self.staged.set()
             self.finished.set()
@@ -120,7 +102,7 @@ class Save:
                 buffer.stage(state)
                 self.staged.set()
                 buffer.wait_for_copies()
-                self._staging_seconds = time.perf_counter() - start
+                self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
             record = self.file.write(self._partial / self.file.name, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
@@ -139,8 +121,8 @@ class Save:
         return None
 
     def _commit(self, files: dict[str, FileRecord], *, extra_files: Mapping[str, str]) -> None:
-        final = step_folder(self._folder, self.progress.step)
-        finalize(self._partial, final, files=files, extra_files=extra_files, progress=self.progress)
+        final = step_folder(self._folder, self.report.step)
+        finalize(self._partial, final, files=files, extra_files=extra_files, progress=self._progress)
         try:
             purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
         except OSError as error:
@@ -198,17 +180,27 @@ class SaveRunner:
             self._save.staged.wait()
             if self._save.file.buffer is not None:
                 self._save.file.buffer.hold_current_stream()
-            self._save.blocked_seconds += time.perf_counter() - start
+            self._save.report.blocked_seconds += time.perf_counter() - start
 
     def finish(self) -> int | None:
         """Waits for the last save, for a bounded time; returns its step if it was committed."""
-        return self._save.progress.step if self._save is not None and self._save.outcome() is None else None
+        return self._save.report.step if self._save is not None and self._save.outcome() is None else None
 
     def reports(self) -> Iterator[SaveReport]:
         """Yields, on rank 0, a report for each save that ended since the last call."""
         for save in [save for save in self._unreported if save.finished.is_set()]:
             self._unreported.remove(save)
             yield save.report
+
+    def save_model_only(self, progress: Progress, *, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Saves parameters and buffers only, with floating-point tensors in export_dtype, and waits. Collective."""
+        wanted = getattr(torch, self._options.export_dtype)
+        model = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
+        model = {name: tensor.to(exported_dtype(tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
+        plan = plan_save(model)
+        file = RankFile(plan, mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
+        if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, plan=plan, file=file, state=model) is not None:
+            self.finish()
 
     def _agree(self, error: str | None) -> tuple[str, str | None]:
         """Exchanges the state of all ranks; returns the id of the next save and why it cannot start. Collective."""
@@ -222,22 +214,6 @@ class SaveRunner:
             self._save.coordinator.forget()
         self._save = None
         return save_id, error
-
-
-def save_model_only(
-    saves: SaveRunner, progress: Progress, *, folder: Path, state: Mapping[str, Tensor], checkpoint: Checkpoint
-) -> None:
-    """Writes a checkpoint of parameters and buffers only, with floating-point tensors in export_dtype. Collective."""
-    wanted = getattr(torch, checkpoint.export_dtype)
-    model = {
-        name: tensor.to(exported_dtype(tensor.dtype, wanted=wanted))
-        for name, tensor in state.items()
-        if name.startswith("model/")
-    }
-    plan = plan_save(model)
-    file = RankFile(plan.layout, mode=DIRECT, timeout_seconds=checkpoint.writer_timeout_seconds)
-    if saves.start(progress, folder=folder / MODEL_ONLY_FOLDER, plan=plan, file=file, state=model) is not None:
-        saves.finish()
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:

@@ -11,30 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.writer import DIGEST, digest_of_file, pieces_of, write_file
 
-if TYPE_CHECKING:
-    from safetensors import safe_open
-
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -82,8 +70,6 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
 
     Holds one tensor at a time. Raises OSError if the disk fails or the values read back differ.
     """
-    from safetensors import SafetensorError
-
     header = file_header(entries, metadata={})
     digest = write_file(path, file_content(header, _checked(tensors, entries=entries))).digest
     with path.open("rb") as file:
@@ -91,7 +77,7 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         is_intact = digest_of_file(path, name=DIGEST) == digest and len(read_entries(path)) == len(entries)
-    except SafetensorError:
+    except OSError:
         is_intact = False
     if not is_intact:
         raise OSError(f"{path.name} does not read back as written; check the disk {path.parent} is on")
@@ -115,18 +101,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def open_tensors(path: Path) -> "safe_open":
-    """Opens a file with the safetensors library, as a context manager. SafetensorError if the file is not valid."""
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
-
-
 def read_entries(path: Path) -> list[Entry]:
-    """Returns the entries of a file from its header. SafetensorError if the file is not valid or truncated."""
-    with open_tensors(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
+    """Returns the entries of a file from its header. OSError if the file cannot be read, is not valid or truncated."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:
