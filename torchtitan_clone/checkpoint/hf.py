@@ -269,16 +269,17 @@ def open_weight_folder(path: Path) -> WeightFolder:
     """Reads config.json, the index and the headers. Raises ConfigError if the folder is missing or incomplete."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
-    entries: dict[str, Entry] = {}
-    files: dict[str, Path] = {}
-    for file in _weight_files(path):
-        try:
-            found = read_entries(file)
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
-        entries |= {entry.name: entry for entry in found}
-        files |= {entry.name: file for entry in found}
+    found = [(file, entry) for file in _weight_files(path) for entry in _entries_of(file)]
+    entries = {entry.name: entry for _, entry in found}
+    files = {entry.name: file for file, entry in found}
     return WeightFolder(path=path, config=_read_json(path / CONFIG_FILE), entries=entries, files=files)
+
+
+def _entries_of(file: Path) -> list[Entry]:
+    try:
+        return read_entries(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchtitan_clone import __version__
 from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
-from torchtitan_clone.checkpoint.layout import Plan, plan_save
+from torchtitan_clone.checkpoint.layout import plan_save
 from torchtitan_clone.checkpoint.rank_file import RankFile
 from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point, rng_state
 from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner
@@ -73,7 +73,6 @@ class CheckpointManager:
         self._is_shared = is_shared
         self._policy = SavePolicy(checkpoint)
         self._saves = SaveRunner(checkpoint, extra_files={**extra_files, "versions.json": _versions()})
-        self._plan: Plan | None = None
         self._file: RankFile | None = None
         self._resume_point: ResumePoint | None = None
 
@@ -116,18 +115,17 @@ class CheckpointManager:
 
         Collective. The plan is valid until `forget_plan`; until then, further calls do nothing.
         """
-        if self._plan is not None or not self.is_saving_enabled:
+        if self._file is not None or not self.is_saving_enabled:
             return
         timeout_seconds = self._options.writer_timeout_seconds
-        self._plan = plan_save(self._state() | rng_state())
-        self._file = RankFile(self._plan, mode=self._options.async_mode, timeout_seconds=timeout_seconds)
+        plan = plan_save(self._state() | rng_state())
+        self._file = RankFile(plan, mode=self._options.async_mode, timeout_seconds=timeout_seconds)
         self._saves.run_in_background(self._file.prepare)
 
     def forget_plan(self) -> None:
         """Finishes saves and drops the plan. Collective; call it before names, shapes or shardings change."""
         self.finish()
         self.close()
-        self._plan = None
         self._file = None
 
     def save(self, progress: Progress, *, wait: bool = False) -> None:
@@ -141,10 +139,9 @@ class CheckpointManager:
         if wait:
             self.finish()
         self.prepare()
-        assert self._plan is not None
         assert self._file is not None
         state = self._state() | rng_state()
-        save = self._saves.start(progress, folder=self._folder, plan=self._plan, file=self._file, state=state)
+        save = self._saves.start(progress, folder=self._folder, file=self._file, state=state)
         if save is None:
             return
         self._policy.record_save()

@@ -35,13 +35,12 @@ class RankFile:
     """Writes this rank's file, once per save.
 
     With a staging `buffer` the shards are copied first and written later, by a thread of this process or by a writer
-    process; without one they are written from the tensors directly. `name` is that in the checkpoint folder.
+    process; without one they are written from the tensors directly.
     """
 
     def __init__(self, plan: Plan, *, mode: str, timeout_seconds: float):
-        self.name = plan.file
+        self.plan = plan
         self.buffer = None if mode == DIRECT else _build_buffer(plan)
-        self._plan = plan
         self._writer: WriterProcess | None = None
         if self.buffer is not None and mode == PROCESS:
             self._writer = WriterProcess(self.buffer.descriptor, timeout_seconds=timeout_seconds)
@@ -61,8 +60,8 @@ class RankFile:
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
         """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
         if self.buffer is None:
-            shards = (shard for _, shard in self._plan.shards(state))
-            return write_file(path, file_content(self._plan.header, shards))
+            shards = (shard for _, shard in self.plan.shards(state))
+            return write_file(path, file_content(self.plan.header, shards))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
         return write_file(path, pieces_of(self.buffer.view), direct=True)
@@ -78,7 +77,7 @@ class RankFile:
         """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return process.write(path, size=self._plan.bytes)
+                return process.write(path, size=self.plan.bytes)
             except WriterLostError as lost:
                 logger.warning("checkpoint: %s; attempt %d of %d", lost, attempt, _ATTEMPTS)
         logger.warning('checkpoint: falling back to a writer thread, as with checkpoint.async_mode = "%s"', THREAD)
@@ -115,13 +114,10 @@ class WriterProcess:
         """Starts the process unless it runs; it ends with the calling thread. OSError if it cannot be started."""
         if self.pid is None:
             arguments = [self._descriptor, os.getpid(), *(int(number) for number in STOP_SIGNALS)]
-            self._process = subprocess.Popen(
-                # -P: modules in the folder of the script must not hide those of the standard library.
-                [sys.executable, "-P", writer.__file__, *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[self._descriptor],
-            )
+            # -P: modules in the folder of the script must not hide those of the standard library.
+            command = [sys.executable, "-P", writer.__file__, *map(str, arguments)]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._descriptor])
             self._unread = b""
 
     def write(self, path: Path, *, size: int) -> FileRecord:

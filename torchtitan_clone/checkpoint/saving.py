@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
-from torchtitan_clone.checkpoint.layout import INDEX_FILE, Plan, plan_save
+from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save
 from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
@@ -58,10 +58,8 @@ class SaveReport:
 class Save:
     """A save in progress. `staged` is set once the state may change, `finished` once this rank has done its share."""
 
-    def __init__(
-        self, progress: Progress, *, folder: Path, save_id: str, plan: Plan, file: RankFile, checkpoint: Checkpoint
-    ):
-        self.report = SaveReport(step=progress.step, bytes=plan.total_bytes)
+    def __init__(self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint):
+        self.report = SaveReport(step=progress.step, bytes=file.plan.total_bytes)
         self.file = file
         self.coordinator = SaveCoordinator(save_id)
         self.staged = Event()
@@ -70,7 +68,6 @@ class Save:
         self._progress = progress
         self._folder = folder
         self._partial = folder / f"step-{progress.step}.partial-{save_id}"
-        self._plan = plan
         self._options = checkpoint
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
@@ -104,17 +101,18 @@ class Save:
                 buffer.wait_for_copies()
                 self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
-            record = self.file.write(self._partial / self.file.name, state=state)
+            name = self.file.plan.file
+            record = self.file.write(self._partial / name, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
             self.coordinator.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
         else:
-            self.coordinator.report({self.file.name: record}, error=None)
+            self.coordinator.report({name: record}, error=None)
 
     def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
         """Collects the reports of all ranks and commits, on rank 0; returns an error or None."""
         try:
             files = self.coordinator.collect(timeout_seconds=_TIMEOUT_FACTOR * self._options.writer_timeout_seconds)
-            self._commit(files, extra_files={**extra_files, INDEX_FILE: self._plan.index})
+            self._commit(files, extra_files={**extra_files, INDEX_FILE: self.file.plan.index})
         except Exception as error:  # noqa: BLE001, the other ranks must learn of every error
             shutil.rmtree(self._partial, ignore_errors=True)
             return _describe(error)
@@ -153,16 +151,14 @@ class SaveRunner:
         """Runs `action` in the thread that also runs the saves, in the order of the calls."""
         self._thread.submit(_log_errors, action)
 
-    def start(
-        self, progress: Progress, *, folder: Path, plan: Plan, file: RankFile, state: dict[str, Tensor]
-    ) -> Save | None:
+    def start(self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor]) -> Save | None:
         """Starts to save a step; None, with a warning, if a save is in progress or the disk is too full. Collective."""
-        save_id, error = self._agree(_lack_of_space(folder, size=plan.total_bytes))
+        save_id, error = self._agree(_lack_of_space(folder, size=file.plan.total_bytes))
         if error is not None:
             if dist.get_rank() == 0:
                 _warn_of_failure(progress.step, error)
             return None
-        save = Save(progress, folder=folder, save_id=save_id, plan=plan, file=file, checkpoint=self._options)
+        save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
         self._save = save
         if dist.get_rank() == 0:
             self._unreported.append(save)
@@ -197,9 +193,8 @@ class SaveRunner:
         wanted = getattr(torch, self._options.export_dtype)
         model = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
         model = {name: tensor.to(exported_dtype(tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
-        plan = plan_save(model)
-        file = RankFile(plan, mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
-        if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, plan=plan, file=file, state=model) is not None:
+        file = RankFile(plan_save(model), mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
+        if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, file=file, state=model) is not None:
             self.finish()
 
     def _agree(self, error: str | None) -> tuple[str, str | None]:

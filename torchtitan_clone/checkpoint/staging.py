@@ -89,7 +89,8 @@ class StagingBuffer:
     def close(self) -> None:
         """Frees the memory."""
         if self._stream is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.ctypes.data)
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._bytes.ctypes.data)
         del self._bytes
         self._map.close()
         os.close(self.descriptor)
