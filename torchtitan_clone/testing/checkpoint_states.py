@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def step_of(state: Mapping[str, Tensor]) -> int | None:
     return None
 
 
-def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def read_tensors(folder: Path, names: Mapping[str, object] | Sequence[str] | None = None) -> dict[str, Tensor]:
     """Returns full tensors of a checkpoint on the CPU, all or those of these names; needs no process group."""
     index = read_index(folder)
     state = {name: index[name].empty() for name in (index if names is None else names)}
