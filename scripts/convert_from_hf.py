@@ -16,9 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import write_weights_checkpoint
+from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.config import Config, ConfigError, to_toml
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model

@@ -16,10 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.full_tensor import exported_dtype
 from torchtitan_clone.checkpoint.hf import write_weights
 from torchtitan_clone.checkpoint.offline import Weights
-from torchtitan_clone.checkpoint.tensor_file import entry_for
+from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model

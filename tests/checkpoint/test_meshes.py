@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan_clone.checkpoint.loading import read_tensors
+from torchtitan_clone.testing.checkpoint_states import read_tensors
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import full_copies, open_trainer

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_clone.checkpoint.commit import committed_steps
-from torchtitan_clone.checkpoint.policy import SavePolicy
+from torchtitan_clone.checkpoint.manager import SavePolicy
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.testing.runs import options, train
 

@@ -5,7 +5,6 @@ import resource
 import pytest
 import torch
 
-from torchtitan_clone.checkpoint.loading import read_tensors
 from torchtitan_clone.testing.checkpoint_states import (
     SHAPES,
     build_manager,
@@ -14,6 +13,7 @@ from torchtitan_clone.testing.checkpoint_states import (
     make_state,
     progress_at,
     rank_of_a_group,
+    read_tensors,
     save,
     values_at,
 )

@@ -1,6 +1,6 @@
 """Ranks report to rank 0, which announces the outcome."""
 
-from torchtitan_clone.checkpoint.save_votes import RankReport, SaveCoordinator
+from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
 from torchtitan_clone.checkpoint.writer import FileRecord
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks
@@ -14,11 +14,11 @@ def report_and_collect(reporting):
         rank = dist.get_rank()
         coordinator = SaveCoordinator("some-save")
         if rank in reporting:
-            coordinator.report(RankReport(files={f"rank-{rank}": FileRecord(bytes=rank, digest="")}, error=None))
+            coordinator.report({f"rank-{rank}": FileRecord(bytes=rank, digest="")}, error=None)
         collected = None
         if rank == 0:
             try:
-                collected = [report.files for report in coordinator.collect(timeout_seconds=0.5)]
+                collected = coordinator.collect(timeout_seconds=0.5)
                 coordinator.announce(None)
             except TimeoutError as error:
                 collected = str(error)
@@ -33,7 +33,7 @@ def report_and_collect(reporting):
 
 def test_reports_of_all_ranks_are_collected_and_the_outcome_forgotten():
     answers = run_ranks(report_and_collect, 2, (0, 1))
-    assert [list(files) for files in answers[0][0]] == [["rank-0"], ["rank-1"]]
+    assert answers[0][0] == {f"rank-{rank}": FileRecord(bytes=rank, digest="") for rank in (0, 1)}
     for _, outcome, after in answers:
         assert outcome is None
         assert "rank 0 did not commit within 0.01 s" in after

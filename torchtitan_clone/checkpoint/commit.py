@@ -19,7 +19,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -34,8 +34,6 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
 _FINISHED_FILE = "finished.json"
 _FORMAT = 1
-_STEP = re.compile(r"step-(\d+)")
-_LEFTOVER = re.compile(r"step-\d+\.(partial-.*|replaced|purged)")
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -65,11 +63,6 @@ class Manifest:
     algorithm: str
     files: Mapping[str, FileRecord]
 
-    @property
-    def bytes(self) -> int:
-        """Total size of the checkpoint."""
-        return sum(record.bytes for record in self.files.values())
-
 
 def step_folder(folder: Path, step: int) -> Path:
     """Returns the folder of a committed step."""
@@ -80,7 +73,7 @@ def committed_steps(folder: Path) -> list[int]:
     """Returns the steps that were committed, oldest first; their files may have been damaged since."""
     if not folder.is_dir():
         return []
-    matches = [_STEP.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir()]
+    matches = [re.fullmatch(r"step-(\d+)", entry.name) for entry in folder.iterdir() if entry.is_dir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -102,7 +95,7 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | Non
     step = newest_complete_step(folder) if checkpoint.load_step == -1 else checkpoint.load_step
     if step is None or not is_complete(folder, step=step):
         return None
-    return without_excluded(read_progress(step_folder(folder, step)), checkpoint=checkpoint)
+    return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
 
 
 def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
@@ -123,8 +116,9 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     return found, step
 
 
-def without_excluded(progress: Progress, *, checkpoint: Checkpoint) -> Progress:
-    """Returns the progress, without the position in the data if exclude_from_loading lists "data"."""
+def progress_to_resume(folder: Path, *, checkpoint: Checkpoint) -> Progress:
+    """Returns the progress of a checkpoint, without the data position if exclude_from_loading lists "data"."""
+    progress = read_progress(folder)
     return replace(progress, data={}) if "data" in checkpoint.exclude_from_loading else progress
 
 
@@ -139,13 +133,9 @@ def is_complete(folder: Path, *, step: int) -> bool:
 
 def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) -> None:
     """Writes the last file of a checkpoint, after which its content is final."""
-    content = {
-        "format": _FORMAT,
-        "step": step,
-        "algorithm": DIGEST,
-        "files": {name: asdict(record) for name, record in files.items()},
-    }
-    text = json.dumps({"manifest": content, "digest": _digest_of_text(_canonical(content), DIGEST)}, indent=1)
+    records = {name: asdict(record) for name, record in files.items()}
+    content = {"format": _FORMAT, "step": step, "algorithm": DIGEST, "files": records}
+    text = json.dumps({"manifest": content, "digest": _digest_of(content, algorithm=DIGEST)}, indent=1)
     write_file(folder / MANIFEST_FILE, [text.encode()])
     sync_folder(folder)
 
@@ -156,9 +146,8 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
         content_and_digest = json.loads((folder / MANIFEST_FILE).read_bytes())
         content = content_and_digest["manifest"]
         algorithm = content["algorithm"]
-        is_intact = algorithm not in DIGESTS or content_and_digest["digest"] == _digest_of_text(
-            _canonical(content), algorithm
-        )
+        is_known = algorithm in DIGESTS
+        is_intact = not is_known or content_and_digest["digest"] == _digest_of(content, algorithm=algorithm)
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         files[PROGRESS_FILE]  # every checkpoint has one
         manifest = Manifest(step=content["step"], algorithm=algorithm, files=files)
@@ -170,7 +159,7 @@ def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} is not a valid manifest") from None
     if not is_intact:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} does not match its own digest")
-    if algorithm not in DIGESTS:
+    if not is_known:
         raise ConfigError(f"{folder} was written with {algorithm} digests, which need a package: pip install xxhash")
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
@@ -225,9 +214,8 @@ def _replace(partial: Path, final: Path) -> None:
     old = final.with_name(f"{final.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    source = os.fsencode(partial)
-    target = os.fsencode(final)
-    if rename is not None and rename(_AT_FDCWD, source, _AT_FDCWD, target, _RENAME_EXCHANGE) == 0:
+    arguments = (_AT_FDCWD, os.fsencode(partial), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE)
+    if rename is not None and rename(*arguments) == 0:
         partial.rename(old)
     else:
         final.rename(old)
@@ -245,10 +233,9 @@ def restore_replaced(folder: Path) -> None:
 
 def delete_leftovers(folder: Path) -> None:
     """Deletes what killed processes left behind. One process of a run calls it, before the first save."""
-    if folder.is_dir():
-        for entry in folder.iterdir():
-            if _LEFTOVER.fullmatch(entry.name):
-                shutil.rmtree(entry, ignore_errors=True)
+    for entry in folder.glob("step-*.*"):
+        if re.fullmatch(r"step-\d+\.(partial-.*|replaced|purged)", entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
@@ -271,8 +258,7 @@ def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
     old = complete[:-keep_latest_k] if keep_latest_k else []
     purged = [step for step in old if not (keep_every and step % keep_every == 0)]
     for step in purged:
-        renamed = step_folder(folder, step).rename(folder / f"step-{step}.purged")
-        shutil.rmtree(renamed, ignore_errors=True)
+        shutil.rmtree(step_folder(folder, step).rename(folder / f"step-{step}.purged"), ignore_errors=True)
     return purged
 
 
@@ -289,17 +275,7 @@ def finished_step(folder: Path) -> int:
         return 0
 
 
-def files_of_rank(manifest: Manifest, *, rank: int, world_size: int) -> Iterator[str]:
-    """Yields the files whose digests a rank checks; sorted by size and dealt in turn, to balance the reading."""
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-    yield from by_size[rank::world_size]
-
-
-def _canonical(content: Mapping[str, object]) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
-
-
-def _digest_of_text(text: str, algorithm: str) -> str:
+def _digest_of(content: Mapping[str, object], *, algorithm: str) -> str:
     digest = DIGESTS[algorithm]()
-    digest.update(text.encode())
+    digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return digest.hexdigest()

@@ -1,7 +1,8 @@
-"""Folders of weights as the Hugging Face hub has them: files of tensors, an index, config.json and what else belongs.
+"""Reads and writes folders of weights in the format of the Hugging Face hub.
 
-How our tensors are made up of the hub's is given by their pieces, see ops/tensor_pieces.py. Writing needs the memory of
-one tensor, reading that of nothing but the tensors that are filled.
+A folder holds safetensors files, an index if there are several, config.json and other files such as the tokenizer's.
+`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor, reading only
+that of the tensors that are filled.
 """
 
 import json
@@ -10,32 +11,41 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import commit
-from torchtitan_clone.checkpoint.full_tensor import FullTensorGather
-from torchtitan_clone.checkpoint.tensor_file import Entry, open_tensors, read_entries, write_tensor_file
+from torchtitan_clone.checkpoint.loading import first_error
+from torchtitan_clone.checkpoint.tensor_file import (
+    Entry,
+    bytes_of,
+    entry_for,
+    exported_dtype,
+    read_entries,
+    write_tensor_file,
+)
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
-from torchtitan_clone.ops.tensor_pieces import Piece, Pieces
+from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
+from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9
-"""A file of tensors ends before it gets larger than this."""
+"""Largest size of a file that holds several tensors."""
 LONGEST_WAIT = timedelta(hours=1)
-"""For one tensor of a peer, or for the disks of all; a peer that has died is noticed at once."""
+"""For one tensor of another rank, or for the disks of all ranks; the death of a rank is noticed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """One export: `error` says why it failed, None means that it is committed."""
+    """The result of one export: `error` says why it failed, None means that it is committed."""
 
     seconds: float
     gib: float
@@ -51,55 +61,114 @@ def export_weights(
     files: Mapping[str, bytes],
     file_bytes: int = FILE_BYTES,
 ) -> ExportReport:
-    """Writes the folder from the tensors that the ranks hold; a collective over all ranks.
+    """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` is what else is
-    in the folder. The folder appears complete and read back, or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` are the other
+    files of the folder. The folder appears complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
     try:
         gather = FullTensorGather(tensors, pieces=pieces, dtype=dtype, group=group)
         layout = plan_files(gather.entries(), file_bytes=file_bytes)
-        error = _export(folder, gather=gather, layout=layout, files=files, group=group)
+        error = _export(folder, gather=gather, layout=layout, files=files)
     finally:
         dist.destroy_process_group(group)
-    size = sum(entry.num_bytes for entries in layout.values() for entry in entries)
-    return ExportReport(seconds=time.perf_counter() - start, gib=size / 2**30, error=error)
+    return ExportReport(seconds=time.perf_counter() - start, gib=_total_bytes(layout) / 2**30, error=error)
+
+
+class FullTensorGather:
+    """Assembles complete tensors, one at a time, from the shards that the ranks hold of ours, as `pieces` says.
+
+    The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
+    Floating-point tensors are converted to `dtype`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
+        self.group = group
+        self._rank = dist.get_rank()
+        self._dtype = dtype
+        self._local = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        shard_map = gather_shard_map(tensors, group=group)
+        self._shards = {name: _without_replicas(shards) for name, shards in shard_map.items()}
+        self._sources = sources_of(pieces)
+
+    def entries(self) -> list[Entry]:
+        """Returns the tensors that can be collected."""
+        dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
+        return [
+            entry_for(name, dtype=exported_dtype(dtypes[ours], wanted=self._dtype), shape=piece.shape)
+            for name, ((ours, piece), *_) in self._sources.items()
+        ]
+
+    def holder(self, name: str) -> int:
+        """Returns a rank that holds some of the tensor."""
+        ours, _ = self._sources[name][0]
+        return next(iter(self._shards[ours]))
+
+    def collect(self, entry: Entry, *, at: int) -> Tensor | None:
+        """Returns the complete tensor on the CPU of rank `at`, None on the others."""
+        complete = torch.empty(entry.shape, dtype=entry.torch_dtype) if self._rank == at else None
+        for ours, piece in self._sources[entry.name]:
+            for holder, shard in self._shards[ours].items():
+                overlap = piece.overlap(shard.global_shape, offset=shard.offset, size=shard.size)
+                if overlap is None:
+                    continue
+                if self._rank == holder:
+                    values = overlap.in_box(self._local[ours].detach()).to(dtype=entry.torch_dtype).cpu()
+                    if complete is None:
+                        dist.send(bytes_of(values), dst=at, group=self.group)
+                    else:
+                        overlap.in_source(complete).copy_(values)
+                elif complete is not None:
+                    self._receive(overlap.in_source(complete), holder=holder)
+        return complete
+
+    def _receive(self, wanted: Tensor, *, holder: int) -> None:
+        values = torch.empty(wanted.shape, dtype=wanted.dtype)
+        dist.recv(bytes_of(values), src=holder, group=self.group)
+        wanted.copy_(values)
+
+
+def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
+    """Returns the nonempty shards, each of the first rank that holds it."""
+    chosen: dict[tuple[int, ...], int] = {}
+    for rank, shard in sorted(shards.items()):
+        if prod(shard.size) or not prod(shard.global_shape):
+            chosen.setdefault(shard.offset, rank)
+    found = {rank: shards[rank] for rank in chosen.values()}
+    global_shape = next(iter(found.values())).global_shape
+    assert sum(prod(shard.size) for shard in found.values()) == prod(global_shape), f"shards are missing: {found}"
+    return found
 
 
 def _export(
-    folder: Path,
-    *,
-    gather: FullTensorGather,
-    layout: Mapping[str, Sequence[Entry]],
-    files: Mapping[str, bytes],
-    group: dist.ProcessGroup,
+    folder: Path, *, gather: FullTensorGather, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]
 ) -> str | None:
-    partial = partial_folder(folder)
+    partial = _partial_folder(folder)
     leads = dist.get_rank() == 0
-    error = _first_error(disk_error(lambda: make_empty(partial)) if leads else None, group=group)
+    error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=gather.group)
     if error is not None:
         return error
     for name, entries in layout.items():
         problem = _write_gathered(partial / name, entries=entries, gather=gather)
         error = error or problem
-    error = _first_error(error, group=group)
+    error = first_error(error, group=gather.group)
     if leads and error is None:
-        error = disk_error(lambda: commit_folder(folder, layout=layout, files=files))
+        error = _disk_error(lambda: _commit_folder(folder, layout=layout, files=files))
     if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
-    return _first_error(error, group=group)
+    return first_error(error, group=gather.group)
 
 
 def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
-    """One file, by a rank that holds some of it; the others send their parts. Returns what the disk said against it."""
+    """Writes one file on a rank that holds a shard of its first tensor; returns that rank's error."""
     writer_rank = gather.holder(entries[0].name)
     tensors = (gather.collect(entry, at=writer_rank) for entry in entries)
     error = None
     if dist.get_rank() == writer_rank:
-        error = disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
-    # The other ranks send theirs; after an error, the writer takes them all the same.
+        error = _disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
+    # The other ranks send their shards; after an error, the writer must still receive them.
     for _ in tensors:
         pass
     return error
@@ -113,16 +182,16 @@ def write_weights(
     files: Mapping[str, bytes],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """The same in one process that reads the tensors one by one from somewhere; OSError where the disk is full."""
+    """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
     layout = plan_files(entries, file_bytes=file_bytes)
-    make_empty(partial_folder(folder))
+    _make_empty(_partial_folder(folder))
     for name, its_entries in layout.items():
-        write_tensor_file(partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
-    commit_folder(folder, layout=layout, files=files)
+        write_tensor_file(_partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
+    _commit_folder(folder, layout=layout, files=files)
 
 
 def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[Entry]]:
-    """Which tensors stand in which file, in their order; large numbers first, so that all of them are aligned."""
+    """Returns the tensors of each file, in order; those with the largest items first, so that all are aligned."""
     groups: list[list[Entry]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.num_bytes for e in groups[-1]) + entry.num_bytes > file_bytes:
@@ -134,39 +203,35 @@ def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[E
     return {f"model-{i:05}-of-{len(ordered):05}.safetensors": group for i, group in enumerate(ordered, start=1)}
 
 
-def partial_folder(folder: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+def _total_bytes(layout: Mapping[str, Sequence[Entry]]) -> int:
+    return sum(entry.num_bytes for entries in layout.values() for entry in entries)
+
+
+def _partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def make_empty(folder: Path) -> None:
-    """A new empty folder, in the place of what was there."""
+def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
-    """Adds the index and the other files to what was written, and renames: the folder is there, or it is not."""
-    partial = partial_folder(folder)
+def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
+    """Adds the index, unless there is a single file of tensors, and the other files; then renames the folder."""
+    partial = _partial_folder(folder)
     if absent := [name for name in layout if not (partial / name).is_file()]:
         raise OSError(f"{partial} lacks {', '.join(absent)}, which other nodes wrote: the folder must be shared by all")
-    for name, content in {**files, **_index(layout)}.items():
+    if len(layout) > 1:
+        weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
+        index = {"metadata": {"total_size": _total_bytes(layout)}, "weight_map": weight_map}
+        files = {**files, INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
+    for name, content in files.items():
         write_file(partial / name, [content])
     commit(partial, folder)
 
 
-def _index(layout: Mapping[str, Sequence[Entry]]) -> dict[str, bytes]:
-    """The index, by its file name; a single file needs none."""
-    if len(layout) == 1:
-        return {}
-    size = sum(entry.num_bytes for entries in layout.values() for entry in entries)
-    weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    return {INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
-
-
-def disk_error(action: Callable[[], object]) -> str | None:
-    """Runs `action`; what the disk had to say against it, None where nothing."""
+def _disk_error(action: Callable[[], object]) -> str | None:
+    """Runs `action`; returns the message of an OSError, None without one."""
     try:
         action()
     except OSError as error:
@@ -174,16 +239,9 @@ def disk_error(action: Callable[[], object]) -> str | None:
     return None
 
 
-def _first_error(error: str | None, *, group: dist.ProcessGroup) -> str | None:
-    """The first rank's error on all ranks."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group=group)
-    return next((e for e in errors if e is not None), None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightFolder:
-    """A folder of the hub's that can be read: its config.json, and which file holds which tensor."""
+    """A readable folder of weights: its config.json, its tensors, and the file that holds each of them."""
 
     path: Path
     config: Mapping[str, Any]
@@ -191,7 +249,7 @@ class WeightFolder:
     files: Mapping[str, Path]
 
     def fill(self, tensors: Mapping[str, Tensor], *, pieces: Pieces) -> None:
-        """Copies into each of our tensors, complete or a shard, its values; reads little more than these."""
+        """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
             for piece in pieces[name]:
@@ -199,39 +257,33 @@ class WeightFolder:
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
             for path, parts in needed.items():
-                with open_tensors(path) as file:
+                with safe_open(path, framework="pt") as file:
                     for name, piece in parts:
                         box, offset = boxes[name]
                         overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
                         if overlap is not None:
                             overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
-    def read(self, name: str) -> Tensor:
-        """One whole tensor."""
-        with open_tensors(self.files[name]) as file:
-            return file.get_tensor(name)
-
 
 def open_weight_folder(path: Path) -> WeightFolder:
-    """Reads config.json, the index and the headers; ConfigError where the folder is not there, or not whole."""
-    from safetensors import SafetensorError
-
+    """Reads config.json, the index and the headers. Raises ConfigError if the folder is missing or incomplete."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
-    entries: dict[str, Entry] = {}
-    files: dict[str, Path] = {}
-    for file in _weight_files(path):
-        try:
-            found = read_entries(file)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
-        entries |= {entry.name: entry for entry in found}
-        files |= {entry.name: file for entry in found}
+    found = [(file, entry) for file in _weight_files(path) for entry in _entries_of(file)]
+    entries = {entry.name: entry for _, entry in found}
+    files = {entry.name: file for file, entry in found}
     return WeightFolder(path=path, config=_read_json(path / CONFIG_FILE), entries=entries, files=files)
 
 
+def _entries_of(file: Path) -> list[Entry]:
+    try:
+        return read_entries(file)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
+
+
 def _weight_files(path: Path) -> list[Path]:
-    """The files that the index names, or all where there is no index."""
+    """Returns the files that the index names, or all if there is no index."""
     if not (path / INDEX_FILE).is_file():
         if not (found := sorted(path.glob("*.safetensors"))):
             raise ConfigError(f"{path}: there is no .safetensors file in it")

@@ -12,14 +12,36 @@ from torch import Tensor
 
 from torchtitan_clone import __version__
 from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
-from torchtitan_clone.checkpoint.layout import Plan, plan_save
-from torchtitan_clone.checkpoint.policy import SavePolicy
+from torchtitan_clone.checkpoint.layout import plan_save
 from torchtitan_clone.checkpoint.rank_file import RankFile
-from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point
-from torchtitan_clone.checkpoint.rng import rng_state
-from torchtitan_clone.checkpoint.save_runner import SaveRunner, save_model_only
-from torchtitan_clone.checkpoint.saving import SaveReport
+from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point, rng_state
+from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner
 from torchtitan_clone.config.schema import Checkpoint
+
+
+class SavePolicy:
+    """Decides which steps are saved, as the options of `[checkpoint]` define it. `clock` returns seconds."""
+
+    def __init__(self, checkpoint: Checkpoint, *, clock: Callable[[], float] = time.monotonic):
+        self._options = checkpoint
+        self._clock = clock
+        self._last_save = clock()
+
+    def record_save(self) -> None:
+        self._last_save = self._clock()
+
+    def is_overdue(self) -> bool:
+        minutes = self._options.interval_minutes
+        return minutes is not None and self._clock() - self._last_save >= 60 * minutes
+
+    def is_due(self, step: int, *, overdue: bool) -> bool:
+        options = self._options
+        is_first = options.enable_first_step_checkpoint and step == 1
+        return step % options.interval == 0 or self.is_permanent(step) or is_first or overdue
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns whether keep_every exempts the step from deletion."""
+        return self._options.keep_every > 0 and step % self._options.keep_every == 0
 
 
 class CheckpointManager:
@@ -51,7 +73,6 @@ class CheckpointManager:
         self._is_shared = is_shared
         self._policy = SavePolicy(checkpoint)
         self._saves = SaveRunner(checkpoint, extra_files={**extra_files, "versions.json": _versions()})
-        self._plan: Plan | None = None
         self._file: RankFile | None = None
         self._resume_point: ResumePoint | None = None
 
@@ -94,20 +115,17 @@ class CheckpointManager:
 
         Collective. The plan is valid until `forget_plan`; until then, further calls do nothing.
         """
-        if self._plan is not None or not self.is_saving_enabled:
+        if self._file is not None or not self.is_saving_enabled:
             return
-        options = self._options
-        self._plan = plan_save(self._state() | rng_state())
-        self._file = RankFile(
-            self._plan.layout, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds
-        )
+        timeout_seconds = self._options.writer_timeout_seconds
+        plan = plan_save(self._state() | rng_state())
+        self._file = RankFile(plan, mode=self._options.async_mode, timeout_seconds=timeout_seconds)
         self._saves.run_in_background(self._file.prepare)
 
     def forget_plan(self) -> None:
         """Finishes saves and drops the plan. Collective; call it before names, shapes or shardings change."""
         self.finish()
         self.close()
-        self._plan = None
         self._file = None
 
     def save(self, progress: Progress, *, wait: bool = False) -> None:
@@ -121,16 +139,15 @@ class CheckpointManager:
         if wait:
             self.finish()
         self.prepare()
-        assert self._plan is not None
         assert self._file is not None
         state = self._state() | rng_state()
-        save = self._saves.start(progress, folder=self._folder, plan=self._plan, file=self._file, state=state)
+        save = self._saves.start(progress, folder=self._folder, file=self._file, state=state)
         if save is None:
             return
         self._policy.record_save()
         if wait or self._options.async_mode == "disabled":
             self.finish()
-        save.blocked_seconds += time.perf_counter() - start
+        save.report.blocked_seconds += time.perf_counter() - start
 
     def wait_for_staging(self) -> None:
         """Waits until the save in progress has copied the state. Call it just before the state changes."""
@@ -138,18 +155,17 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Waits until the save in progress is committed or has failed, for a bounded time. Call it on every rank."""
-        step = self._saves.finish()
-        if step is not None:
+        if (step := self._saves.finish()) is not None:
             self.saved_step = step
 
     def reports(self) -> Iterator[SaveReport]:
         """Yields, on rank 0, a report for each save that ended since the last call."""
-        yield from self._saves.reports()
+        return self._saves.reports()
 
     def mark_complete(self, progress: Progress) -> None:
         """Marks the run as complete after its last save; exports the weights if configured. Collective."""
         if self._options.last_save_model_only:
-            save_model_only(self._saves, progress, folder=self._folder, state=self._state(), checkpoint=self._options)
+            self._saves.save_model_only(progress, folder=self._folder, state=self._state())
         if dist.get_rank() == 0:
             mark_finished(self._folder, step=progress.step)
 
@@ -160,10 +176,5 @@ class CheckpointManager:
 
 
 def _versions() -> str:
-    versions = {
-        "torchtitan_clone": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "ranks": dist.get_world_size(),
-    }
-    return json.dumps(versions, indent=1)
+    versions = {"torchtitan_clone": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return json.dumps({**versions, "ranks": dist.get_world_size()}, indent=1)

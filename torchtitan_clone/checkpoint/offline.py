@@ -1,19 +1,18 @@
 """Reads and writes checkpoints in one process without a process group, tensor by tensor; for scripts."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import Progress
+from torchtitan_clone.checkpoint.commit import NOTHING_DONE
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save_offline
-from torchtitan_clone.checkpoint.loading import CheckpointReader, load_tensors, read_index
+from torchtitan_clone.checkpoint.loading import load_tensors, read_index
 from torchtitan_clone.checkpoint.resume import MODEL, find_corruption
 from torchtitan_clone.checkpoint.saving import finalize
-from torchtitan_clone.checkpoint.tensor_file import DTYPES, bytes_of
-from torchtitan_clone.checkpoint.writer import pieces_of, write_file
+from torchtitan_clone.checkpoint.tensor_file import file_content
+from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 
 
@@ -26,22 +25,17 @@ class Weights:
                 f"{folder} is not a checkpoint or is corrupted: {problem}; give an intact step-N folder of a run"
             )
         self._folder = folder
-        self._reader = CheckpointReader(folder)
         self._index = read_index(folder)
 
     def meta(self) -> dict[str, Tensor]:
         """Returns the tensors by name, on the meta device."""
-        return {
-            name.removeprefix(MODEL): torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-            for name, entry in self._index.items()
-            if name.startswith(MODEL)
-        }
+        saved = ((name, tensor) for name, tensor in self._index.items() if name.startswith(MODEL))
+        return {name.removeprefix(MODEL): tensor.empty(device="meta") for name, tensor in saved}
 
     def read(self, name: str) -> Tensor:
         """Returns one full tensor."""
-        entry = self._index[MODEL + name]
-        full = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        load_tensors(self._folder, {MODEL + name: full}, reader=self._reader)
+        full = self._index[MODEL + name].empty()
+        load_tensors(self._folder, {MODEL + name: full}, index=self._index)
         return full
 
 
@@ -57,15 +51,9 @@ def write_weights_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
 
-    def pieces() -> Iterator[bytes | memoryview]:
-        yield plan.layout.header
-        for placement in plan.layout.placements:
-            tensor = read(placement.item.index.fqn.removeprefix(MODEL))
-            yield from pieces_of(bytes_of(tensor).numpy().data)
-
-    file = plan.layout.file
-    files = {file: write_file(partial / file, pieces())}
-    progress = Progress(step=0, tokens_seen=0, skipped_steps=0, data={})
-    finalize(partial, folder, files=files, extra_files={**extra_files, INDEX_FILE: plan.index}, progress=progress)
+    tensors = (read(placement.name.removeprefix(MODEL)) for placement in plan.placements)
+    files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
+    extra_files = {**extra_files, INDEX_FILE: plan.index}
+    finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
     if (problem := find_corruption(folder, step=0, digests=True)) is not None:
         raise OSError(f"{folder} does not read back as written: {problem}; check the disk it is on")

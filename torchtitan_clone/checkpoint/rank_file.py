@@ -1,15 +1,23 @@
 """Writes the file of one rank, in the configured mode or in a simpler one if that fails."""
 
+import json
 import logging
-from collections.abc import Iterator
+import os
+import select
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.layout import Layout
+from torchtitan_clone.checkpoint import writer
+from torchtitan_clone.checkpoint.layout import Plan
 from torchtitan_clone.checkpoint.staging import StagingBuffer
+from torchtitan_clone.checkpoint.tensor_file import file_content
 from torchtitan_clone.checkpoint.writer import FileRecord, pieces_of, write_file
-from torchtitan_clone.checkpoint.writer_process import WriterLostError, WriterProcess
+from torchtitan_clone.config.signals import STOP_SIGNALS
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -19,29 +27,23 @@ PROCESS = "async_with_pinned_mem"
 _ATTEMPTS = 2
 
 
+class WriterLostError(Exception):
+    """The writer process has ended; the message says how."""
+
+
 class RankFile:
     """Writes this rank's file, once per save.
 
-    With a staging buffer the shards are copied first and written later, by a thread of this process or by a writer
+    With a staging `buffer` the shards are copied first and written later, by a thread of this process or by a writer
     process; without one they are written from the tensors directly.
     """
 
-    def __init__(self, layout: Layout, *, mode: str, timeout_seconds: float):
-        self._layout = layout
-        self._buffer = None if mode == DIRECT else _build_buffer(layout)
+    def __init__(self, plan: Plan, *, mode: str, timeout_seconds: float):
+        self.plan = plan
+        self.buffer = None if mode == DIRECT else _build_buffer(plan)
         self._writer: WriterProcess | None = None
-        if self._buffer is not None and mode == PROCESS:
-            self._writer = WriterProcess(self._buffer.descriptor, timeout_seconds=timeout_seconds)
-
-    @property
-    def name(self) -> str:
-        """Name of the file in the checkpoint folder."""
-        return self._layout.file
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether the shards are copied before they are written."""
-        return self._buffer is not None
+        if self.buffer is not None and mode == PROCESS:
+            self._writer = WriterProcess(self.buffer.descriptor, timeout_seconds=timeout_seconds)
 
     @property
     def writer_pid(self) -> int | None:
@@ -50,69 +52,121 @@ class RankFile:
 
     def prepare(self) -> None:
         """Does the setup that the first save would wait for; may run in another thread."""
-        if self._buffer is not None:
-            self._buffer.prepare()
+        if self.buffer is not None:
+            self.buffer.prepare()
         if self._writer is not None:
             self._writer.start()
 
-    def follow_current_stream(self) -> None:
-        """On CUDA, makes later copies wait for the work queued on the current stream so far."""
-        if self._buffer is not None:
-            self._buffer.follow_current_stream()
-
-    def stage(self, state: dict[str, Tensor]) -> None:
-        """Copies this rank's shards; on CUDA the copies may still be running afterwards."""
-        assert self._buffer is not None
-        self._buffer.stage(state)
-
-    def wait_for_copies(self) -> None:
-        """Waits until the copies are complete."""
-        if self._buffer is not None:
-            self._buffer.wait_for_copies()
-
-    def hold_current_stream(self) -> None:
-        """On CUDA, makes work that is queued on the current stream from now on wait for the copies."""
-        if self._buffer is not None:
-            self._buffer.hold_current_stream()
-
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
         """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
-        if self._buffer is None:
-            return write_file(path, self._pieces(state))
+        if self.buffer is None:
+            shards = (shard for _, shard in self.plan.shards(state))
+            return write_file(path, file_content(self.plan.header, shards))
         if self._writer is not None and (record := self._write_by_process(path, self._writer)):
             return record
-        return write_file(path, pieces_of(self._buffer.view), direct=True)
+        return write_file(path, pieces_of(self.buffer.view), direct=True)
 
     def close(self) -> None:
         """Ends the writer process and frees the memory."""
         if self._writer is not None:
             self._writer.close()
-        if self._buffer is not None:
-            self._buffer.close()
+        if self.buffer is not None:
+            self.buffer.close()
 
-    def _write_by_process(self, path: Path, writer: WriterProcess) -> FileRecord | None:
+    def _write_by_process(self, path: Path, process: "WriterProcess") -> FileRecord | None:
         """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return writer.write(path, size=self._layout.bytes)
+                return process.write(path, size=self.plan.bytes)
             except WriterLostError as lost:
                 logger.warning("checkpoint: %s; attempt %d of %d", lost, attempt, _ATTEMPTS)
         logger.warning('checkpoint: falling back to a writer thread, as with checkpoint.async_mode = "%s"', THREAD)
         self._writer = None
         return None
 
-    def _pieces(self, state: dict[str, Tensor]) -> Iterator[bytes | memoryview]:
-        yield self._layout.header
-        for _, shard in self._layout.shards(state):
-            yield from pieces_of(shard.cpu().numpy().data)
 
-
-def _build_buffer(layout: Layout) -> StagingBuffer | None:
+def _build_buffer(plan: Plan) -> StagingBuffer | None:
     try:
-        return StagingBuffer(layout)
+        return StagingBuffer(plan)
     except OSError as error:
         logger.warning(
             "checkpoint: cannot allocate %.2f GiB of memory for staging (%s); training waits for each save, as with "
-            'checkpoint.async_mode = "%s"', layout.bytes / 2**30, error.strerror, DIRECT,
+            'checkpoint.async_mode = "%s"', plan.bytes / 2**30, error.strerror, DIRECT,
         )  # fmt: skip
         return None
+
+
+class WriterProcess:
+    """A process that copies shared memory into files. `write` ends it when it does not respond in time."""
+
+    def __init__(self, descriptor: int, *, timeout_seconds: float):
+        self._descriptor = descriptor
+        self._timeout_seconds = timeout_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, or None if it does not run."""
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the process unless it runs; it ends with the calling thread. OSError if it cannot be started."""
+        if self.pid is None:
+            arguments = [self._descriptor, os.getpid(), *(int(number) for number in STOP_SIGNALS)]
+            # -P: modules in the folder of the script must not hide those of the standard library.
+            command = [sys.executable, "-P", writer.__file__, *map(str, arguments)]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._descriptor])
+            self._unread = b""
+
+    def write(self, path: Path, *, size: int) -> FileRecord:
+        """Writes the first `size` bytes to a file. Raises OSError if the disk fails, WriterLostError if it ends."""
+        self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"path": str(path), "bytes": size}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._end(self._process, "died")
+        while not (line := self._next_line(self._process)):
+            pass
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["number"], answer["error"], str(path))
+        return FileRecord(**answer)
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        """Returns the next line of its output without the newline; waits at most the timeout."""
+        assert process.stdout is not None
+        deadline = time.monotonic() + self._timeout_seconds
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0, deadline - time.monotonic()) * 1000):
+                self._end(process, f"made no progress for {self._timeout_seconds:g} s")
+            received = os.read(process.stdout.fileno(), 1 << 16)
+            if not received:
+                self._end(process, "died")
+            self._unread += received
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _end(self, process: subprocess.Popen[bytes], what: str) -> NoReturn:
+        """Kills the process and raises WriterLostError; OSError if it hangs in the disk and cannot be killed."""
+        process.kill()
+        try:
+            code = process.wait(timeout=self._timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise OSError(
+                0, f"the disk does not respond, and writer process {process.pid} cannot be killed; check the storage"
+            ) from None
+        how = f" (exit code {code})" if what == "died" else ""
+        raise WriterLostError(f"the writer process {process.pid} {what}{how}")

@@ -5,32 +5,18 @@ match the model is an error, not corruption.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import (
-    CorruptCheckpointError,
-    Progress,
-    check_digest,
-    check_sizes,
-    committed_steps,
-    corrupt_steps,
-    delete_leftovers,
-    files_of_rank,
-    initial_folder,
-    quarantine,
-    read_progress,
-    restore_replaced,
-    step_folder,
-    without_excluded,
-)
-from torchtitan_clone.checkpoint.loading import load_tensors, loadable_tensors
-from torchtitan_clone.checkpoint.rng import PREFIX as RNG
-from torchtitan_clone.checkpoint.rng import set_rng_state
-from torchtitan_clone.checkpoint.tensor_file import open_tensors
+from torchtitan_clone.checkpoint import commit
+from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Progress
+from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loadable_tensors
+from torchtitan_clone.checkpoint.tensor_file import read_entries
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -39,6 +25,7 @@ logger = logging.getLogger("torchtitan_clone")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 OUTER = "outer/"
+RNG = "rng/"
 TENSOR_FILES = ".safetensors"
 
 
@@ -62,9 +49,9 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
         if _verify_or_quarantine(checkpoint, folder=folder, step=step):
             if checkpoint.load_step != -1:
                 _quarantine_newer(folder, step=step)
-            source = step_folder(folder, step)
-            groups = (MODEL, OPTIMIZER, OUTER, RNG)
-            return ResumePoint(folder=source, groups=groups, progress=_progress_of(checkpoint, source))
+            source = commit.step_folder(folder, step)
+            progress = commit.progress_to_resume(source, checkpoint=checkpoint)
+            return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
         raise ConfigError(
@@ -76,8 +63,7 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
             f"{folder}: no checkpoint is complete, for the reasons logged above; restore one, or set "
             "checkpoint.start_fresh = true to train from the first step"
         )
-    initial = initial_folder(checkpoint)
-    return _initial_point(checkpoint, folder=initial[0], step=initial[1]) if initial else None
+    return _initial_point(checkpoint)
 
 
 def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
@@ -90,29 +76,24 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     def is_loaded(name: str) -> bool:
         return name.startswith(point.groups) and not f"{name}/".startswith(excluded)
 
+    def is_checked(name: str) -> bool:
+        # Each rank has its own random state, and the number of ranks may have changed.
+        return is_loaded(name) and not name.startswith(RNG)
+
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
     try:
-        tensors = loadable_tensors(
-            point.folder,
-            wanted,
-            # Each rank has its own random state, and the number of ranks may have changed.
-            is_checked=lambda name: is_loaded(name) and not name.startswith(RNG),
-            allow_partial=checkpoint.allow_partial,
-        )
+        tensors = loadable_tensors(point.folder, wanted, is_checked=is_checked, allow_partial=checkpoint.allow_partial)
         load_tensors(point.folder, tensors)
     except CorruptCheckpointError as error:
-        raise ConfigError(f"{point.folder}: {error}; {_remedy(checkpoint, point)}") from None
-    set_rng_state(tensors)
+        remedy = f"move {point.folder.name} out of its folder to use an older checkpoint"
+        if checkpoint.verify == "sizes":
+            remedy = 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
+        raise ConfigError(f"{point.folder}: {error}; {remedy}") from None
+    _set_rng_state(tensors)
     loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
-
-
-def _remedy(checkpoint: Checkpoint, point: ResumePoint) -> str:
-    if checkpoint.verify == "sizes":
-        return 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
-    return f"move {point.folder.name} out of its folder to use an older checkpoint"
 
 
 def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
@@ -124,28 +105,23 @@ def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | N
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem: str | None = None
     try:
-        manifest = check_sizes(folder, step=step)
-        for name in files_of_rank(manifest, rank=rank, world_size=world_size):
+        manifest = commit.check_sizes(folder, step=step)
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
+        for name in by_size[rank::world_size]:  # dealt in turn, to balance the reading
             if digests or not name.endswith(TENSOR_FILES):
-                check_digest(folder, name, manifest=manifest)
+                commit.check_digest(folder, name, manifest=manifest)
             if name.endswith(TENSOR_FILES):
                 _check_header(folder, name)
     except CorruptCheckpointError as error:
         problem = str(error)
-    problems = [problem] * world_size
-    if dist.is_initialized():
-        dist.all_gather_object(problems, problem)
-    return next((text for text in problems if text is not None), None)
+    return first_error(problem)
 
 
 def _check_header(folder: Path, name: str) -> None:
     """Raises CorruptCheckpointError if a file has no safetensors header, even if its digest matches."""
-    from safetensors import SafetensorError
-
     try:
-        with open_tensors(folder / name):
-            pass
-    except (OSError, SafetensorError) as error:
+        read_entries(folder / name)
+    except OSError as error:
         raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from None
 
 
@@ -153,20 +129,20 @@ def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
     """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one. Collective."""
     answer: list[tuple[list[int], bool]] = [([], False)]
     if dist.get_rank() == 0:
-        restore_replaced(folder)
+        commit.restore_replaced(folder)
         if not is_shared:  # a partial folder may belong to another replica group that is saving now
-            delete_leftovers(folder)
-        steps = committed_steps(folder)
-        answer = [(steps, bool(steps or corrupt_steps(folder)))]
+            commit.delete_leftovers(folder)
+        steps = commit.committed_steps(folder)
+        answer = [(steps, bool(steps or commit.corrupt_steps(folder)))]
     dist.broadcast_object_list(answer)
     return answer[0]
 
 
 def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
-    problem = find_corruption(step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
+    problem = find_corruption(commit.step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
     if problem is not None:
         if dist.get_rank() == 0:
-            target = quarantine(folder, step=step, suffix="bad", reason=problem)
+            target = commit.quarantine(folder, step=step, suffix="bad", reason=problem)
             logger.error("the checkpoint of step %d is corrupted: %s; renamed it to %s", step, problem, target)
         dist.barrier()
     return problem is None
@@ -175,14 +151,17 @@ def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) ->
 def _quarantine_newer(folder: Path, *, step: int) -> None:
     """Renames the steps after load_step: the run will save these steps again, with other values."""
     if dist.get_rank() == 0:
-        for newer in [newer for newer in committed_steps(folder) if newer > step]:
-            target = quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
+        for newer in [newer for newer in commit.committed_steps(folder) if newer > step]:
+            target = commit.quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
             logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", step, newer, target)
     dist.barrier()
 
 
-def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) -> ResumePoint:
+def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
     """Verifies another run's checkpoint, which is never renamed."""
+    if (found := commit.initial_folder(checkpoint)) is None:
+        return None
+    folder, step = found
     problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
     if problem is not None:
         raise ConfigError(
@@ -190,8 +169,26 @@ def _initial_point(checkpoint: Checkpoint, *, folder: Path, step: int | None) ->
         )
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
-    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=_progress_of(checkpoint, folder))
+    progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
+    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=progress)
 
 
-def _progress_of(checkpoint: Checkpoint, folder: Path) -> Progress:
-    return without_excluded(read_progress(folder), checkpoint=checkpoint)
+def rng_state() -> dict[str, Tensor]:
+    """Returns copies of the states of this rank's random number generators.
+
+    Their names contain the rank: under one name, the state of one rank would be saved and loaded by all ranks.
+    """
+    rank = dist.get_rank()
+    states = {f"{RNG}cpu/{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RNG}cuda/{rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Sets the states that were loaded; a rank that did not exist when they were saved keeps its own."""
+    for name, tensor in state.items():
+        if name.startswith(f"{RNG}cpu/"):
+            torch.set_rng_state(tensor)
+        elif name.startswith(f"{RNG}cuda/"):
+            torch.cuda.set_rng_state(tensor)

@@ -6,8 +6,8 @@ whose writer needs a second attempt blocks no other rank. All keys begin with th
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
 import torch.distributed as dist
 
@@ -18,14 +18,6 @@ _MAX_PAUSE_SECONDS = 0.05
 _REMEDY = "check the log and the disk of that machine, or increase checkpoint.writer_timeout_seconds"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """The files that one rank has written for a save, or why it has not."""
-
-    files: dict[str, FileRecord]
-    error: str | None
-
-
 class SaveCoordinator:
     """Exchanges the reports of all ranks on one save, and its outcome."""
 
@@ -34,12 +26,16 @@ class SaveCoordinator:
         self._store = default_store()
         self._world_size = dist.get_world_size()
 
-    def report(self, report: RankReport) -> None:
-        """Publishes this rank's report."""
-        self._store.set(self._key(dist.get_rank()), json.dumps(asdict(report)))
+    def report(self, files: Mapping[str, FileRecord], *, error: str | None) -> None:
+        """Publishes the files that this rank has written, or why it has not."""
+        records = {name: asdict(record) for name, record in files.items()}
+        self._store.set(self._key(dist.get_rank()), json.dumps({"files": records, "error": error}))
 
-    def collect(self, *, timeout_seconds: float) -> list[RankReport]:
-        """Returns the reports of all ranks, for rank 0. Raises TimeoutError with the ranks that have none."""
+    def collect(self, *, timeout_seconds: float) -> dict[str, FileRecord]:
+        """Returns the files of all ranks, for rank 0.
+
+        Raises OSError with the error of a rank, TimeoutError with the ranks that have not reported.
+        """
         keys = [self._key(rank) for rank in range(self._world_size)]
         if not _wait_until(lambda: self._store.check(keys), timeout_seconds=timeout_seconds):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -47,12 +43,9 @@ class SaveCoordinator:
         answers = [json.loads(self._store.get(key)) for key in keys]
         for key in keys:
             self._store.delete_key(key)
-        return [
-            RankReport(
-                files={name: FileRecord(**record) for name, record in answer["files"].items()}, error=answer["error"]
-            )
-            for answer in answers
-        ]
+        if (error := next((answer["error"] for answer in answers if answer["error"]), None)) is not None:
+            raise OSError(error)
+        return {name: FileRecord(**record) for answer in answers for name, record in answer["files"].items()}
 
     def announce(self, error: str | None) -> None:
         """Publishes the outcome, for rank 0: an error, or None for committed."""

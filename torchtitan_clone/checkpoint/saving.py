@@ -1,103 +1,85 @@
-"""One save, after all ranks have started it: stage, write and report; on rank 0 also collect and commit."""
+"""Runs saves one at a time, next to training.
+
+All ranks start a save together, in a collective of about a millisecond. Then each rank independently stages its shards,
+writes them and reports; rank 0 collects the reports and commits. With an `async_mode`, everything after the start
+happens in a thread, and the optimizer waits only until the staging is done. A save that becomes due while another is in
+progress is skipped; one that must not be skipped (the last, a permanent one, one before a stop) waits.
+"""
 
 import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
-from torchtitan_clone.checkpoint.layout import INDEX_FILE, Plan
-from torchtitan_clone.checkpoint.rank_file import RankFile
-from torchtitan_clone.checkpoint.save_votes import RankReport, SaveCoordinator
+from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save
+from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
+from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
+from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
 
 logger = logging.getLogger("torchtitan_clone")
 
+MODEL_ONLY_FOLDER = "model_only"
+"""Subfolder of the checkpoint folder that holds exports of the weights only."""
+_SPACE_FACTOR = 1.02
+"""Free disk space that a save requires, as a multiple of its size."""
 _TIMEOUT_FACTOR = 3
 """Longest wait for another rank, in writer timeouts: two attempts of its writer process and one of its thread."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SaveReport:
-    """The result of one save: `error` says why it failed, None means it was committed.
+    """The result of one save, filled while it runs: `error` says why it failed, None means it was committed.
 
     `seconds` is the time from start to commit, of which training waited for `blocked_seconds`. Copying the state took
-    `staging_seconds`, 0 if the tensors were written directly.
+    `staging_seconds`, 0 if the tensors were written directly. Only rank 0 knows `seconds` and `error`.
     """
 
     step: int
-    seconds: float
-    blocked_seconds: float
-    staging_seconds: float
     bytes: int
-    error: str | None
+    seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    staging_seconds: float = 0.0
+    error: str | None = None
 
 
 class Save:
     """A save in progress. `staged` is set once the state may change, `finished` once this rank has done its share."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        *,
-        folder: Path,
-        save_id: str,
-        plan: Plan,
-        file: RankFile,
-        extra_files: Mapping[str, str],
-        checkpoint: Checkpoint,
-    ):
+    def __init__(self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint):
+        self.report = SaveReport(step=progress.step, bytes=file.plan.total_bytes)
+        self.file = file
+        self.coordinator = SaveCoordinator(save_id)
+        self.staged = Event()
+        self.finished = Event()
+        self._start = time.perf_counter()
         self._progress = progress
         self._folder = folder
         self._partial = folder / f"step-{progress.step}.partial-{save_id}"
-        self._plan = plan
-        self._extra_files = extra_files
         self._options = checkpoint
-        self._coordinator = SaveCoordinator(save_id)
-        self._start = time.perf_counter()
-        self._seconds = 0.0
-        self._staging_seconds = 0.0
-        self._error: str | None = None
-        self.file = file
-        self.staged = Event()
-        self.finished = Event()
-        self.blocked_seconds = 0.0
 
-    @property
-    def step(self) -> int:
-        """The step being saved."""
-        return self._progress.step
-
-    @property
-    def report(self) -> SaveReport:
-        """The result, as rank 0 knows it."""
-        return SaveReport(
-            step=self._progress.step,
-            seconds=self._seconds,
-            blocked_seconds=self.blocked_seconds,
-            staging_seconds=self._staging_seconds,
-            bytes=self._plan.total_bytes,
-            error=self._error,
-        )
-
-    def run(self, state: dict[str, Tensor]) -> None:
+    def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
         """Does this rank's share; on rank 0, everything up to the commit."""
         try:
-            self._coordinator.report(self._write(state))
+            self._write(state)
             if dist.get_rank() == 0:
-                self._error = self._collect_and_commit()
-                self._seconds = time.perf_counter() - self._start
-                if self._error is not None:
-                    warn_of_failure(self._progress.step, self._error)
-                self._coordinator.announce(self._error)
+                self.report.error = self._collect_and_commit(extra_files)
+                self.report.seconds = time.perf_counter() - self._start
+                if self.report.error is not None:
+                    _warn_of_failure(self.report.step, self.report.error)
+                self.coordinator.announce(self.report.error)
         finally:
             self.staged.set()
             self.finished.set()
@@ -105,46 +87,39 @@ class Save:
     def outcome(self) -> str | None:
         """Waits, for a bounded time, until rank 0 announces the outcome: an error, or None for committed."""
         timeout_seconds = (_TIMEOUT_FACTOR + 1) * self._options.writer_timeout_seconds
-        error = self._coordinator.outcome(timeout_seconds=timeout_seconds)
+        error = self.coordinator.outcome(timeout_seconds=timeout_seconds)
         if error is None:
             self.finished.wait(timeout_seconds)
         return error
 
-    def forget(self) -> None:
-        """Deletes the announced outcome; for rank 0, once all ranks know it."""
-        self._coordinator.forget()
-
-    def _write(self, state: dict[str, Tensor]) -> RankReport:
+    def _write(self, state: dict[str, Tensor]) -> None:
         try:
-            if self.file.is_staged:
+            if (buffer := self.file.buffer) is not None:
                 start = time.perf_counter()
-                self.file.stage(state)
+                buffer.stage(state)
                 self.staged.set()
-                self.file.wait_for_copies()
-                self._staging_seconds = time.perf_counter() - start
+                buffer.wait_for_copies()
+                self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
-            record = self.file.write(self._partial / self.file.name, state=state)
+            name = self.file.plan.file
+            record = self.file.write(self._partial / name, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
-            return RankReport(files={}, error=f"rank {dist.get_rank()}: {_describe(error)}")
-        return RankReport(files={self.file.name: record}, error=None)
+            self.coordinator.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
+        else:
+            self.coordinator.report({name: record}, error=None)
 
-    def _collect_and_commit(self) -> str | None:
+    def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
         """Collects the reports of all ranks and commits, on rank 0; returns an error or None."""
         try:
-            timeout_seconds = _TIMEOUT_FACTOR * self._options.writer_timeout_seconds
-            reports = self._coordinator.collect(timeout_seconds=timeout_seconds)
-            error = next((report.error for report in reports if report.error), None)
-            if error is None:
-                self._commit({name: record for report in reports for name, record in report.files.items()})
-                return None
-        except Exception as failure:  # noqa: BLE001, the other ranks must learn of every error
-            error = _describe(failure)
-        shutil.rmtree(self._partial, ignore_errors=True)
-        return error
+            files = self.coordinator.collect(timeout_seconds=_TIMEOUT_FACTOR * self._options.writer_timeout_seconds)
+            self._commit(files, extra_files={**extra_files, INDEX_FILE: self.file.plan.index})
+        except Exception as error:  # noqa: BLE001, the other ranks must learn of every error
+            shutil.rmtree(self._partial, ignore_errors=True)
+            return _describe(error)
+        return None
 
-    def _commit(self, files: dict[str, FileRecord]) -> None:
-        extra_files = {**self._extra_files, INDEX_FILE: self._plan.index}
-        final = step_folder(self._folder, self._progress.step)
+    def _commit(self, files: dict[str, FileRecord], *, extra_files: Mapping[str, str]) -> None:
+        final = step_folder(self._folder, self.report.step)
         finalize(self._partial, final, files=files, extra_files=extra_files, progress=self._progress)
         try:
             purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
@@ -162,8 +137,101 @@ def finalize(
     commit(partial, final)
 
 
-def warn_of_failure(step: int, error: str) -> None:
-    """Logs that a step has no checkpoint."""
+class SaveRunner:
+    """Runs the saves of one run; at most one is in progress."""
+
+    def __init__(self, checkpoint: Checkpoint, *, extra_files: Mapping[str, str]):
+        self._options = checkpoint
+        self._extra_files = extra_files
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._save: Save | None = None
+        self._unreported: list[Save] = []
+
+    def run_in_background(self, action: Callable[[], None]) -> None:
+        """Runs `action` in the thread that also runs the saves, in the order of the calls."""
+        self._thread.submit(_log_errors, action)
+
+    def start(self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor]) -> Save | None:
+        """Starts to save a step; None, with a warning, if a save is in progress or the disk is too full. Collective."""
+        save_id, error = self._agree(_lack_of_space(folder, size=file.plan.total_bytes))
+        if error is not None:
+            if dist.get_rank() == 0:
+                _warn_of_failure(progress.step, error)
+            return None
+        save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
+        self._save = save
+        if dist.get_rank() == 0:
+            self._unreported.append(save)
+        if file.buffer is not None:
+            file.buffer.follow_current_stream()
+            self.run_in_background(lambda: save.run(state, extra_files=self._extra_files))
+        else:
+            save.run(state, extra_files=self._extra_files)
+        return save
+
+    def wait_for_staging(self) -> None:
+        """Waits until the save in progress has copied the state."""
+        if self._save is not None and not self._save.finished.is_set():
+            start = time.perf_counter()
+            self._save.staged.wait()
+            if self._save.file.buffer is not None:
+                self._save.file.buffer.hold_current_stream()
+            self._save.report.blocked_seconds += time.perf_counter() - start
+
+    def finish(self) -> int | None:
+        """Waits for the last save, for a bounded time; returns its step if it was committed."""
+        return self._save.report.step if self._save is not None and self._save.outcome() is None else None
+
+    def reports(self) -> Iterator[SaveReport]:
+        """Yields, on rank 0, a report for each save that ended since the last call."""
+        for save in [save for save in self._unreported if save.finished.is_set()]:
+            self._unreported.remove(save)
+            yield save.report
+
+    def save_model_only(self, progress: Progress, *, folder: Path, state: Mapping[str, Tensor]) -> None:
+        """Saves parameters and buffers only, with floating-point tensors in export_dtype, and waits. Collective."""
+        wanted = getattr(torch, self._options.export_dtype)
+        model = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
+        model = {name: tensor.to(exported_dtype(tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
+        file = RankFile(plan_save(model), mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
+        if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, file=file, state=model) is not None:
+            self.finish()
+
+    def _agree(self, error: str | None) -> tuple[str, str | None]:
+        """Exchanges the state of all ranks; returns the id of the next save and why it cannot start. Collective."""
+        is_busy = self._save is not None and not self._save.finished.is_set()
+        answers: list[tuple[bool, str, str | None]] = [(is_busy, "", None)] * dist.get_world_size()
+        dist.all_gather_object(answers, (is_busy, uuid.uuid4().hex[:12], error))
+        _, save_id, error = answers[0]
+        if any(busy for busy, _, _ in answers):
+            return save_id, "the previous save is still in progress; if this repeats, increase checkpoint.interval"
+        if self._save is not None and dist.get_rank() == 0:
+            self._save.coordinator.forget()
+        self._save = None
+        return save_id, error
+
+
+def _lack_of_space(folder: Path, *, size: int) -> str | None:
+    """Returns an error message if fewer than `size` bytes are free."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= size * _SPACE_FACTOR:
+        return None
+    return (
+        f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free; free disk space or lower "
+        "checkpoint.keep_latest_k"
+    )
+
+
+def _log_errors(action: Callable[[], None]) -> None:
+    """Logs an exception, which would otherwise be lost in the thread."""
+    try:
+        action()
+    except Exception:
+        logger.exception("checkpoint: a background thread failed")
+
+
+def _warn_of_failure(step: int, error: str) -> None:
     logger.warning("step %d could not be saved: %s; training continues without this checkpoint", step, error)
 
 

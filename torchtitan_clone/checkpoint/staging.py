@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.layout import Layout
+from torchtitan_clone.checkpoint.layout import Plan
 
 logger = logging.getLogger("torchtitan_clone")
 
-_PAGE = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
-_CUDA_HOST_REGISTER_PORTABLE = 1
-"""Pinned for every CUDA context."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every CUDA context."""
 
 
 class StagingBuffer:
@@ -28,12 +27,12 @@ class StagingBuffer:
     may run in another thread.
     """
 
-    def __init__(self, layout: Layout):
-        self._layout = layout
+    def __init__(self, plan: Plan):
+        self._plan = plan
         # Unlike a file in /dev/shm, it disappears with its process and does not count against the size of that mount.
         self.descriptor = os.memfd_create("torchtitan_clone_checkpoint")
         try:
-            self._map = _reserve(self.descriptor, size=layout.bytes)
+            self._map = _reserve(self.descriptor, size=plan.bytes)
         except OSError:
             os.close(self.descriptor)
             raise
@@ -48,13 +47,12 @@ class StagingBuffer:
 
     def prepare(self) -> None:
         """Writes the header and touches every page: page faults would make the first save ten times slower."""
-        self._bytes[::_PAGE] = 0
-        self._bytes[: len(self._layout.header)] = np.frombuffer(self._layout.header, dtype=np.uint8)
+        self._bytes[:: mmap.PAGESIZE] = 0
+        self._bytes[: len(self._plan.header)] = np.frombuffer(self._plan.header, dtype=np.uint8)
         if self._stream is not None:
+            runtime: Any = torch.cuda.cudart()  # Any: torch has no type for it
             with torch.cuda.stream(self._stream):
-                error = _cuda_runtime().cudaHostRegister(
-                    self._bytes.ctypes.data, self._layout.bytes, _CUDA_HOST_REGISTER_PORTABLE
-                )
+                error = runtime.cudaHostRegister(self._bytes.ctypes.data, self._plan.bytes, _PORTABLE)
             if int(error) != 0:
                 logger.warning("staging memory cannot be pinned (CUDA error %s): copies will be slower", int(error))
 
@@ -69,7 +67,7 @@ class StagingBuffer:
         numpy copies without holding the interpreter lock, and in one thread: training needs the other cores.
         """
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            for placement, source in self._layout.shards(state):
+            for placement, source in self._plan.shards(state):
                 target = self._bytes[placement.begin : placement.end]
                 if source.is_cuda:
                     torch.from_numpy(target).copy_(source, non_blocking=True)
@@ -91,14 +89,11 @@ class StagingBuffer:
     def close(self) -> None:
         """Frees the memory."""
         if self._stream is not None:
-            _cuda_runtime().cudaHostUnregister(self._bytes.ctypes.data)
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._bytes.ctypes.data)
         del self._bytes
         self._map.close()
         os.close(self.descriptor)
-
-
-def _cuda_runtime() -> Any:  # Any: torch has no type for it
-    return torch.cuda.cudart()
 
 
 def _reserve(descriptor: int, *, size: int) -> mmap.mmap:

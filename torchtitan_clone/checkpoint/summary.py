@@ -3,17 +3,8 @@
 import time
 from pathlib import Path
 
-from torchtitan_clone.checkpoint.commit import (
-    CorruptCheckpointError,
-    check_digest,
-    check_sizes,
-    committed_steps,
-    corrupt_steps,
-    finished_step,
-    newest_complete_step,
-    read_progress,
-    step_folder,
-)
+from torchtitan_clone.checkpoint import commit
+from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
 from torchtitan_clone.config import ConfigError
 
 
@@ -24,8 +15,8 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
     """
     lines = [f"{'step':>10}  {'saved':<16}  {'GiB':>8}  {'files':>5}  {'tokens seen':>16}  state"]
     are_intact = True
-    for step in committed_steps(folder):
-        path = step_folder(folder, step)
+    for step in commit.committed_steps(folder):
+        path = commit.step_folder(folder, step)
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
         try:
             columns = _columns(path, step=step, digests=digests)
@@ -33,19 +24,19 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
             are_intact = False
             columns = f"{'':>8}  {'':>5}  {'':>16}  CORRUPTED: {error}"
         lines.append(f"{step:>10,}  {saved}  {columns}")
-    lines += [f"renamed because it was corrupted: {path.name}" for path in corrupt_steps(folder)]
-    if step := finished_step(folder):
+    lines += [f"renamed because it was corrupted: {path.name}" for path in commit.corrupt_steps(folder)]
+    if step := commit.finished_step(folder):
         lines.append(f"the run is complete: step {step:,}")
     return lines, are_intact
 
 
 def _columns(path: Path, *, step: int, digests: bool) -> str:
-    manifest = check_sizes(path, step=step)
+    manifest = commit.check_sizes(path, step=step)
     for name in manifest.files if digests else ():
-        check_digest(path, name, manifest=manifest)
-    tokens_seen = read_progress(path).tokens_seen
+        commit.check_digest(path, name, manifest=manifest)
+    gib = sum(record.bytes for record in manifest.files.values()) / 2**30
     state = "verified" if digests else "complete"
-    return f"{manifest.bytes / 2**30:>8.3f}  {len(manifest.files):>5}  {tokens_seen:>16,}  {state}"
+    return f"{gib:>8.3f}  {len(manifest.files):>5}  {commit.read_progress(path).tokens_seen:>16,}  {state}"
 
 
 def describe_step(folder: Path, *, step: int | None) -> list[str]:
@@ -55,23 +46,21 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
     """
     from torchtitan_clone.checkpoint.loading import read_index  # imports torch
 
-    steps = committed_steps(folder)
-    wanted = newest_complete_step(folder) if step is None else step
+    steps = commit.committed_steps(folder)
+    wanted = commit.newest_complete_step(folder) if step is None else step
     if wanted is None or wanted not in steps:
         missing = "complete step" if wanted is None else f"step {wanted}"
         available = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"{folder} has no {missing}; its steps: {available}; choose one of them with --step")
-    path = step_folder(folder, wanted)
+    path = commit.step_folder(folder, wanted)
     try:
-        check_sizes(path, step=wanted)
-        progress = read_progress(path)
+        commit.check_sizes(path, step=wanted)
+        progress = commit.read_progress(path)
         index = read_index(path)
     except CorruptCheckpointError as error:
         raise ConfigError(f"step {wanted} is corrupted: {error}; choose another one with --step") from None
-    header = (
-        f"{path}: step {progress.step:,}, {progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
-    )
-    return [header, (path / "versions.json").read_text()] + [
-        f"{name:<60}  {entry['dtype']:<5}  {entry['shape']!s:<18}  in {len(entry['parts'])} shards"
-        for name, entry in sorted(index.items())
+    counts = f"{progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
+    return [f"{path}: step {progress.step:,}, {counts}", (path / "versions.json").read_text()] + [
+        f"{name:<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
+        for name, saved in sorted(index.items())
     ]

@@ -1,39 +1,28 @@
 """Files in the safetensors format, written as a stream: the header first, then one tensor after another.
 
-The safetensors library can only write tensors that are all in memory. What is written here is read back from disk
-through the library and compared, so a file that is closed without an error holds the values that it was given.
+The safetensors library can only write tensors that are all in memory. `write_tensor_file` reads the file back from
+disk, so that without an error the file holds the values that it was given.
 Source: https://github.com/huggingface/safetensors.
 """
 
 import json
 import os
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from safetensors import safe_open
+from torchtitan_clone.checkpoint.writer import DIGEST, digest_of_file, pieces_of, write_file
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -71,43 +60,40 @@ def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 
+def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
+    """Returns the wanted type for floating-point types; integers and booleans stay."""
+    return wanted if dtype.is_floating_point else dtype
+
+
 def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:
     """Writes the tensors in the order of their entries, flushes the file to disk and reads it back.
 
     Holds one tensor at a time. Raises OSError if the disk fails or the values read back differ.
     """
-    checksums: dict[str, int] = {}
-    with path.open("xb") as file:
-        file.write(file_header(entries, metadata={}))
-        for entry, tensor in zip(entries, tensors, strict=True):
-            assert (entry.torch_dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), (entry, tensor)
-            content = bytes_of(tensor).numpy().data
-            file.write(content)
-            checksums[entry.name] = zlib.crc32(content)
-        file.flush()
-        os.fsync(file.fileno())
+    header = file_header(entries, metadata={})
+    digest = write_file(path, file_content(header, _checked(tensors, entries=entries))).digest
+    with path.open("rb") as file:
         # Drops the page cache, so that the values are read back from the disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if (difference := _difference(path, entries=entries, checksums=checksums)) is not None:
-        raise OSError(f"{path.name} does not read back as written ({difference}); check the disk {path.parent} is on")
-
-
-def _difference(path: Path, *, entries: Sequence[Entry], checksums: Mapping[str, int]) -> str | None:
-    """Returns how the file differs from what was written, or None."""
-    from safetensors import SafetensorError
-
     try:
-        found = {entry.name: entry for entry in read_entries(path)}
-        if sorted(found) != sorted(checksums):
-            return f"its tensors are {', '.join(sorted(found))}"
-        with open_tensors(path) as file:
-            for entry in entries:
-                content = bytes_of(file.get_tensor(entry.name)).numpy().data
-                if found[entry.name] != entry or zlib.crc32(content) != checksums[entry.name]:
-                    return entry.name
-    except SafetensorError as error:
-        return str(error)
-    return None
+        is_intact = digest_of_file(path, name=DIGEST) == digest and len(read_entries(path)) == len(entries)
+    except OSError:
+        is_intact = False
+    if not is_intact:
+        raise OSError(f"{path.name} does not read back as written; check the disk {path.parent} is on")
+
+
+def _checked(tensors: Iterable[Tensor], *, entries: Sequence[Entry]) -> Iterator[Tensor]:
+    for entry, tensor in zip(entries, tensors, strict=True):
+        assert (entry.torch_dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), (entry, tensor)
+        yield tensor
+
+
+def file_content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file in pieces, one tensor after another."""
+    yield header
+    for tensor in tensors:
+        yield from pieces_of(bytes_of(tensor.cpu()).numpy().data)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -115,18 +101,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def open_tensors(path: Path) -> "safe_open":
-    """Opens a file with the safetensors library, as a context manager. SafetensorError if the file is not valid."""
-    from safetensors import safe_open
-
-    return safe_open(path, framework="pt")
-
-
 def read_entries(path: Path) -> list[Entry]:
-    """Returns the entries of a file from its header. SafetensorError if the file is not valid or truncated."""
-    with open_tensors(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-        return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
+    """Returns the entries of a file from its header. OSError if the file cannot be read, is not valid or truncated."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:

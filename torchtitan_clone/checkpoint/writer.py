@@ -34,13 +34,8 @@ except ImportError:
 class Digest(Protocol):
     """A hash function in progress."""
 
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Adds bytes."""
-        ...
-
-    def hexdigest(self) -> str:
-        """Returns the digest of all bytes so far."""
-        ...
+    def update(self, data: bytes | memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
 
 
 DIGESTS: dict[str, Callable[[], Digest]] = {"blake2b": lambda: hashlib.blake2b(digest_size=16)}
@@ -121,7 +116,7 @@ def _set_direct(file: FileIO, wanted: bool) -> bool:
 
 
 def digest_of_file(path: Path, *, name: str) -> str:
-    """Returns the digest of a file, by the algorithm of this name."""
+    """Returns the digest of a file by the algorithm of this name."""
     digest = DIGESTS[name]()
     with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(PIECE))

@@ -56,22 +56,25 @@ class TensorShard:
         return tuple(slice(a - start, b - start) for (a, b), start in zip(region, self.offset, strict=True))
 
 
+def describe_shard(tensor: Tensor) -> TensorShard:
+    """Returns what this rank holds of a tensor."""
+    local, offset = local_shard_and_offset(tensor)
+    return TensorShard(
+        offset=offset,
+        size=tuple(local.shape),
+        global_shape=tensor.shape,
+        dtype=tensor.dtype,
+        device_type=local.device.type,
+    )
+
+
 ShardMap = Mapping[str, Mapping[int, TensorShard]]
 """The shard of every rank that has one, by the tensor's name."""
 
 
 def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> ShardMap:
     """Returns which rank holds which shard of the tensors of all ranks; a collective over `group`."""
-    own = {}
-    for name, tensor in tensors.items():
-        local, offset = local_shard_and_offset(tensor)
-        own[name] = TensorShard(
-            offset=offset,
-            size=tuple(local.shape),
-            global_shape=tensor.shape,
-            dtype=tensor.dtype,
-            device_type=local.device.type,
-        )
+    own = {name: describe_shard(tensor) for name, tensor in tensors.items()}
     shards_of_ranks: list[dict[str, TensorShard]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shards_of_ranks, own, group=group)
     found: dict[str, dict[int, TensorShard]] = {}

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from torchtitan_clone.checkpoint.commit import Progress
+from torchtitan_clone.checkpoint.loading import load_tensors, read_index
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.checkpoint.saving import SaveReport
 from torchtitan_clone.config import ConfigError
@@ -73,6 +74,14 @@ def step_of(state: Mapping[str, Tensor]) -> int | None:
         if torch.equal(full["model/vector"], values_at("model/vector", step=step)):
             return step if all(torch.equal(full[name], values_at(name, step=step)) for name in full) else None
     return None
+
+
+def read_tensors(folder: Path, names: Mapping[str, object] | Sequence[str] | None = None) -> dict[str, Tensor]:
+    """Returns full tensors of a checkpoint on the CPU, all or those of these names; needs no process group."""
+    index = read_index(folder)
+    state = {name: index[name].empty() for name in (index if names is None else names)}
+    load_tensors(folder, state, index=index)
+    return state
 
 
 class SlowState(dict[str, Tensor]):
