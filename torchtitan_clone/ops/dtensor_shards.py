@@ -29,15 +29,7 @@ Region = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """What one rank holds of a tensor. Equal shards hold equal numbers.
-
-    Attributes:
-        offset: index in the global tensor at which the shard starts.
-        size: shape of the shard.
-        global_shape: shape of the global tensor.
-        dtype: dtype of both.
-        device_type: device of the shard, "cpu" or "cuda".
-    """
+    """What one rank holds: a region of `size` at `offset` of the global tensor. Equal shards hold equal values."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -66,12 +58,9 @@ def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup 
     for name, tensor in tensors.items():
         local, offset = local_shard_and_offset(tensor)
         own[name] = TensorShard(
-            offset=offset,
-            size=tuple(local.shape),
-            global_shape=tensor.shape,
-            dtype=tensor.dtype,
+            offset=offset, size=tuple(local.shape), global_shape=tensor.shape, dtype=tensor.dtype,
             device_type=local.device.type,
-        )
+        )  # fmt: skip
     shards_of_ranks: list[dict[str, TensorShard]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(shards_of_ranks, own, group=group)
     found: dict[str, dict[int, TensorShard]] = {}

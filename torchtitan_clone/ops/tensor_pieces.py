@@ -25,14 +25,10 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A source, and the values that it shares with the target: `target[to] == source[of].transpose(*transpose)`.
+    """A source of this name and shape, of which `target[to] == source[of].transpose(*transpose)`.
 
-    Attributes:
-        source: name of the source tensor.
-        shape: its complete shape.
-        of: which of its values; all by default.
-        to: where they are in the target; everywhere by default.
-        transpose: two dimensions of `source[of]` that are exchanged.
+    Without `of` it is all of the source, without `to` all of the target, without `transpose` the order of dimensions is
+    the same.
     """
 
     source: str
@@ -63,11 +59,8 @@ class Piece:
             target[dim] = range(places[first] - offset[dim], places[last - 1] - offset[dim] + 1, places.step)
             for _, source_dim in (pair for pair in pairs if pair[0] == dim):
                 source[source_dim] = source[source_dim][first:last]
-        return Overlap(
-            target=_index(target, given=self.to),
-            source=_index(source, given=self.of),
-            transpose=self.transpose,
-        )
+        target_index = _index(target, given=self.to)
+        return Overlap(target=target_index, source=_index(source, given=self.of), transpose=self.transpose)
 
     def _source_dims(self) -> list[int]:
         """Dimensions of the source in the order in which `to` has them."""
@@ -109,12 +102,9 @@ class Overlap:
 
 
 def _places(index: Index, shape: Sequence[int]) -> list[range]:
-    """Positions in each dimension."""
     complete = (*index, *[slice(None)] * (len(shape) - len(index)))
-    return [
-        range(i, i + 1) if isinstance(i, int) else range(*i.indices(size))
-        for i, size in zip(complete, shape, strict=True)
-    ]
+    pairs = zip(complete, shape, strict=True)
+    return [range(i, i + 1) if isinstance(i, int) else range(*i.indices(size)) for i, size in pairs]
 
 
 def _kept_dims(index: Index, shape: Sequence[int]) -> list[int]:
