@@ -34,9 +34,8 @@ class Rows(Protocol):
 class StepOutput:
     """What one forward and backward returns, detached: this rank's share, to be summed over the ranks of the loss.
 
-    Attributes:
-        loss: sum of the loss over this rank's tokens, divided by the targets of the global batch. []
-        auxiliary: the same for each auxiliary term of the model, by name and without its coefficient. []
+    `loss` [] is the sum over this rank's tokens, divided by the number of targets of the global batch; `auxiliary` is
+    the same [] for each auxiliary term of the model by name, without its coefficient.
     """
 
     loss: Tensor
@@ -54,17 +53,12 @@ class ForwardBackward(Protocol):
 
 
 def auxiliary_terms(model: nn.Module) -> Mapping[str, float]:
-    """Returns the coefficient of each auxiliary term by name, in the order in which the model returns their sums.
-
-    A model without the attribute `auxiliary` has none.
-    """
-    terms = getattr(model, "auxiliary", {})
-    assert isinstance(terms, Mapping)
-    return terms
+    """Returns the coefficient of each auxiliary term (`model.auxiliary`, if any), in the order of the model's sums."""
+    return getattr(model, "auxiliary", {})
 
 
 class Objective:
-    """Turns what a model returns with a loss function into the scalar that backward starts from, and adds it up.
+    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step.
 
     A model without auxiliary terms returns the loss [], another one the loss and the terms [1 + A]; all are sums.
     """
@@ -72,13 +66,12 @@ class Objective:
     def __init__(self, auxiliary: Mapping[str, float], *, device: torch.device):
         self._names = list(auxiliary)
         self._weights = torch.tensor([1.0, *auxiliary.values()], device=device)
-        self._shape = (1 + len(auxiliary),) if auxiliary else ()
         self._num_targets = 1
-        self._total = torch.zeros(self._shape, device=device)
+        self._total = torch.zeros((1 + len(auxiliary),) if auxiliary else (), device=device)
         self._means_of_pass: list[Tensor] = []
 
     def begin_step(self, *, num_targets: int) -> None:
-        """Starts from zero; what is added from now on is divided by `num_targets`."""
+        """Resets the totals; the sums of this step are divided by `num_targets`."""
         self._num_targets = num_targets
         self._total = torch.zeros_like(self._total)
         self._means_of_pass = []
@@ -90,7 +83,7 @@ class Objective:
         return means @ self._weights if self._names else means
 
     def end_pass(self) -> None:
-        """Ends a pass of one micro-batch or of several; a rank without the last pipeline stage has none."""
+        """Ends a pass of one or several micro-batches; a rank without the last pipeline stage has none."""
         if self._means_of_pass:
             self._total += reduce(torch.add, self._means_of_pass)
             self._means_of_pass = []
@@ -104,7 +97,7 @@ class Objective:
 
 
 def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
-    """Returns the plain step: the full model on this rank, one micro-batch after the other."""
+    """Returns the step for a model that is complete on this rank, one micro-batch after the other."""
     objective = Objective(auxiliary_terms(model), device=device)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:

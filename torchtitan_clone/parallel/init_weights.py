@@ -1,8 +1,8 @@
 """Initializes weights as a pure function of (seed, parameter name, position in the parameter).
 
-A parameter is divided into blocks of rows. Each block is drawn from a generator of its own, on the CPU, and a rank
-draws only the blocks that overlap its shard: every mesh and every device starts from the same bits, and no rank holds
-more than its own shard and one block.
+A parameter is divided into blocks of rows. Each block has its own generator, on the CPU, and a rank samples only the
+blocks that overlap its shard: initial values are bit-identical for every mesh and device, and a rank needs memory for
+its shard and one block.
 """
 
 import hashlib
