@@ -51,9 +51,8 @@ def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype))
 
 
-def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies all tensors by a number in place; clip_grads_with_norm_() has parameters and a norm of its own."""
-    torch._foreach_mul_(tensors, factor)
+# Multiplies all tensors by a number in place; clip_grads_with_norm_() has parameters and a norm of its own.
+foreach_mul_ = torch._foreach_mul_
 
 
 def wait_tensor(x: Tensor) -> Tensor:
@@ -77,16 +76,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def innermost_tensor(x: Tensor) -> Tensor:
-    """Returns the plain tensor inside a DTensor or AsyncCollectiveTensor, without waiting for it as to_local() does."""
-    while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
-        x = inner
-    return x
-
-
 def storage_id(x: Tensor) -> int:
     """Returns the identity of a tensor's memory. data_ptr() is 0 for fake tensors and those on the meta device."""
-    return innermost_tensor(x).untyped_storage()._cdata
+    # Into a DTensor or AsyncCollectiveTensor, without waiting for it as to_local() does.
+    while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
+        x = inner
+    return x.untyped_storage()._cdata
 
 
 def is_fake(x: Tensor) -> bool:
@@ -148,9 +143,8 @@ def process_group_of(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
 
 
-def default_store() -> dist.Store:
-    """Returns the key-value store of the default process group. torch.distributed has no public getter."""
-    return dist.distributed_c10d._get_default_store()
+# Returns the key-value store of the default process group. torch.distributed has no public getter.
+default_store = dist.distributed_c10d._get_default_store
 
 
 def process_groups() -> list[dist.ProcessGroup]:

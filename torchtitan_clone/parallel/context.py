@@ -86,7 +86,7 @@ class HeadExchange(nn.Module):
         """Returns [B, T, N, H]; `mask` is for full sequences."""
         slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
         heads = [x.shape[3] for x in slices]
-        # One exchange for all three: rank r gets the r-th slice of the heads of each.
+        # One exchange for all three: rank r receives the r-th slice of the heads of each.
         packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
         sequences = self._exchange(packed_RBThH).permute(1, 0, 2, 3, 4).flatten(1, 2)
         out = self.core(*sequences.split(heads, dim=2), mask)
@@ -133,9 +133,8 @@ def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Starts to send one tensor and to receive another of the same shape."""
     arriving = torch.empty_like(x)
-    degree = group.size()
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=to % degree)
-    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % degree)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
 
 

@@ -107,12 +107,9 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
                 # Gradients are reduced over ranks once, after the last micro-batch.
                 model.set_requires_gradient_sync(is_last)
             sums = model(
-                rows.tokens_BT,
-                positions_BT=rows.positions_BT,
-                documents_BT=rows.documents_BT,
-                targets_BT=rows.targets_BT,
-                loss_fn=loss_fn,
-            )
+                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT,
+                targets_BT=rows.targets_BT, loss_fn=loss_fn,
+            )  # fmt: skip
             mean = objective.add(sums)
             if torch.is_grad_enabled():
                 mean.backward()

@@ -39,11 +39,9 @@ class Mesh:
 
         torch has one group for axes with the same ranks; this gives it the name of the last.
         """
-        names: dict[str, str] = {_default_group().group_name: "world"}
-        fsdp = ("dp_replicate", "fsdp") if self.fsdp.ndim > 1 else ("fsdp",)
-        for axes, view in ((fsdp, self.fsdp), (("tp",), self.tp), (("cp",), self.cp), (("pp",), self.pp)):
-            names |= {group.group_name: axis for axis, group in zip(axes, view.get_all_groups(), strict=True)}
-        return names
+        groups = [_default_group(), *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
+        axes = ["world", *(["dp_replicate"] if self.fsdp.ndim > 1 else []), "fsdp", "tp", "cp", "pp"]
+        return {group.group_name: axis for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True)}
 
     def close(self) -> None:
         """Destroys the process groups of all axes; models built on the mesh cannot run any more."""
@@ -58,7 +56,7 @@ def batch_rank(degrees: Degrees, *, rank: int) -> int:
 
 
 def context_rank(degrees: Degrees, *, rank: int) -> int:
-    """Returns the index of this rank on the cp axis, which holds some tokens of each sequence."""
+    """Returns the index of this rank on the cp axis, whose ranks hold different tokens of each sequence."""
     return _coordinate(degrees, rank=rank)["cp"]
 
 

@@ -172,14 +172,10 @@ def _bubble_fraction(orders: Mapping[int, list[_Action]], *, last_stage: int) ->
             while order and (start := _start(order[0], ends=ends, last_stage=last_stage)) is not None:
                 kind, stage, microbatch = order.pop(0)
                 clock[rank] = max(clock[rank], start) + _COST[kind]
-                ends[_phase(kind), stage, microbatch] = clock[rank]
+                # After either kind of backward the previous stage has its gradients.
+                ends["I" if kind == "B" else kind, stage, microbatch] = clock[rank]
         assert len(ends) > done, "torch plans no order in which ranks wait for one another"
     return 1 - work / (len(clock) * max(clock.values()))
-
-
-def _phase(kind: str) -> str:
-    # The previous stage waits for the gradients of inputs only.
-    return "I" if kind == "B" else kind
 
 
 def _start(action: _Action, *, ends: Mapping[_Action, int], last_stage: int) -> int | None:
