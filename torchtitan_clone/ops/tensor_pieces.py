@@ -49,8 +49,13 @@ class Piece:
 
     def overlap(self, shape: Sequence[int], *, offset: Sequence[int], size: Sequence[int]) -> "Overlap | None":
         """Returns what the source shares with a box of the target of that shape; None where it shares nothing."""
-        target, source = _places(self.to, shape), _places(self.of, self.shape)
-        pairs = list(zip(_kept_dims(self.to, shape), self._source_dims(), strict=True))
+        target = _places(self.to, shape)
+        source = _places(self.of, self.shape)
+        source_dims = _kept_dims(self.of, self.shape)
+        if self.transpose is not None:
+            a, b = self.transpose
+            source_dims[a], source_dims[b] = source_dims[b], source_dims[a]
+        pairs = list(zip(_kept_dims(self.to, shape), source_dims, strict=True))
         assert all(len(target[d]) == len(source[s]) for d, s in pairs), f"{self} does not fit into {list(shape)}"
         for dim, places in enumerate(target):
             first, last = _within(places, start=offset[dim], stop=offset[dim] + size[dim])
@@ -61,14 +66,6 @@ class Piece:
                 source[source_dim] = source[source_dim][first:last]
         target_index = _index(target, given=self.to)
         return Overlap(target=target_index, source=_index(source, given=self.of), transpose=self.transpose)
-
-    def _source_dims(self) -> list[int]:
-        """Dimensions of the source in the order in which `to` has them."""
-        dims = _kept_dims(self.of, self.shape)
-        if self.transpose is not None:
-            a, b = self.transpose
-            dims[a], dims[b] = dims[b], dims[a]
-        return dims
 
 
 Pieces = Mapping[str, Sequence[Piece]]

@@ -88,14 +88,11 @@ class HeadExchange(nn.Module):
         heads = [x.shape[3] for x in slices]
         # One exchange for all three: rank r receives the r-th slice of the heads of each.
         packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
-        sequences = self._exchange(packed_RBThH).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        exchange = partial(all_to_all_with_gradient, group=self._group)
+        sequences = exchange(packed_RBThH.contiguous()).permute(1, 0, 2, 3, 4).flatten(1, 2)
         out = self.core(*sequences.split(heads, dim=2), mask)
-        out_RBThH = self._exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1))
+        out_RBThH = exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1).contiguous())
         return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _exchange(self, x_R: Tensor) -> Tensor:
-        """Sends slice r of dim 0 to rank r; returns the received slices in the order of their ranks."""
-        return all_to_all_with_gradient(x_R.contiguous(), group=self._group)
 
 
 class KeyExchange(nn.Module):
@@ -144,7 +141,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over ranks of the gradients that each of them has for this rank's keys and values."""
+    """Returns the sum over ranks of their gradients for this rank's keys and values."""
     by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
     total = torch.empty_like(by_rank[0])
     dist.reduce_scatter(total, by_rank, group=group)

@@ -3,7 +3,6 @@
 All are built once, because slicing a DeviceMesh again creates process groups again.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -39,7 +38,8 @@ class Mesh:
 
         torch has one group for axes with the same ranks; this gives it the name of the last.
         """
-        groups = [_default_group(), *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
+        assert dist.group.WORLD is not None
+        groups = [dist.group.WORLD, *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
         axes = ["world", *(["dp_replicate"] if self.fsdp.ndim > 1 else []), "fsdp", "tp", "cp", "pp"]
         return {group.group_name: axis for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True)}
 
@@ -89,7 +89,12 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
 
     `loss_rank` is the rank of the pipeline axis that computes the loss.
     """
-    names = _names_of_next_mesh()
+    # torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
+    number = next(_numbers)
+
+    def names(*axes: str) -> tuple[str, ...]:
+        return tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)
+
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
     world = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
     coordinate = _coordinate(degrees, rank=world.get_rank())
@@ -104,17 +109,5 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         cp=world[names("cp")],
         pp=world[names("pp")],
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
-        groups=tuple(dict.fromkeys(group for group in groups if group is not _default_group())),
+        groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _names_of_next_mesh() -> Callable[..., tuple[str, ...]]:
-    # torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
-    number = next(_numbers)
-    return lambda *axes: tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)

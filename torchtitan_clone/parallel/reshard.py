@@ -29,11 +29,13 @@ def transfer(
     targets = gather_shard_map(wanted)
     for name in _alternating(sources):
         source = tensors.pop(name, None)
-        target = _allocate(wanted[name], like=sources[name], device=device) if name in wanted else None
+        on_cpu = next(iter(sources[name].values())).device_type == "cpu"
+        target = torch.empty_like(wanted[name], device="cpu" if on_cpu else device) if name in wanted else None
         if name in targets:
             _exchange(source, target, sources=sources[name], targets=targets[name])
-        if source is not None:
-            _free(source)
+        # Frees the memory even while modules refer to the tensor.
+        if source is not None and (storage := local_shard(source).untyped_storage()).resizable():
+            storage.resize_(0)
         if target is not None:
             yield name, target
 
@@ -47,12 +49,6 @@ def _alternating(shard_map: ShardMap) -> list[str]:
         order.append((turns[owners], name))
         turns[owners] += 1
     return [name for _, name in sorted(order)]
-
-
-def _allocate(template: Tensor, *, like: _Shards, device: torch.device) -> Tensor:
-    """Returns an empty tensor, on the CPU if the sources are there."""
-    on_cpu = next(iter(like.values())).device_type == "cpu"
-    return torch.empty_like(template, device="cpu" if on_cpu else device)
 
 
 def _exchange(source: Tensor | None, target: Tensor | None, *, sources: _Shards, targets: _Shards) -> None:
@@ -92,10 +88,3 @@ def _region_sent(of: int, to: int, *, sources: _Shards, targets: _Shards) -> Reg
 
 def _num_bytes(region: Region | None, dtype: torch.dtype) -> int:
     return 0 if region is None else dtype.itemsize * prod(last - first for first, last in region)
-
-
-def _free(tensor: Tensor) -> None:
-    """Frees the memory even while modules refer to the tensor."""
-    storage = local_shard(tensor).untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)

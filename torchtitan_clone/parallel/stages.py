@@ -161,13 +161,10 @@ def resolved_stages(
         counts[0] += 1
         counts[-1] += 2
         modules = [[next(names) for _ in range(count)] for count in counts]
-    return Stages(modules=tuple(map(tuple, modules)), ranks=_ranks(parallelism, len(modules)))
-
-
-def _ranks(parallelism: Parallelism, stages: int) -> tuple[int, ...]:
-    ranks = parallelism.pipeline_parallel_degree
-    if ranks > 1 and parallelism.pipeline_parallel_schedule_csv:
-        return read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks
-    if ranks > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].turns_back:
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(stages))
+    degree = parallelism.pipeline_parallel_degree
+    ranks = tuple(stage % degree for stage in range(len(modules)))
+    if degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        ranks = read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks
+    elif degree > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].turns_back:
+        ranks = (*range(degree), *reversed(range(degree)))
+    return Stages(modules=tuple(map(tuple, modules)), ranks=ranks)

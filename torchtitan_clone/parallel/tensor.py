@@ -56,5 +56,5 @@ def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:
 
 
 def _wait(_module: nn.Module, _args: object, hidden_BTD: Tensor) -> Tensor:
-    # A compiled block treats a tensor that is still in flight as one without history: the embedding gets no gradient.
+    # A compiled block treats a tensor in flight as one without history: the embedding would get no gradient.
     return wait_tensor(hidden_BTD)
