@@ -1,9 +1,9 @@
 """Exact attention in blocks: causal, within documents, over tokens that need not be contiguous in their row.
 
-A query attends to one range of its row, from the start of its document to itself. A row is therefore cut into blocks of
-queries, each of which is combined with the keys that some query in it attends to, and the full matrix of scores never
-exists. Results of several blocks of keys for the same queries are merged through the logarithm of the sum of
-exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in their order in memory.
+A query attends to one range of its row, from the start of its document to itself. Each block of queries is combined
+with blocks of the keys that some of them attend to, so that the full matrix of scores never exists; results are merged
+through the logarithm of the sum of exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in
+their order in memory.
 
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
 Source: arXiv 2205.14135.
@@ -44,14 +44,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Queries:
-    """A block of queries of some rows: no query attends to keys before `sees_from`, all to those after `all_see_from`.
-
-    `index` is in the row, `place` in memory.
-    """
+    """Queries of some rows: none attends to keys before `sees_from`, all of them to those from `all_see_from` on."""
 
     rows: slice
-    index: range
-    place: slice
+    index: range  # in the row
+    place: slice  # in memory
     sees_from: int
     all_see_from: int
 

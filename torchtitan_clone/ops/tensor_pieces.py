@@ -1,8 +1,7 @@
 """One tensor assembled from pieces of others: slices, stacks along a new dimension, transposes, interleaved halves.
 
-A layout is a declaration: for each target tensor, the sources that hold its values. From it follow both directions,
-and what a box of the target, such as a rank's shard, needs of each source. Here the targets are a model's tensors and
-the sources those in a file of another format.
+A layout declares the sources that hold the values of each target tensor. It serves both directions, and says what a
+box of the target, such as a rank's shard, needs of each source. Targets are a model's tensors, sources those of a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +88,7 @@ class Overlap:
         return self._ordered(source[self.source])
 
     def read(self, source: Sliceable) -> Tensor:
-        """Reads the values from a file, in the target's order of dimensions; reads their bounding box, no more."""
+        """Reads the bounding box of the values from a file; returns them in the target's order of dimensions."""
         box = source[tuple(slice(i, i + 1) if isinstance(i, int) else slice(i.start, i.stop) for i in self.source)]
         # Not every file reader can skip values.
         return self._ordered(box[tuple(0 if isinstance(i, int) else slice(None, None, i.step) for i in self.source)])

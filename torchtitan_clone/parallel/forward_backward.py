@@ -43,10 +43,9 @@ class StepOutput:
 
 
 class ForwardBackward(Protocol):
-    """Runs micro-batches forward and, unless gradients are off, backward.
+    """Runs micro-batches forward and, unless gradients are off as in validation, backward.
 
-    Accumulates in the parameters the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, where
-    loss and terms are sums over tokens. With gradients off it is validation.
+    Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, all sums over tokens.
     """
 
     def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput: ...

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
+StdOf = Callable[[str], float | None]
+"""Returns the standard deviation by the parameter's name; None fills with ones."""
 
 
-def init_weights(
-    named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: Callable[[str], float | None]
-) -> None:
-    """Fills the parameters in place with a normal distribution, clamped at three standard deviations.
-
-    `std_of` returns the standard deviation by name; None fills with ones.
-    """
+def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf) -> None:
+    """Fills the parameters in place with a normal distribution, clamped at three standard deviations."""
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)

@@ -48,9 +48,8 @@ def pick_device(launch: Launch) -> torch.device:
 def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
-    `options` are lines that must be the same on every rank. Raises ConfigError on all ranks where they differ, and
-    TimeoutError where a rank does not start within comm.init_timeout_seconds. Unlike init_process_group(), it reacts
-    to signals.
+    Raises ConfigError on all ranks where the lines of `options` differ, and TimeoutError where a rank does not start
+    within comm.init_timeout_seconds. Unlike init_process_group(), it reacts to signals.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True

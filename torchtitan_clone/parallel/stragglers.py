@@ -81,8 +81,8 @@ class StepBreakdown:
 class StragglerMonitor:
     """Reports slow ranks and slow links every comm.straggler_freq steps.
 
-    `can_time_collectives` is False where the step runs compiled code or a pipeline: timing every collective would
-    change what is measured, so that only data loading and links are compared.
+    `can_time_collectives` is False for compiled code and pipelines, whose steps timing would change: only data loading
+    and links are compared.
     """
 
     def __init__(self, comm: Comm, *, launch: Launch, device: torch.device, can_time_collectives: bool):
