@@ -1,15 +1,14 @@
 """Every private name of torch and torchft that the package uses, behind a public one.
 
 Each says why it is needed and which public name would replace it. tests/test_torch_compat.py fails when a replacement
-appears, or when the private name is gone. No other file uses a private name of torch or torchft.
-
-Imports that cost start-up time are inside the functions that need them.
+appears, or when the private name is gone. Imports that cost start-up time are inside the functions that need them.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,38 +46,22 @@ WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
 """Names that checkpoint_wrapper() and torch.compile put into the names of parameters."""
 
 
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
 def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
-    """Returns the 2-norm [len(tensors)] of each tensor, accumulated in `dtype`, in one kernel launch.
-
-    torch.nn.utils.get_total_norm() is public and cannot accumulate in another dtype.
-    """
+    """Returns the 2-norm [len(tensors)] of each tensor, accumulated in `dtype`, which get_total_norm() cannot."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype))
 
 
-def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies all tensors by a number in place, in one kernel launch.
-
-    torch.nn.utils.clip_grads_with_norm_() is public, but takes parameters and reads a norm of its own.
-    """
-    torch._foreach_mul_(tensors, factor)
+# Multiplies all tensors by a number in place; clip_grads_with_norm_() has parameters and a norm of its own.
+foreach_mul_ = torch._foreach_mul_
 
 
 def wait_tensor(x: Tensor) -> Tensor:
-    """Returns the result of a functional collective once it has arrived.
-
-    AsyncCollectiveTensor waits by itself when it is used; a compiled region does not see that. No public name yet.
-    """
+    """Waits for the result of a functional collective and returns it; a compiled region does not do so by itself."""
     return torch.ops._c10d_functional.wait_tensor(x)
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:
-    """Returns the index in the global tensor at which this rank's shard starts.
-
-    DTensor has no public method for it.
-    """
+    """Returns the index in the global tensor at which this rank's shard starts. DTensor has no public method for it."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -86,53 +69,33 @@ def global_offset(tensor: "DTensor") -> tuple[int, ...]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers that are state, by name.
-
-    nn.Module does not say publicly which of its buffers are persistent: state_dict() has them, and runs the hooks of
-    FSDP and of checkpoint wrappers.
-    """
+    """Yields the persistent buffers by name; state_dict() has them too, and runs the hooks of FSDP and of wrappers."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
 
 
-def innermost_tensor(x: Tensor) -> Tensor:
-    """Returns the plain tensor inside a DTensor or an AsyncCollectiveTensor, without waiting for it.
-
-    DTensor.to_local() waits for the collective, and records a node for autograd.
-    """
+def storage_id(x: Tensor) -> int:
+    """Returns the identity of a tensor's memory. data_ptr() is 0 for fake tensors and those on the meta device."""
+    # Into a DTensor or AsyncCollectiveTensor, without waiting for it as to_local() does.
     while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
         x = inner
-    return x
-
-
-def storage_id(x: Tensor) -> int:
-    """Returns a number that equals for tensors that share memory, also where tensors have no data.
-
-    data_ptr() is public, and 0 for tensors on the meta device and fake tensors.
-    """
-    return innermost_tensor(x).untyped_storage()._cdata
+    return x.untyped_storage()._cdata
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether the tensor has a shape and no data, as in a simulated run. torch.compiler has no such question."""
+    """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Returns a context in which tensors have shapes and no data; real ones may be mixed in.
-
-    torch.device("meta") is public, but hides the device that a collective or a kernel would see.
-    """
+    """Returns a context in which new tensors have no data; torch.device("meta") would hide their device type."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-# --- Operators -------------------------------------------------------------------------------------------------------
 
 
 Operator = torch._ops.OpOverload
@@ -145,10 +108,7 @@ def argument_names(func: Operator) -> list[str]:
 
 
 def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchDispatchMode]) -> None:
-    """Lets a dispatch mode see the operators that a custom op runs, and not only the op.
-
-    CustomOpDef.register_torch_dispatch() is public; the function that the op was made of is not.
-    """
+    """Lets a dispatch mode see the operators inside a custom op, whose own function has no public name."""
 
     def run(mode: TorchDispatchMode, _func: object, _types: object, args: tuple = (), kwargs: dict | None = None):
         with mode:
@@ -157,24 +117,15 @@ def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchD
     operation.register_torch_dispatch(mode_class, run)
 
 
-# --- Modules ---------------------------------------------------------------------------------------------------------
-
-
 def checkpoint_wrapper(module: nn.Module, **options: Any) -> nn.Module:
-    """Returns the module with activation checkpointing around its forward.
-
-    torch.utils.checkpoint.checkpoint() is public, but wraps calls and not modules.
-    """
+    """Returns the module with its forward checkpointed. torch.utils.checkpoint has only a function that wraps calls."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     return checkpoint_wrapper(module, **options)
 
 
 def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Has torch.compile split matrix products next to a collective over this mesh, so that both run at once.
-
-    Source: PyTorch's async tensor parallelism. It has no public switch.
-    """
+    """Makes torch.compile overlap matrix products with collectives over this mesh. There is no public switch."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -182,14 +133,8 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-# --- Process groups --------------------------------------------------------------------------------------------------
-
-
 def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Sends slice r of dimension 0 to rank r, in equal slices; its backward is the reverse exchange.
-
-    torch.distributed.nn.functional.all_to_all_single() is public, but torch.compile cannot trace it.
-    """
+    """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
     return all_to_all_single_autograd(x, None, None, group)
 
 
@@ -198,9 +143,8 @@ def process_group_of(group_name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportArgumentType]
 
 
-def default_store() -> dist.Store:
-    """Returns the key-value store of the default process group. torch.distributed has no public getter."""
-    return dist.distributed_c10d._get_default_store()
+# Returns the key-value store of the default process group. torch.distributed has no public getter.
+default_store = dist.distributed_c10d._get_default_store
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -209,10 +153,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta, *, device_type: str | None = None) -> None:
-    """Sets how long later collectives of the group may take, on all of its devices or on one type of them.
-
-    ProcessGroup.set_timeout() does this for all devices; to be used once 2.13 is the oldest torch that is supported.
-    """
+    """Sets the timeout of later collectives on all or one of the group's device types; set_timeout() is new in 2.13."""
     devices = [torch.device(device_type)] if device_type else [torch.device(kind) for kind in group._device_types]
     for backend in {group._get_backend(device) for device in devices}:
         backend._set_default_timeout(timeout)
@@ -224,10 +165,7 @@ def group_timeout(group: dist.ProcessGroup, *, device: torch.device) -> timedelt
 
 
 def dump_collectives() -> bytes:
-    """Returns the last collectives of this process as JSON, by backend: "gloo", and "nccl" where torch has it.
-
-    TORCH_NCCL_DUMP_ON_TIMEOUT is public; it exists for NCCL only and writes to a file.
-    """
+    """Returns this process's last collectives as JSON by backend; TORCH_NCCL_DUMP_ON_TIMEOUT is for NCCL only."""
     from torch._C import _distributed_c10d
 
     recorders = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # the latter not in torch for CPUs
@@ -236,23 +174,16 @@ def dump_collectives() -> bytes:
 
 
 def init_fake_process_group(*, world_size: int) -> None:
-    """Starts a default process group of which this process is rank 0 and the other ranks do not exist.
-
-    Collectives return at once. The backend "fake" is public by name only; its store belongs to torch's tests.
-    """
+    """Creates a default process group with simulated ranks other than 0; its store belongs to torch's tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
 
 
-# --- Pipelines -------------------------------------------------------------------------------------------------------
-
-
 class PipelineStageFixes(PipelineStage):
-    """Stands before PipelineStage among the bases of a class; makes it work for frozen stages and simulated ranks.
+    """Mixin before PipelineStage that supports stages without gradients (the first `frozen_stages`) and fake ranks.
 
-    The first `frozen_stages` stages get no gradients. The methods that it overrides are named like public ones and are
-    documented nowhere. It can go when torch.distributed.pipelining skips stages without gradients by itself.
+    It overrides undocumented methods, and can go when torch.distributed.pipelining skips stages without gradients.
     """
 
     def __init__(self, *args: Any, frozen_stages: int, **kwargs: Any):
@@ -263,20 +194,18 @@ class PipelineStageFixes(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Runs both halves of backward at once where the input needs no gradient: torch loses those of the weights."""
+        # Both halves at once where the input needs no gradient: torch would lose the gradients of the weights.
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward or self._is_behind_frozen, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Does nothing where both halves of backward have run."""
         if not self._is_behind_frozen:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Returns None where there are no gradients for the previous stage on the same rank; torch asserts some."""
+        # torch asserts that there are gradients for the previous stage on the same rank.
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Does nothing where there is no backward."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -285,11 +214,10 @@ class PipelineStageFixes(PipelineStage):
         return torch.tensor(1) if dist.get_backend() == "fake" else super()._warmup_backward_result(*args, **kwargs)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives nothing on a frozen stage; before 2.13 torch sends gradients to it."""
+        # Before 2.13 torch sends gradients to frozen stages.
         return [] if self._is_frozen else super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends nothing to a frozen stage."""
         if not self._is_behind_frozen:
             return super().get_bwd_send_ops(bwd_chunk_id)
         self.bwd_cache.pop(bwd_chunk_id, None)
@@ -305,29 +233,14 @@ def schedule_from_file(path: str, *, stages: Sequence[Any], **options: Any) -> "
     return schedule
 
 
-# --- Memory ----------------------------------------------------------------------------------------------------------
-
-
-def record_memory_history(*, max_entries: int) -> None:
-    """Starts to record the allocations of CUDA memory. PyTorch documents the private name and has no other."""
-    torch.cuda.memory._record_memory_history(max_entries=max_entries)
-
-
-def stop_memory_history() -> None:
-    """Stops to record the allocations of CUDA memory."""
-    torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def dump_memory_snapshot(path: str) -> None:
-    """Writes the recorded allocations to a file. torch.cuda.memory_snapshot() is public and leaves the history out."""
-    torch.cuda.memory._dump_snapshot(path)
-
-
-# --- torchft ---------------------------------------------------------------------------------------------------------
+# PyTorch documents these private names and has no others; memory_snapshot() is public and leaves the history out.
+record_memory_history = torch.cuda.memory._record_memory_history
+stop_memory_history = partial(record_memory_history, enabled=None)
+dump_memory_snapshot = torch.cuda.memory._dump_snapshot
 
 
 def quorum_id(manager: "torchft.Manager") -> int:
-    """Returns the number of the quorum that the manager is in, -1 before the first. It has no public property."""
+    """Returns the number of the manager's quorum, -1 before the first. It has no public property."""
     return manager._quorum_id
 
 

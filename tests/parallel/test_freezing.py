@@ -182,9 +182,9 @@ def test_a_run_resumes_on_both_sides_of_each_point(corpus, tmp_path):
     for steps in (2, 4, 6, 8):
         output = run("parts", training__steps=steps)
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert "start from zero" not in output
+    assert "starts from zero" not in output
     output = run("parts", training__steps=9, training__freeze_schedule=[])
-    assert "start from zero" in output
+    assert "starts from zero" in output
     assert len(losses(tmp_path / "parts")) == 9
 
 

@@ -1,9 +1,9 @@
 """Exact attention in blocks: causal, within documents, over tokens that need not be contiguous in their row.
 
-A query attends to one range of its row, from the start of its document to itself. A row is therefore cut into blocks of
-queries, each of which is combined with the keys that some query in it attends to, and the full matrix of scores never
-exists. Results of several blocks of keys for the same queries are merged through the logarithm of the sum of
-exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in their order in memory.
+A query attends to one range of its row, from the start of its document to itself. Each block of queries is combined
+with blocks of the keys that some of them attend to, so that the full matrix of scores never exists; results are merged
+through the logarithm of the sum of exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in
+their order in memory.
 
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
 Source: arXiv 2205.14135.
@@ -12,11 +12,12 @@ Source: arXiv 2205.14135.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from torchtitan_clone import torch_compat
 
@@ -43,16 +44,11 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Queries:
-    """A block of queries of some rows; `index` in the row, `place` in memory.
-
-    Attributes:
-        sees_from: no query attends to a key before this one.
-        all_see_from: every query attends to all keys from this one to itself.
-    """
+    """Queries of some rows: none attends to keys before `sees_from`, all of them to those from `all_see_from` on."""
 
     rows: slice
-    index: range
-    place: slice
+    index: range  # in the row
+    place: slice  # in memory
     sees_from: int
     all_see_from: int
 
@@ -153,7 +149,7 @@ def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Te
     if torch_compat.is_fake(like):
         return  # a simulated run computes nothing
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
-    for block in _query_blocks(queries, starts_BT, rows=len(like), most=most_queries):
+    for block in _query_blocks(queries, starts_BT, num_rows=len(like), most=most_queries):
         for offset, piece in _placed(keys):
             stop = min(piece.stop, block.index.stop)
             for first in range(max(piece.start, block.sees_from), stop, most_keys):
@@ -161,24 +157,23 @@ def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Te
                 yield _Block(queries=block, index=index, place=_shifted(index, offset - piece.start))
 
 
-def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: int, most: int) -> Iterator[_Queries]:
+def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, num_rows: int, most: int) -> Iterator[_Queries]:
     # Where documents start is read on the CPU only: on a GPU it would be a host sync, and is left to the mask.
     starts = starts_BT.tolist() if starts_BT is not None and starts_BT.device.type == "cpu" else None
-    # Rows have different masks, which matters as soon as there is more than one block to choose from.
+    # Rows have different masks, which matters only with more than one block of queries.
     by_row = starts is not None and max(map(len, queries)) > most
-    for row_slice in [slice(row, row + 1) for row in range(rows)] if by_row else [slice(0, rows)]:
+    for rows in [slice(row, row + 1) for row in range(num_rows)] if by_row else [slice(0, num_rows)]:
         for offset, piece in _placed(queries):
             for first in range(piece.start, piece.stop, most):
                 index = range(first, min(first + most, piece.stop))
                 place = _shifted(index, offset - piece.start)
-                sees_from, all_see_from = 0, 0 if starts_BT is None else index.stop
+                sees_from = 0
+                all_see_from = 0 if starts_BT is None else index.stop
                 if starts is not None:
                     # Starts only grow along a row.
-                    sees_from = min(row[place.start] for row in starts[row_slice])
-                    all_see_from = max(row[place.stop - 1] for row in starts[row_slice])
-                yield _Queries(
-                    rows=row_slice, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from
-                )  # fmt: skip
+                    sees_from = min(row[place.start] for row in starts[rows])
+                    all_see_from = max(row[place.stop - 1] for row in starts[rows])
+                yield _Queries(rows=rows, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from)
 
 
 def _placed(pieces: Pieces) -> Iterator[tuple[int, range]]:
@@ -216,23 +211,14 @@ def _forward(
     groups = q_BNtH.shape[1] // k_BKsH.shape[1]
     k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
     bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
-    out_BNtH, lse_BNt, *_ = torch_compat.efficient_attention(
-        q_BNtH, k_BNsH, v_BNsH, bias, True, is_causal=causal
-    )  # fmt: skip
+    out_BNtH, lse_BNt, *_ = torch_compat.efficient_attention(q_BNtH, k_BNsH, v_BNsH, bias, True, is_causal=causal)
     return out_BNtH, lse_BNt[..., : q_BNtH.shape[2]]
 
 
 def _backward(
-    grad_BNtH: Tensor,
-    q_BNtH: Tensor,
-    k_BKsH: Tensor,
-    v_BKsH: Tensor,
-    out_BNtH: Tensor,
-    lse_BNt: Tensor,
-    *,
-    bias: Tensor | None,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_BNtH: Tensor, q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, out_BNtH: Tensor, lse_BNt: Tensor, *,
+    bias: Tensor | None, causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns gradients of one block by queries, keys and values; `out` and `lse` may be over more keys."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention_backward(
@@ -259,16 +245,15 @@ def _backward(
 
 
 @torch.library.custom_op("torchtitan_clone::document_attention", mutates_args=())
-def document_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def document_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Returns attention of full rows within the documents that start at `starts_BT`: out [B, T, N, H], lse [B, T, N].
 
     One operator for compilers and checkpointing; its backward recomputes the scores block by block.
     """
-    row, attention = (range(q_BTNH.shape[1]),), empty_attention(q_BTNH)
-    attend_(attention, (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
-    return attention[0].to(q_BTNH.dtype), attention[1]
+    row = (range(q_BTNH.shape[1]),)
+    out_BTNH, lse_BTN = empty_attention(q_BTNH)
+    attend_((out_BTNH, lse_BTN), (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
+    return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
 
 @document_attention.register_fake
@@ -282,7 +267,9 @@ def _document_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, out_BTNH: Tensor,
     lse_BTN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    row, qkv, gradients = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH), Gradients.zeros(q_BTNH, k_BTKH)
+    row = (range(q_BTNH.shape[1]),)
+    qkv = (q_BTNH, k_BTKH, v_BTKH)
+    gradients = Gradients.zeros(q_BTNH, k_BTKH)
     attend_backward_(gradients, grad_BTNH, qkv, (out_BTNH, lse_BTN), queries=row, keys=row, starts_BT=starts_BT)
     q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in gradients)
     return q_grad, k_grad, v_grad
@@ -293,11 +280,11 @@ def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object)
     return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _backward_of_rows(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward_of_rows(ctx: BackwardCFunction, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     return *_document_attention_backward(grad_BTNH, *ctx.saved_tensors), None
 
 

@@ -4,8 +4,7 @@ The loss is a sum over targets; it is later divided by the number of targets in 
 accumulation and every data axis give the gradient of one large batch. Where tensor parallelism shards the output
 projection, each rank holds the logits of its own rows of the vocabulary only.
 
-Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of one chunk,
-N tokens of all rows.
+Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N tokens of all rows.
 """
 
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 IGNORE_INDEX = -100
@@ -70,15 +70,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        vocabulary: Vocabulary,
-        chunks: int,
+        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocabulary: Vocabulary, chunks: int,
         chunk_fn: ChunkFn,
-    ) -> Tensor:
-        losses, hidden_grads, weight_grad_VD = [], [], None
+    ) -> Tensor:  # fmt: skip
+        losses = []
+        hidden_grads = []
+        weight_grad_VD = None
         for hidden_CD, targets_C in zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks), strict=True):
             loss, hidden_grad_CD, chunk_grad_VD = chunk_fn(hidden_CD, weight_VD, targets_C, vocabulary)
             losses.append(loss)
@@ -97,7 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
-    """Returns plain tensors of what tensor parallelism may have sharded: full hidden states, this rank's rows."""
+    """Returns plain tensors where tensor parallelism sharded them: full hidden states, this rank's rows of weights."""
     if not isinstance(weight_VD, DTensor):
         return hidden_BTD, weight_VD, Vocabulary()
     assert isinstance(hidden_BTD, DTensor)
@@ -114,14 +111,16 @@ def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[T
     Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX are skipped.
     `compile_backend` compiles the computation of a chunk; None leaves it eager.
     """
-    train_chunk, eval_chunk = _chunk_loss_and_grads, _chunk_loss
+    train_chunk = _chunk_loss_and_grads
+    eval_chunk = _chunk_loss
     if compile_backend is not None:
         train_chunk = torch.compile(train_chunk, backend=compile_backend)
         eval_chunk = torch.compile(eval_chunk, backend=compile_backend)
 
     def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
         hidden_BTD, weight_VD, vocabulary = _local(hidden_BTD, weight_VD)
-        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        hidden_ND = hidden_BTD.flatten(0, 1)
+        targets_N = targets_BT.flatten()
         chunks = -(-len(targets_N) // chunk_tokens)
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, targets_N, vocabulary, chunks, train_chunk)

@@ -29,15 +29,7 @@ Region = list[tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """What one rank holds of a tensor. Equal shards hold equal numbers.
-
-    Attributes:
-        offset: index in the global tensor at which the shard starts.
-        size: shape of the shard.
-        global_shape: shape of the global tensor.
-        dtype: dtype of both.
-        device_type: device of the shard, "cpu" or "cuda".
-    """
+    """What one rank holds: a region of `size` at `offset` of the global tensor. Equal shards hold equal values."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]

@@ -1,8 +1,7 @@
 """One tensor assembled from pieces of others: slices, stacks along a new dimension, transposes, interleaved halves.
 
-A layout is a declaration: for each target tensor, the sources that hold its values. From it follow both directions,
-and what a box of the target, such as a rank's shard, needs of each source. Here the targets are a model's tensors and
-the sources those in a file of another format.
+A layout declares the sources that hold the values of each target tensor. It serves both directions, and says what a
+box of the target, such as a rank's shard, needs of each source. Targets are a model's tensors, sources those of a file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +24,10 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A source, and the values that it shares with the target: `target[to] == source[of].transpose(*transpose)`.
+    """A source of this name and shape, of which `target[to] == source[of].transpose(*transpose)`.
 
-    Attributes:
-        source: name of the source tensor.
-        shape: its complete shape.
-        of: which of its values; all by default.
-        to: where they are in the target; everywhere by default.
-        transpose: two dimensions of `source[of]` that are exchanged.
+    Without `of` it is all of the source, without `to` all of the target, without `transpose` the order of dimensions is
+    the same.
     """
 
     source: str
@@ -53,8 +48,13 @@ class Piece:
 
     def overlap(self, shape: Sequence[int], *, offset: Sequence[int], size: Sequence[int]) -> "Overlap | None":
         """Returns what the source shares with a box of the target of that shape; None where it shares nothing."""
-        target, source = _places(self.to, shape), _places(self.of, self.shape)
-        pairs = list(zip(_kept_dims(self.to, shape), self._source_dims(), strict=True))
+        target = _places(self.to, shape)
+        source = _places(self.of, self.shape)
+        source_dims = _kept_dims(self.of, self.shape)
+        if self.transpose is not None:
+            a, b = self.transpose
+            source_dims[a], source_dims[b] = source_dims[b], source_dims[a]
+        pairs = list(zip(_kept_dims(self.to, shape), source_dims, strict=True))
         assert all(len(target[d]) == len(source[s]) for d, s in pairs), f"{self} does not fit into {list(shape)}"
         for dim, places in enumerate(target):
             first, last = _within(places, start=offset[dim], stop=offset[dim] + size[dim])
@@ -63,19 +63,8 @@ class Piece:
             target[dim] = range(places[first] - offset[dim], places[last - 1] - offset[dim] + 1, places.step)
             for _, source_dim in (pair for pair in pairs if pair[0] == dim):
                 source[source_dim] = source[source_dim][first:last]
-        return Overlap(
-            target=_index(target, given=self.to),
-            source=_index(source, given=self.of),
-            transpose=self.transpose,
-        )
-
-    def _source_dims(self) -> list[int]:
-        """Dimensions of the source in the order in which `to` has them."""
-        dims = _kept_dims(self.of, self.shape)
-        if self.transpose is not None:
-            a, b = self.transpose
-            dims[a], dims[b] = dims[b], dims[a]
-        return dims
+        target_index = _index(target, given=self.to)
+        return Overlap(target=target_index, source=_index(source, given=self.of), transpose=self.transpose)
 
 
 Pieces = Mapping[str, Sequence[Piece]]
@@ -99,7 +88,7 @@ class Overlap:
         return self._ordered(source[self.source])
 
     def read(self, source: Sliceable) -> Tensor:
-        """Reads the values from a file, in the target's order of dimensions; reads their bounding box, no more."""
+        """Reads the bounding box of the values from a file; returns them in the target's order of dimensions."""
         box = source[tuple(slice(i, i + 1) if isinstance(i, int) else slice(i.start, i.stop) for i in self.source)]
         # Not every file reader can skip values.
         return self._ordered(box[tuple(0 if isinstance(i, int) else slice(None, None, i.step) for i in self.source)])
@@ -109,12 +98,9 @@ class Overlap:
 
 
 def _places(index: Index, shape: Sequence[int]) -> list[range]:
-    """Positions in each dimension."""
     complete = (*index, *[slice(None)] * (len(shape) - len(index)))
-    return [
-        range(i, i + 1) if isinstance(i, int) else range(*i.indices(size))
-        for i, size in zip(complete, shape, strict=True)
-    ]
+    pairs = zip(complete, shape, strict=True)
+    return [range(i, i + 1) if isinstance(i, int) else range(*i.indices(size)) for i, size in pairs]
 
 
 def _kept_dims(index: Index, shape: Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: recompute in backward what would be costly to keep.
+"""Activation checkpointing: recomputes in backward what would take much memory to keep.
 
 Source: arXiv 1604.06174; selective, arXiv 2205.05198.
 """
@@ -17,42 +17,38 @@ from torchtitan_clone.torch_compat import checkpoint_wrapper
 
 
 class KeptOperations(Protocol):
-    """What selective checkpointing per operation keeps, as the model's family says."""
+    """What selective checkpointing per operation keeps: results of `always`, and every second one of `alternating`."""
 
     @property
-    def always(self) -> Set[object]:
-        """Operations whose results cost much to compute for their size."""
-        ...
-
+    def always(self) -> Set[object]: ...
     @property
-    def alternating(self) -> Set[object]:
-        """Operations of which every second one is recomputed: half the memory for half the work."""
-        ...
+    def alternating(self) -> Set[object]: ...
 
 
 def apply_activation_checkpointing(
     layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations
 ) -> None:
     """Wraps the blocks that `config` selects, in place."""
-    every = 1 if config.mode == "full" or config.selective_ac_option == "op" else int(config.selective_ac_option)
+    if config.mode == "none":
+        return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
+    every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
     wrap = partial(checkpoint_wrapper, context_fn=partial(_selective_context, kept)) if per_op else checkpoint_wrapper
     for index, (name, block) in enumerate(list(layers.items())):
-        if config.mode != "none" and index % every == 0:
+        if index % every == 0:
             layers[name] = wrap(block, preserve_rng_state=True)
 
 
 def _selective_context(kept: KeptOperations):
     always = kept.always | {torch.ops.torchtitan_clone.context_attention.default}
-    products = {"forward": 0, "recompute": 0}
+    counts = {"forward": 0, "recompute": 0}
 
     def policy(ctx, op, *args, **kwargs):
+        keep = op in always
         if op in kept.alternating:
             phase = "recompute" if ctx.is_recompute else "forward"
-            products[phase] += 1
-            keep = products[phase] % 2 == 1
-        else:
-            keep = op in always
+            counts[phase] += 1
+            keep = counts[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

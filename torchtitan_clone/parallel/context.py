@@ -1,17 +1,18 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
 Three methods: "allgather" gathers the keys and values of all ranks; "alltoall" exchanges queries, keys and values for
-full sequences of fewer heads; "ring" passes keys and values around a ring while attention over the present ones is
+full sequences of fewer heads; "ring" passes keys and values around a ring while attention over those at hand is
 computed. The batch is sharded when it is loaded, see `local_tokens`.
 
 Under causal attention late tokens cost more than early ones. Each sequence is therefore cut into two chunks per rank,
-and a rank holds one chunk from the front and the mirrored one from the back. Exchanging heads needs no such balancing.
+and a rank holds one chunk from the front and the mirrored one from the back. "alltoall" needs no such balancing.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2309.14509 (heads), 2310.01889 (ring).
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,7 @@ def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> lis
     return [range(chunk * size, (chunk + 1) * size) for chunk in (rank, 2 * degree - 1 - rank)]
 
 
-def apply_context_parallel(model: Any, *, mesh: DeviceMesh, method: Method) -> None:
+def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method) -> None:
     """Replaces the attention of all blocks in place; the model then gets this rank's tokens of each row.
 
     It still gets the documents of full rows, since keys on other ranks belong to them too.
@@ -48,13 +49,12 @@ def apply_context_parallel(model: Any, *, mesh: DeviceMesh, method: Method) -> N
     group = mesh.get_group()
     if method != "alltoall":
         model.attention_mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
-    for block in model.layers.values():
-        attention = block.attention
-        attention.core = (
-            HeadExchange(attention.core, group=group)
-            if method == "alltoall"
-            else KeyExchange(group_name=group.group_name, exchange=method)
-        )
+    for block in model.get_submodule("layers").children():
+        attention = block.get_submodule("attention")
+        if method == "alltoall":
+            attention.core = HeadExchange(attention.get_submodule("core"), group=group)
+        else:
+            attention.core = KeyExchange(group_name=group.group_name, exchange=method)
 
 
 class LocalStarts(nn.Module):
@@ -62,16 +62,14 @@ class LocalStarts(nn.Module):
 
     def __init__(self, *, rank: int, degree: int, method: Method):
         super().__init__()
-        self._rank = rank
-        self._degree = degree
-        self._method: Method = method
+        self._local_tokens = partial(local_tokens, rank=rank, degree=degree, method=method)
 
     def forward(self, documents_BS: Tensor | None) -> Tensor | None:
         """Maps documents of full rows [B, R T] to starts [B, T]; None, which is causal attention, gives None."""
         if documents_BS is None:
             return None
         starts_BS = document_starts(documents_BS)
-        pieces = local_tokens(documents_BS.shape[1], rank=self._rank, degree=self._degree, method=self._method)
+        pieces = self._local_tokens(documents_BS.shape[1])
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
@@ -85,19 +83,16 @@ class HeadExchange(nn.Module):
         self._degree = group.size()
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object) -> Tensor:
-        """Returns [B, T, N, H]; `mask` is that of full sequences."""
+        """Returns [B, T, N, H]; `mask` is for full sequences."""
         slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
         heads = [x.shape[3] for x in slices]
-        # One exchange for all three: rank r gets the r-th slice of the heads of each.
+        # One exchange for all three: rank r receives the r-th slice of the heads of each.
         packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
-        sequences = self._exchange(packed_RBThH).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        exchange = partial(all_to_all_with_gradient, group=self._group)
+        sequences = exchange(packed_RBThH.contiguous()).permute(1, 0, 2, 3, 4).flatten(1, 2)
         out = self.core(*sequences.split(heads, dim=2), mask)
-        out_RBThH = self._exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1))
+        out_RBThH = exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1).contiguous())
         return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-    def _exchange(self, x_R: Tensor) -> Tensor:
-        """Sends slice r of dimension 0 to rank r; returns the received slices in the order of their ranks."""
-        return all_to_all_with_gradient(x_R.contiguous(), group=self._group)
 
 
 class KeyExchange(nn.Module):
@@ -121,7 +116,7 @@ def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Ten
 
 
 def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yields the same one after another around the ring; the next ones are in flight while the caller computes."""
+    """Yields the same from rank to rank around the ring; the next ones are in flight while the caller computes."""
     rank = group.rank()
     degree = group.size()
     for step in range(degree - 1):
@@ -135,9 +130,8 @@ def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     """Starts to send one tensor and to receive another of the same shape."""
     arriving = torch.empty_like(x)
-    degree = group.size()
-    send = dist.P2POp(dist.isend, x, group=group, group_peer=to % degree)
-    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % degree)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
 
 
@@ -147,7 +141,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over ranks of the gradients that each of them has for this rank's keys and values."""
+    """Returns the sum over ranks of their gradients for this rank's keys and values."""
     by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
     total = torch.empty_like(by_rank[0])
     dist.reduce_scatter(total, by_rank, group=group)
@@ -155,7 +149,7 @@ def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.Process
 
 
 def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """Returns the same; each gradient is sent to the rank that owns it while the next one is computed."""
+    """Returns the same sum; each gradient is sent to the rank that owns it while the next one is computed."""
     rank = group.rank()
     _, total = next(gradients)
     arriving = total
@@ -168,10 +162,9 @@ def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup
     return total + arriving
 
 
+# How keys and values of other ranks are received, and how their gradients are sent back.
 _FETCH = {"allgather": _all_gather, "ring": _pass_around}
-"""How keys and values of other ranks are received."""
 _RETURN = {"allgather": _reduce_scatter, "ring": _send_back}
-"""How their gradients are sent back."""
 
 
 def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
@@ -218,10 +211,9 @@ def context_attention_backward(
         for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             keys = _pieces(q_BTNH, group, rank)
-            gradients = Gradients(q_grad_BTNH, kv_grad[0], kv_grad[1])
-            attend_backward_(
-                gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT
-            )  # fmt: skip
+            gradients = Gradients(q_grad_BTNH, *kv_grad)
+            qkv = (q_BTNH, k, v)
+            attend_backward_(gradients, grad_BTNH, qkv, attention, queries=queries, keys=keys, starts_BT=starts_BT)
             yield rank, kv_grad
 
     # Copies, because outputs of an operator must not share memory.

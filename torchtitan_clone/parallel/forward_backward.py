@@ -34,9 +34,8 @@ class Rows(Protocol):
 class StepOutput:
     """What one forward and backward returns, detached: this rank's share, to be summed over the ranks of the loss.
 
-    Attributes:
-        loss: sum of the loss over this rank's tokens, divided by the targets of the global batch. []
-        auxiliary: the same for each auxiliary term of the model, by name and without its coefficient. []
+    `loss` [] is the sum over this rank's tokens, divided by the number of targets of the global batch; `auxiliary` is
+    the same [] for each auxiliary term of the model by name, without its coefficient.
     """
 
     loss: Tensor
@@ -44,27 +43,21 @@ class StepOutput:
 
 
 class ForwardBackward(Protocol):
-    """Runs micro-batches forward and, unless gradients are off, backward.
+    """Runs micro-batches forward and, unless gradients are off as in validation, backward.
 
-    Accumulates in the parameters the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, where
-    loss and terms are sums over tokens. With gradients off it is validation.
+    Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, all sums over tokens.
     """
 
     def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput: ...
 
 
 def auxiliary_terms(model: nn.Module) -> Mapping[str, float]:
-    """Returns the coefficient of each auxiliary term by name, in the order in which the model returns their sums.
-
-    A model without the attribute `auxiliary` has none.
-    """
-    terms = getattr(model, "auxiliary", {})
-    assert isinstance(terms, Mapping)
-    return terms
+    """Returns the coefficient of each auxiliary term (`model.auxiliary`, if any), in the order of the model's sums."""
+    return getattr(model, "auxiliary", {})
 
 
 class Objective:
-    """Turns what a model returns with a loss function into the scalar that backward starts from, and adds it up.
+    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step.
 
     A model without auxiliary terms returns the loss [], another one the loss and the terms [1 + A]; all are sums.
     """
@@ -72,13 +65,12 @@ class Objective:
     def __init__(self, auxiliary: Mapping[str, float], *, device: torch.device):
         self._names = list(auxiliary)
         self._weights = torch.tensor([1.0, *auxiliary.values()], device=device)
-        self._shape = (1 + len(auxiliary),) if auxiliary else ()
         self._num_targets = 1
-        self._total = torch.zeros(self._shape, device=device)
+        self._total = torch.zeros((1 + len(auxiliary),) if auxiliary else (), device=device)
         self._means_of_pass: list[Tensor] = []
 
     def begin_step(self, *, num_targets: int) -> None:
-        """Starts from zero; what is added from now on is divided by `num_targets`."""
+        """Resets the totals; the sums of this step are divided by `num_targets`."""
         self._num_targets = num_targets
         self._total = torch.zeros_like(self._total)
         self._means_of_pass = []
@@ -90,7 +82,7 @@ class Objective:
         return means @ self._weights if self._names else means
 
     def end_pass(self) -> None:
-        """Ends a pass of one micro-batch or of several; a rank without the last pipeline stage has none."""
+        """Ends a pass of one or several micro-batches; a rank without the last pipeline stage has none."""
         if self._means_of_pass:
             self._total += reduce(torch.add, self._means_of_pass)
             self._means_of_pass = []
@@ -104,7 +96,7 @@ class Objective:
 
 
 def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
-    """Returns the plain step: the full model on this rank, one micro-batch after the other."""
+    """Returns the step for a model that is complete on this rank, one micro-batch after the other."""
     objective = Objective(auxiliary_terms(model), device=device)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
@@ -114,12 +106,9 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
                 # Gradients are reduced over ranks once, after the last micro-batch.
                 model.set_requires_gradient_sync(is_last)
             sums = model(
-                rows.tokens_BT,
-                positions_BT=rows.positions_BT,
-                documents_BT=rows.documents_BT,
-                targets_BT=rows.targets_BT,
-                loss_fn=loss_fn,
-            )
+                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT,
+                targets_BT=rows.targets_BT, loss_fn=loss_fn,
+            )  # fmt: skip
             mean = objective.add(sums)
             if torch.is_grad_enabled():
                 mean.backward()

@@ -1,85 +1,82 @@
-"""Data parallelism with FSDP2: weights, gradients and optimizer state are shards of the `fsdp` mesh."""
+"""Data parallelism with FSDP2: shards weights, gradients and optimizer state over the `fsdp` mesh."""
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
 
 
 class FSDPGroup(Protocol):
-    """Modules whose weights are gathered and freed together."""
+    """Modules whose weights are gathered and freed together; `is_lookup`: backward does not read its weights."""
 
     @property
     def modules(self) -> Sequence[nn.Module]: ...
     @property
-    def is_block(self) -> bool:
-        """Whether it is a block, whose weights can be prefetched by the blocks before it."""
-        ...
-
+    def is_block(self) -> bool: ...
     @property
-    def starts_backward(self) -> bool:
-        """Whether backward starts with it."""
-        ...
-
+    def starts_backward(self) -> bool: ...
     @property
-    def is_lookup(self) -> bool:
-        """Whether its backward does not read its weights."""
-        ...
+    def is_lookup(self) -> bool: ...
 
 
-def apply_fsdp(model: Any, *, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Shards the groups of modules that the model names, in place.
+def apply_fsdp(
+    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, training: Training, parallelism: Parallelism
+) -> None:
+    """Shards the groups of modules and then the rest of the model, in place.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by the number of targets of all ranks.
     """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, training.mixed_precision_param),
-            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-            cast_forward_inputs=False,
-        ),
-    }
-    if training.enable_cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, training.mixed_precision_param),
+        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+        cast_forward_inputs=False,
+    )
+    on_cuda = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
     choice = parallelism.fsdp_reshard_after_forward
-    # A pipeline's stage is used by many micro-batches, and would be gathered anew for each.
+    # Each of many micro-batches would gather the weights of a pipeline stage again.
     reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
-    groups: Sequence[FSDPGroup] = model.fsdp_groups()
     for group in groups:
-        # What starts backward would only be gathered twice.
+        # Weights that backward needs first would be gathered again at once.
         reshard_group = choice == "always" if group.starts_backward else reshard
         modules = list(group.modules)
-        fully_shard(modules if modules[1:] else modules[0], reshard_after_forward=reshard_group, **options)
+        shard(modules if modules[1:] else modules[0], reshard_after_forward=reshard_group)
         if group.is_lookup:
             cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
-    fully_shard(model, reshard_after_forward=reshard, **options)
+    shard(model, reshard_after_forward=reshard)
     _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
-    # Under tensor parallelism the embedding returns a view; it matters to in-place operations, and there are none.
+    # Under tensor parallelism the embedding returns a view; only in-place operations would have to know.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum; a plain one is exact with a factor of one.
             module.set_force_sum_reduction_for_comms(True)
-            if not any(parameter.requires_grad for parameter in cast("nn.Module", module).parameters()):
-                # Else the backward of the block behind gathers frozen weights ahead, for nothing.
+            if not _is_trained(module):
+                # Else the backward of the block above prefetches frozen weights for nothing.
                 module.set_unshard_in_backward(False)
 
 
-def _prefetch(blocks: list[Any], *, count: int) -> None:
-    """Has every block gather the weights of the `count` that follow it, in the order of forward and of backward."""
-    trained = [block for block in blocks if any(parameter.requires_grad for parameter in block.parameters())]
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _prefetch(blocks: list[nn.Module], *, count: int) -> None:
+    """Makes every block gather the weights of the next `count` ones, in the order of forward and of backward."""
+    trained = [block for block in blocks if _is_trained(block)]
     for set_prefetch, order in (
-        ("set_modules_to_forward_prefetch", blocks),
-        ("set_modules_to_backward_prefetch", trained[::-1]),
+        (FSDPModule.set_modules_to_forward_prefetch, blocks),
+        (FSDPModule.set_modules_to_backward_prefetch, trained[::-1]),
     ):
-        for index, block in enumerate(order):
-            if following := order[index + 1 : index + 1 + count]:
-                getattr(block, set_prefetch)(following)
+        modules = cast("list[FSDPModule]", order)
+        for index, block in enumerate(modules):
+            if following := modules[index + 1 : index + 1 + count]:
+                set_prefetch(block, following)

@@ -21,7 +21,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     gradients = [p.grad for p in parameters if p.grad is not None]
     local = [local_shard(gradient) for gradient in gradients]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    if local:  # a rank whose blocks are all frozen has none
+    if local:  # empty on a rank whose blocks are all frozen
         # In fp32 torch's norm of a large tensor on CPU is off by 1e-5, differently for each way of sharding.
         norms = foreach_norms(local, dtype=torch.float64)
         # Replicas count once, so that one sum over all ranks is enough for every mesh.
@@ -36,7 +36,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
 
 
 def _num_replicas(gradient: Tensor) -> int:
-    """Returns how many ranks hold the same shard of this gradient."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -44,7 +43,7 @@ def _num_replicas(gradient: Tensor) -> int:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Returns the sum of each number over all ranks; a collective on the CPU, so that no device waits for it."""
+    """Returns the sum of each number over all ranks; a collective on the CPU, without a host sync."""
     if dist.get_world_size() == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Initializes weights as a pure function of (seed, parameter name, position in the parameter).
 
-A parameter is divided into blocks of rows. Each block is drawn from a generator of its own, on the CPU, and a rank
-draws only the blocks that overlap its shard: every mesh and every device starts from the same bits, and no rank holds
-more than its own shard and one block.
+A parameter is divided into blocks of rows. Each block has its own generator, on the CPU, and a rank samples only the
+blocks that overlap its shard: initial values are bit-identical for every mesh and device, and a rank needs memory for
+its shard and one block.
 """
 
 import hashlib
@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
+StdOf = Callable[[str], float | None]
+"""Returns the standard deviation by the parameter's name; None fills with ones."""
 
 
-def init_weights(
-    named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: Callable[[str], float | None]
-) -> None:
-    """Fills the parameters in place with a normal distribution, clamped at three standard deviations.
-
-    `std_of` returns the standard deviation by name; None fills with ones.
-    """
+def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf) -> None:
+    """Fills the parameters in place with a normal distribution, clamped at three standard deviations."""
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)

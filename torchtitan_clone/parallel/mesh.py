@@ -1,10 +1,8 @@
-"""Builds the device mesh.
+"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses.
 
-One mesh with five named axes, each of which may have size 1, and the views of it that the rest of the program uses. All
-are built once, because slicing a DeviceMesh again creates process groups again.
+All are built once, because slicing a DeviceMesh again creates process groups again.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -21,16 +19,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The mesh and its views.
+    """The mesh of all five axes (`world`) and its views.
 
-    Attributes:
-        world: all five axes.
-        fsdp: the axis that FSDP2 shards parameters over: dp_shard and cp as one, under HSDP after dp_replicate.
-        tp: the axis that matrices are sharded over.
-        cp: the axis that sequences are sharded over.
-        pp: the axis that layers are spread over.
-        is_loss_leader: True on exactly one of the ranks that compute the loss of the same tokens.
-        groups: the process groups that were created for it.
+    `fsdp` is the axis that FSDP2 shards parameters over: dp_shard and cp as one, under HSDP after dp_replicate.
+    `is_loss_leader` is True on exactly one of the ranks that compute the loss of the same tokens.
     """
 
     world: DeviceMesh
@@ -44,13 +36,12 @@ class Mesh:
     def group_names(self) -> dict[str, str]:
         """Returns the axis of each process group by torch's name of the group; "world" for the default group.
 
-        torch has one group for axes with the same ranks; it gets the name of the first.
+        torch has one group for axes with the same ranks; this gives it the name of the last.
         """
-        names: dict[str, str] = {_default_group().group_name: "world"}
-        fsdp = ("dp_replicate", "fsdp") if self.fsdp.ndim > 1 else ("fsdp",)
-        for axes, view in ((fsdp, self.fsdp), (("tp",), self.tp), (("cp",), self.cp), (("pp",), self.pp)):
-            names |= {group.group_name: axis for axis, group in zip(axes, view.get_all_groups(), strict=True)}
-        return names
+        assert dist.group.WORLD is not None
+        groups = [dist.group.WORLD, *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
+        axes = ["world", *(["dp_replicate"] if self.fsdp.ndim > 1 else []), "fsdp", "tp", "cp", "pp"]
+        return {group.group_name: axis for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True)}
 
     def close(self) -> None:
         """Destroys the process groups of all axes; models built on the mesh cannot run any more."""
@@ -65,22 +56,22 @@ def batch_rank(degrees: Degrees, *, rank: int) -> int:
 
 
 def context_rank(degrees: Degrees, *, rank: int) -> int:
-    """Returns the index of this rank on the cp axis, which holds some tokens of each sequence."""
+    """Returns the index of this rank on the cp axis, whose ranks hold different tokens of each sequence."""
     return _coordinate(degrees, rank=rank)["cp"]
 
 
 def describe_mesh(degrees: Degrees) -> str:
     """Returns the mesh as text: one line per rank, or for many ranks the first ones and the last."""
-    world_size = prod(getattr(degrees, axis) for axis in AXES)
-    shown = [axis for axis in AXES if getattr(degrees, axis) > 1]
-    sizes = " x ".join(f"{axis} {getattr(degrees, axis)}" for axis in shown) or "one rank"
-    lines = [f"{world_size} ranks = {sizes}" if shown else sizes]
-    for rank in range(world_size if shown else 0):
+    sizes = {axis: size for axis in AXES if (size := getattr(degrees, axis)) > 1}
+    if not sizes:
+        return "one rank"
+    world_size = prod(sizes.values())
+    lines = [f"{world_size} ranks = " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())]
+    for rank in range(world_size):
         if rank < 8 or rank == world_size - 1:
-            coordinates = ", ".join(f"{axis} {_coordinate(degrees, rank=rank)[axis]}" for axis in shown)
-            lines.append(
-                f"  rank {rank}: {coordinates}; reads slice {batch_rank(degrees, rank=rank)} of {degrees.data}"
-            )
+            coordinates = ", ".join(f"{axis} {_coordinate(degrees, rank=rank)[axis]}" for axis in sizes)
+            data_slice = f"{batch_rank(degrees, rank=rank)} of {degrees.data}"
+            lines.append(f"  rank {rank}: {coordinates}; reads slice {data_slice}")
         elif rank == 8:
             lines.append("  ...")
     return "\n".join(lines)
@@ -98,17 +89,18 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
 
     `loss_rank` is the rank of the pipeline axis that computes the loss.
     """
-    names = _names_of_next_mesh()
+    # torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
+    number = next(_numbers)
+
+    def names(*axes: str) -> tuple[str, ...]:
+        return tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)
+
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
     world = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
     coordinate = _coordinate(degrees, rank=world.get_rank())
-    # The same ranks in the same order, with dp_shard and cp as one axis: slicing an axis that was flattened later is
-    # deprecated in torch.
-    parameters = init_device_mesh(
-        device_type,
-        (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp),
-        mesh_dim_names=names("pp", "dp_replicate", "fsdp", "tp"),
-    )
+    # A second mesh with dp_shard and cp as one axis: slicing an axis that was flattened later is deprecated in torch.
+    shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
+    parameters = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "fsdp", "tp"))
     groups = [*world.get_all_groups(), *parameters.get_all_groups()]
     return Mesh(
         world=world,
@@ -117,20 +109,5 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         cp=world[names("cp")],
         pp=world[names("pp")],
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
-        groups=tuple(dict.fromkeys(group for group in groups if group is not _default_group())),
+        groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
-def _names_of_next_mesh() -> Callable[..., tuple[str, ...]]:
-    """Returns a function that gives axes names that no mesh of this process had before.
-
-    torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
-    """
-    number = next(_numbers)
-    return lambda *axes: tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)

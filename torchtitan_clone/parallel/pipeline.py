@@ -1,16 +1,14 @@
-"""Pipeline parallelism: the layers of the model are spread over ranks, and micro-batches pass through them in turn.
+"""Pipeline parallelism: spreads the layers of the model over ranks, through which micro-batches pass in turn.
 
-torch.distributed.pipelining runs the schedule; here are the stages that it runs, and the time that ranks wait. Its
-import takes half a second, so this file is imported only where there is a pipeline.
+torch.distributed.pipelining runs the schedule. Importing it takes half a second, so only pipelines import this file.
 
 Legend: B batch rows, T tokens, D model, A auxiliary terms of the model.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +17,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.parallel.forward_backward import (
-    ForwardBackward,
-    LossFn,
-    Objective,
-    Rows,
-    StepOutput,
-    auxiliary_terms,
-)
+from torchtitan_clone.parallel import forward_backward
+from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages
 from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
@@ -49,105 +41,65 @@ def build_pipelined_forward_backward(
     dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> ForwardBackward:
+) -> forward_backward.ForwardBackward:
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
     `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients
     stop at the first `frozen_stages` stages.
     """
-    auxiliary = auxiliary_terms(model_parts[0])
+    auxiliary = forward_backward.auxiliary_terms(model_parts[0])
     objective = Objective(auxiliary, device=device)
+    own_stages = stages.of_rank(mesh.pp.get_local_rank())
+    size = parallelism.pipeline_parallel_microbatch_size
     count = len(stages.ranks)
 
-    @cache
+    @cache  # torch's schedules keep the buffers of their first use
     def schedule_for(rows: int, tokens: int, trains: bool) -> PipelineSchedule:
-        # One for each shape, and one for each of training and validation: torch's keep the buffers of their first use.
-        size = parallelism.pipeline_parallel_microbatch_size
-        tensors = _StageTensors(
-            tokens_shape=(size, tokens),
-            hidden_shape=(size, tokens // mesh.tp.size(), dim),
-            dtype=dtype,
-            num_terms=len(auxiliary),
-            num_stages=count,
-            frozen_stages=frozen_stages if trains else count,
-        )
+        def inputs_of(stage: int) -> tuple[Tensor, ...]:
+            """Returns meta tensors like the inputs of a stage; of stage `count`, like the output of the last one."""
+            if stage == 0:
+                return (torch.empty(size, tokens, dtype=torch.int64, device="meta"),)
+            terms = len(auxiliary)
+            empty = partial(torch.empty, device="meta", requires_grad=trains and stage > frozen_stages)
+            if stage == count:
+                return (empty((1 + terms,) if terms else ()),)
+            hidden_BTD = empty(size, tokens // mesh.tp.size(), dim, dtype=dtype)
+            return (hidden_BTD, empty(terms)) if terms else (hidden_BTD,)
+
         pipeline_stages: list[PipelineStage] = [
             _Stage(
-                module,
-                index,
-                count,
-                device,
-                input_args=tensors.inputs_of(index),
-                output_args=tensors.outputs_of(index),
-                group=mesh.pp.get_group(),
-                frozen_stages=frozen_stages,
+                module, index, count, device, input_args=inputs_of(index), output_args=inputs_of(index + 1),
+                group=mesh.pp.get_group(), frozen_stages=frozen_stages,
             )
-            for index, module in zip(stages.of_rank(mesh.pp.get_local_rank()), model_parts, strict=True)
-        ]
-        return _build_schedule(
-            pipeline_stages, parallelism=parallelism, microbatches=rows // size, objective=objective.add
-        )
+            for index, module in zip(own_stages, model_parts, strict=True)
+        ]  # fmt: skip
+        return _build_schedule(pipeline_stages, parallelism=parallelism, microbatches=rows // size, loss=objective.add)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         trains = torch.is_grad_enabled()
         objective.begin_step(num_targets=num_targets)
         for rows in microbatches:
             schedule = schedule_for(*rows.tokens_BT.shape, trains)
-            inputs: dict[str, Any] = {
-                "positions_BT": rows.positions_BT,
-                "targets_BT": rows.targets_BT,
-                "loss_fn": loss_fn,
-            }
-            if rows.documents_BT is not None:
-                inputs["documents_BT"] = rows.documents_BT
             step = schedule.step if trains else schedule.eval
-            step(rows.tokens_BT, target=rows.targets_BT, return_outputs=False, **inputs)
+            # The schedule splits only tensors into micro-batches, not None.
+            documents: dict[str, Any] = {} if rows.documents_BT is None else {"documents_BT": rows.documents_BT}
+            step(
+                rows.tokens_BT, target=rows.targets_BT, return_outputs=False, positions_BT=rows.positions_BT,
+                targets_BT=rows.targets_BT, loss_fn=loss_fn, **documents,
+            )  # fmt: skip
             objective.end_pass()
         return objective.output()
 
     return run
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StageTensors:
-    """Shapes and dtypes of what one micro-batch passes between stages, as tensors on the meta device."""
-
-    tokens_shape: tuple[int, int]
-    hidden_shape: tuple[int, int, int]
-    dtype: torch.dtype
-    num_terms: int
-    num_stages: int
-    frozen_stages: int
-
-    def inputs_of(self, stage: int) -> tuple[Tensor, ...]:
-        """Returns the tokens [B, T] for the first stage; for others hidden_BTD, and sums_A if there are terms."""
-        if stage == 0:
-            return (torch.empty(self.tokens_shape, dtype=torch.int64, device="meta"),)
-        return self.outputs_of(stage - 1)
-
-    def outputs_of(self, stage: int) -> tuple[Tensor, ...]:
-        """Returns what the next stage gets; for the last stage the loss [], or the loss and the terms [1 + A]."""
-        has_gradient = stage >= self.frozen_stages
-        if stage == self.num_stages - 1:
-            shape = (1 + self.num_terms,) if self.num_terms else ()
-            return (torch.empty(shape, device="meta", requires_grad=has_gradient),)
-        hidden_BTD = torch.empty(self.hidden_shape, dtype=self.dtype, device="meta", requires_grad=has_gradient)
-        if not self.num_terms:
-            return (hidden_BTD,)
-        return hidden_BTD, torch.empty(self.num_terms, device="meta", requires_grad=has_gradient)
-
-
 def _build_schedule(
-    stages: list[PipelineStage],
-    *,
-    parallelism: Parallelism,
-    microbatches: int,
-    objective: Callable[[Tensor], Tensor],
+    stages: list[PipelineStage], *, parallelism: Parallelism, microbatches: int, loss: Callable[[Tensor], Tensor]
 ) -> PipelineSchedule:
     # The objective is a sum already, so that gradients are not to be divided.
     options: dict[str, Any] = {
         "n_microbatches": microbatches,
-        "loss_fn": lambda sums, _target: objective(sums),
+        "loss_fn": lambda sums, _target: loss(sums),
         "scale_grads": False,
     }
     if path := parallelism.pipeline_parallel_schedule_csv:
@@ -157,14 +109,12 @@ def _build_schedule(
 
 
 def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) -> str:
-    """Describes the pipeline in one line, for passes of `rows` rows. Raises ConfigError as bubble_fraction()."""
+    """Returns one line about the pipeline, for passes of `rows` rows. Raises ConfigError as bubble_fraction()."""
     name = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
     microbatches = rows // parallelism.pipeline_parallel_microbatch_size
     idle = bubble_fraction(parallelism, stages=stages, microbatches=microbatches)
-    return (
-        f"{name}, {len(stages.ranks)} stages on {parallelism.pipeline_parallel_degree} ranks, {microbatches} "
-        f"micro-batches a pass: bubble {idle:.1%}"
-    )
+    places = f"{len(stages.ranks)} stages on {parallelism.pipeline_parallel_degree} ranks"
+    return f"{name}, {places}, {microbatches} micro-batches a pass: bubble {idle:.1%}"
 
 
 def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
@@ -183,83 +133,56 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
         for stage in stages.of_rank(0)
     ]
     try:
-        schedule = _build_schedule(
-            cast("list[PipelineStage]", stand_ins),
-            parallelism=parallelism,
-            microbatches=microbatches,
-            objective=torch.sum,
-        )
+        planned = cast("list[PipelineStage]", stand_ins)
+        schedule = _build_schedule(planned, parallelism=parallelism, microbatches=microbatches, loss=torch.sum)
         assert isinstance(schedule, PipelineScheduleMulti)
-        return _bubble_fraction(schedule.pipeline_order, last_stage=len(stages.ranks) - 1)
+        orders = {
+            rank: [
+                (one.computation_type.value, one.stage_index, one.microbatch_index)
+                for action in order
+                if action is not None
+                for one in action.sub_actions or [action]
+            ]
+            for rank, order in schedule.pipeline_order.items()
+        }
+        return _bubble_fraction(orders, last_stage=len(stages.ranks) - 1)
     except (AssertionError, ValueError, RuntimeError) as error:
         if not path:
             raise
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f'parallelism.pipeline_parallel_schedule_csv = "{path}": no order in which all work gets done: {reason}; '
-            "put its actions right, or leave the option out."
+            "correct its actions, or leave the option out."
         ) from None
 
 
-class _Kind(Protocol):
-    """Kind of an action: F forward, B backward, I and W its halves for inputs and weights."""
-
-    @property
-    def value(self) -> str: ...
-
-
-class _Action(Protocol):
-    """One action of a schedule, such as 0F1: forward of stage 0 on micro-batch 1."""
-
-    @property
-    def stage_index(self) -> int: ...
-    @property
-    def computation_type(self) -> _Kind: ...
-    @property
-    def microbatch_index(self) -> int | None: ...
-    @property
-    def sub_actions(self) -> "tuple[_Action, ...] | None": ...
-
-
+_Action = tuple[str, int, int | None]
+"""Kind (F forward, B backward, I and W its halves for inputs and weights), stage and micro-batch."""
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
-_Ends = Mapping[tuple[str, int, int | None], int]
-"""When a phase of a stage on a micro-batch ends."""
 
 
-def _bubble_fraction(order: Mapping[int, Sequence[_Action | None]], *, last_stage: int) -> float:
-    """Returns the same for the actions of each rank in their order; None among them is no action."""
-    waiting = {
-        rank: [one for action in line if action for one in action.sub_actions or [action]]
-        for rank, line in order.items()
-    }
-    work = sum(_COST[action.computation_type.value] for line in waiting.values() for action in line)
-    ends: dict[tuple[str, int, int | None], int] = {}
-    clock = dict.fromkeys(waiting, 0)
-    while any(waiting.values()):
+def _bubble_fraction(orders: Mapping[int, list[_Action]], *, last_stage: int) -> float:
+    """Returns the same for the actions of each rank in their order, which is used up."""
+    work = sum(_COST[kind] for order in orders.values() for kind, _, _ in order)
+    ends: dict[_Action, int] = {}
+    clock = dict.fromkeys(orders, 0)
+    while any(orders.values()):
         done = len(ends)
-        for rank, line in waiting.items():
-            while line and (start := _start(line[0], ends=ends, last_stage=last_stage)) is not None:
-                action = line.pop(0)
-                kind = action.computation_type.value
+        for rank, order in orders.items():
+            while order and (start := _start(order[0], ends=ends, last_stage=last_stage)) is not None:
+                kind, stage, microbatch = order.pop(0)
                 clock[rank] = max(clock[rank], start) + _COST[kind]
-                ends[_phase(kind), action.stage_index, action.microbatch_index] = clock[rank]
+                # After either kind of backward the previous stage has its gradients.
+                ends["I" if kind == "B" else kind, stage, microbatch] = clock[rank]
         assert len(ends) > done, "torch plans no order in which ranks wait for one another"
     return 1 - work / (len(clock) * max(clock.values()))
 
 
-def _phase(kind: str) -> str:
-    """Returns "I" for a backward: the previous stage waits for gradients of inputs only."""
-    return {"B": "I"}.get(kind, kind)
-
-
-def _start(action: _Action, *, ends: _Ends, last_stage: int) -> int | None:
+def _start(action: _Action, *, ends: Mapping[_Action, int], last_stage: int) -> int | None:
     """Returns the earliest time at which an action has its inputs; None where that is not known yet."""
-    phase = _phase(action.computation_type.value)
-    stage = action.stage_index
-    microbatch = action.microbatch_index
-    if phase == "F":
+    kind, stage, microbatch = action
+    if kind == "F":
         return ends.get(("F", stage - 1, microbatch)) if stage else 0
-    if phase == "W":
+    if kind == "W":
         return ends.get(("I", stage, microbatch))
-    needed = ("I", stage + 1, microbatch) if stage < last_stage else ("F", stage, microbatch)
-    return ends.get(needed)
+    return ends.get(("I", stage + 1, microbatch) if stage < last_stage else ("F", stage, microbatch))

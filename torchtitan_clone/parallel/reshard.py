@@ -1,8 +1,7 @@
-"""Moves tensors from one mesh to another in memory, without writing them to disk.
+"""Moves tensors from one mesh to another in memory.
 
-Ranks exchange which shards they have and which they want. Then, tensor by tensor, each rank cuts the regions that
-others want out of its shard, and one all-to-all sends them. A plain tensor, such as a buffer, is a shard of the global
-size on every rank that has it.
+Ranks exchange which shards they have and which they want. Then, tensor by tensor, one all-to-all sends the regions of
+each shard that others want. A plain tensor, such as a buffer, is a shard of the global size.
 """
 
 from collections import Counter
@@ -15,6 +14,9 @@ from torch import Tensor
 
 from torchtitan_clone.ops.dtensor_shards import Region, ShardMap, TensorShard, gather_shard_map, local_shard
 
+_Shards = Mapping[int, TensorShard]
+"""The shards of one tensor by rank."""
+
 
 def transfer(
     tensors: dict[str, Tensor], *, sources: ShardMap, wanted: Mapping[str, Tensor], device: torch.device
@@ -22,45 +24,34 @@ def transfer(
     """Yields each tensor that is `wanted` on this rank, in the layout it has there; a collective over all ranks.
 
     `tensors` are this rank's, `sources` is their gather_shard_map(). Tensors in `wanted` may be on the meta device.
-    `tensors` is emptied, and its memory freed, one tensor after the other, so that at any time a rank needs memory for
-    its old or its new tensors and a few more.
+    Removes and frees `tensors` one by one, so that a rank needs memory for its old or new tensors and a few more.
     """
     targets = gather_shard_map(wanted)
     for name in _alternating(sources):
         source = tensors.pop(name, None)
-        target = _allocate(wanted[name], like=sources[name], device=device) if name in wanted else None
+        on_cpu = next(iter(sources[name].values())).device_type == "cpu"
+        target = torch.empty_like(wanted[name], device="cpu" if on_cpu else device) if name in wanted else None
         if name in targets:
             _exchange(source, target, sources=sources[name], targets=targets[name])
-        if source is not None:
-            _free(source)
+        # Frees the memory even while modules refer to the tensor.
+        if source is not None and (storage := local_shard(source).untyped_storage()).resizable():
+            storage.resize_(0)
         if target is not None:
             yield name, target
 
 
 def _alternating(shard_map: ShardMap) -> list[str]:
-    """Returns the names in an order in which ranks take turns in sending, so that none receives before it can free."""
-    turn: Counter[tuple[int, ...]] = Counter()
+    """Returns the names so that ranks take turns in sending: each can free memory before it receives more."""
+    turns: Counter[tuple[int, ...]] = Counter()
     order = []
     for name in sorted(shard_map):
         owners = tuple(sorted(shard_map[name]))
-        order.append((turn[owners], name))
-        turn[owners] += 1
+        order.append((turns[owners], name))
+        turns[owners] += 1
     return [name for _, name in sorted(order)]
 
 
-def _allocate(template: Tensor, *, like: Mapping[int, TensorShard], device: torch.device) -> Tensor:
-    """Returns an empty tensor, on the CPU if the sources are there."""
-    on_cpu = next(iter(like.values())).device_type == "cpu"
-    return torch.empty_like(template, device="cpu" if on_cpu else device)
-
-
-def _exchange(
-    source: Tensor | None,
-    target: Tensor | None,
-    *,
-    sources: Mapping[int, TensorShard],
-    targets: Mapping[int, TensorShard],
-) -> None:
+def _exchange(source: Tensor | None, target: Tensor | None, *, sources: _Shards, targets: _Shards) -> None:
     """Fills `target` on the ranks that have one, from the `source` of the ranks that have one."""
     rank = dist.get_rank()
     ranks = range(dist.get_world_size())
@@ -70,7 +61,7 @@ def _exchange(
     device = "cpu" if shard.device_type == "cpu" else torch.device(shard.device_type, torch.cuda.current_device())
     bytes_sent = [_num_bytes(region, shard.dtype) for region in sent]
     bytes_received = [_num_bytes(region, shard.dtype) for region in received]
-    # As bytes: gloo knows few dtypes.
+    # As bytes: gloo supports few dtypes.
     pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
     if source is not None:
         local = local_shard(source)
@@ -86,13 +77,9 @@ def _exchange(
                 window.copy_(piece.view(shard.dtype).view(window.shape))
 
 
-def _region_sent(
-    of: int, to: int, *, sources: Mapping[int, TensorShard], targets: Mapping[int, TensorShard]
-) -> Region | None:
+def _region_sent(of: int, to: int, *, sources: _Shards, targets: _Shards) -> Region | None:
     """Returns the region that rank `of` sends to rank `to`. Ranks with equal shards share the receivers."""
-    if of not in sources or to not in targets:
-        return None
-    region = sources[of].overlap(targets[to])
+    region = sources[of].overlap(targets[to]) if of in sources and to in targets else None
     if region is None:
         return None
     holders = [rank for rank, shard in sources.items() if shard == sources[of]]
@@ -101,10 +88,3 @@ def _region_sent(
 
 def _num_bytes(region: Region | None, dtype: torch.dtype) -> int:
     return 0 if region is None else dtype.itemsize * prod(last - first for first, last in region)
-
-
-def _free(tensor: Tensor) -> None:
-    """Frees the memory even while modules refer to the tensor."""
-    storage = local_shard(tensor).untyped_storage()
-    if storage.resizable():
-        storage.resize_(0)

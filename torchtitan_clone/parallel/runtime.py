@@ -32,10 +32,9 @@ class Launch:
     @staticmethod
     def from_environment() -> "Launch":
         """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this is the only process."""
+        get = os.environ.get
         return Launch(
-            rank=int(os.environ.get("RANK", "0")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            rank=int(get("RANK", 0)), local_rank=int(get("LOCAL_RANK", 0)), world_size=int(get("WORLD_SIZE", 1))
         )
 
 
@@ -49,11 +48,8 @@ def pick_device(launch: Launch) -> torch.device:
 def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
-    `options` are lines that must be the same on every rank. Raises ConfigError on all ranks where they differ, and
-    TimeoutError where a rank does not start within comm.init_timeout_seconds.
-
-    torch's own wait, in init_process_group(), does not react to signals: a rank in it would be left behind by one that
-    stops.
+    Raises ConfigError on all ranks where the lines of `options` differ, and TimeoutError where a rank does not start
+    within comm.init_timeout_seconds. Unlike init_process_group(), it reacts to signals.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True
@@ -93,7 +89,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
     """Creates the default process group: gloo for CPU tensors, NCCL for CUDA tensors. One process needs no torchrun."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Read when the first group is made: the number of collectives that the flight recorder keeps.
+    # Read when the first group is created: the number of collectives that the flight recorder keeps.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -108,10 +104,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterat
 
 
 def set_timeout(seconds: int) -> None:
-    """Sets how long later collectives may take, in all process groups.
-
-    A short timeout finds a rank that hangs, once nothing slow such as compilation remains.
-    """
+    """Sets the timeout of later collectives in all process groups."""
     for group in process_groups():
         set_group_timeout(group, timedelta(seconds=seconds))
 

@@ -1,7 +1,4 @@
-"""Divides a model into pipeline stages: what each schedule requires, which modules a stage has, which rank runs it.
-
-A pass sends the rows of training.local_batch_size through all stages, a micro-batch at a time.
-"""
+"""Divides a model into pipeline stages: what each schedule requires, which modules a stage has, which rank runs it."""
 
 import csv
 import re
@@ -17,20 +14,16 @@ from torchtitan_clone.config.schema import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a schedule requires.
-
-    Attributes:
-        stages_per_rank: the exact number; None for any number.
-        turns_back: whether the second half of the stages is on the ranks in reverse order, so that rank 0 has the first
-            and the last stage.
-        splits_backward: whether gradients of inputs and of weights are computed separately (zero bubble).
-        microbatches: any number; at least one per stage; or equal rounds of at least one per rank.
-    """
+    """What a schedule requires."""
 
     stages_per_rank: int | None
+    """The exact number; None: any number."""
     turns_back: bool = False
+    """Whether the ranks run the second half of the stages in reverse order, so that rank 0 has the first and last."""
     splits_backward: bool = False
+    """Whether gradients of inputs and of weights are computed separately (zero bubble)."""
     microbatches: Literal["any", "one a stage", "equal rounds"] = "any"
+    """Any number; at least one per stage; or equal rounds of at least one per rank."""
 
 
 SCHEDULES = {
@@ -42,11 +35,8 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(stages_per_rank=2, turns_back=True, splits_backward=True),
     "DualPipeV": Schedule(stages_per_rank=2, turns_back=True, splits_backward=True, microbatches="one a stage"),
 }
-
-
-FORWARD_PASSES = 1
-TRAINED_PASSES = 3
-"""Cost of a layer in forwards: with its backward, which takes as long as two."""
+TRAINED_COST = 3
+"""Cost of forward and backward, in forwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +92,15 @@ def num_stages(parallelism: Parallelism, *, n_layers: int) -> int:
     if parallelism.pipeline_parallel_schedule_csv:
         return len(read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks)
     if parallelism.pipeline_parallel_layers_per_stage is not None:
-        return -(-_places(parallelism, n_layers) // parallelism.pipeline_parallel_layers_per_stage)
+        # Embedding and output count as layers too.
+        n_layers += parallelism.pipeline_parallel_first_stage_less_layers
+        n_layers += parallelism.pipeline_parallel_last_stage_less_layers
+        return -(-n_layers // parallelism.pipeline_parallel_layers_per_stage)
     return ranks * (SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank or 2)
 
 
 def layers_of_stages(
-    parallelism: Parallelism,
-    *,
-    n_layers: int,
-    frozen_layers: int,
-    layer_costs: Sequence[int | float] | None = None,
+    parallelism: Parallelism, *, n_layers: int, frozen_layers: int, layer_costs: Sequence[int | float] | None = None
 ) -> list[int]:
     """Returns the number of layers of each stage where the split is automatic.
 
@@ -122,12 +111,11 @@ def layers_of_stages(
     forward = list(layer_costs or [1] * n_layers)
     assert len(forward) == n_layers, f"{len(forward)} costs for {n_layers} layers"
     average = sum(forward) / max(1, n_layers)
-    embedding_passes = FORWARD_PASSES if frozen_layers else TRAINED_PASSES
     costs = (
-        embedding_passes * average * parallelism.pipeline_parallel_first_stage_less_layers,
-        *[FORWARD_PASSES * cost for cost in forward[:frozen_layers]],
-        *[TRAINED_PASSES * cost for cost in forward[frozen_layers:]],
-        TRAINED_PASSES * average * parallelism.pipeline_parallel_last_stage_less_layers,
+        (1 if frozen_layers else TRAINED_COST) * average * parallelism.pipeline_parallel_first_stage_less_layers,
+        *forward[:frozen_layers],
+        *[TRAINED_COST * cost for cost in forward[frozen_layers:]],
+        TRAINED_COST * average * parallelism.pipeline_parallel_last_stage_less_layers,
     )
     counts = list(_split(costs, stages=num_stages(parallelism, n_layers=n_layers)))
     counts[0] -= 1
@@ -137,10 +125,7 @@ def layers_of_stages(
 
 @cache
 def _split(costs: tuple[float, ...], *, stages: int) -> tuple[int, ...]:
-    """Returns the number of items of each stage, at least one, with the least sum of squared costs.
-
-    Of equal splits the one with more items in the first stages.
-    """
+    """Returns the items per stage with the least sum of squared costs; of equal splits, more in the first stages."""
     ends = list(accumulate(costs, initial=0.0))
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
@@ -155,12 +140,6 @@ def _split(costs: tuple[float, ...], *, stages: int) -> tuple[int, ...]:
     return tuple(-size for size in best[len(costs)][1])
 
 
-def _places(parallelism: Parallelism, n_layers: int) -> int:
-    """Returns the number of layers, with those that embedding and output count as."""
-    less = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
-    return n_layers + less
-
-
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes gradients of inputs and of weights separately."""
     if parallelism.pipeline_parallel_degree == 1:
@@ -170,16 +149,9 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def resolved_stages(
-    parallelism: Parallelism,
-    *,
-    n_layers: int,
-    frozen_layers: int = 0,
-    layer_costs: Sequence[int | float] | None = None,
+    parallelism: Parallelism, *, n_layers: int, frozen_layers: int = 0, layer_costs: Sequence[int | float] | None = None
 ) -> Stages:
-    """Returns the stages; without a pipeline one stage has all modules. See layers_of_stages().
-
-    run/rules.py reports options for which there are none.
-    """
+    """Returns the stages, see layers_of_stages(); without a pipeline there is one. run/rules.py reports bad options."""
     modules = parallelism.module_fqns_per_model_part
     if parallelism.pipeline_parallel_degree == 1:
         modules = [model_modules(n_layers)]
@@ -189,13 +161,10 @@ def resolved_stages(
         counts[0] += 1
         counts[-1] += 2
         modules = [[next(names) for _ in range(count)] for count in counts]
-    return Stages(modules=tuple(map(tuple, modules)), ranks=_ranks(parallelism, len(modules)))
-
-
-def _ranks(parallelism: Parallelism, stages: int) -> tuple[int, ...]:
-    ranks = parallelism.pipeline_parallel_degree
-    if ranks > 1 and parallelism.pipeline_parallel_schedule_csv:
-        return read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks
-    if ranks > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].turns_back:
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(stage % ranks for stage in range(stages))
+    degree = parallelism.pipeline_parallel_degree
+    ranks = tuple(stage % degree for stage in range(len(modules)))
+    if degree > 1 and parallelism.pipeline_parallel_schedule_csv:
+        ranks = read_schedule_file(parallelism.pipeline_parallel_schedule_csv).ranks
+    elif degree > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].turns_back:
+        ranks = (*range(degree), *reversed(range(degree)))
+    return Stages(modules=tuple(map(tuple, modules)), ranks=ranks)

@@ -1,7 +1,7 @@
 """Finds ranks and links that are slower than others.
 
-A *step breakdown* says how long one rank spent in loading data, computing, and communicating. Time in collectives is
-mostly time of waiting for others, so links are measured separately, with a few MiB around a ring of all ranks.
+Time in collectives is mostly time of waiting for others, so links are measured separately, with a few MiB around a ring
+of all ranks.
 """
 
 import socket
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel.runtime import Launch
-from torchtitan_clone.parallel.trace import collective_name, see_context_attention
+from torchtitan_clone.parallel.trace import Kwargs, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
 SLOW_RANK_FACTOR = 1.2
@@ -26,7 +26,6 @@ LINK_BYTES = 4 << 20
 """Size of the message that measures a link."""
 LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
 """By which times of equally fast links may differ: gloo's threads wait for a core."""
-_ROUNDS = 3
 
 
 class CollectiveTimer(TorchDispatchMode):
@@ -40,9 +39,7 @@ class CollectiveTimer(TorchDispatchMode):
         self._device = device
         self.seconds = 0.0
 
-    def __torch_dispatch__(
-        self, func: Operator, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
         if collective_name(func) is None:
             return func(*args, **(kwargs or {}))
         _synchronize(self._device)
@@ -63,15 +60,9 @@ see_context_attention(CollectiveTimer)
 
 @dataclass(frozen=True, kw_only=True)
 class StepBreakdown:
-    """Seconds of one step of one rank, and of its link.
+    """Seconds that one rank spent in a step, and seconds in which LINK_BYTES from rank `source` of the ring arrive.
 
-    Attributes:
-        host: name of the rank's machine.
-        data: time of waiting for the batch.
-        total: duration of the step.
-        communication: time in collectives, mostly of waiting for slower ranks; None if it was not measured.
-        source: the rank from which this one receives in the ring.
-        link: time in which LINK_BYTES from `source` arrive.
+    `data` is waiting for the batch; `communication` is mostly waiting for slower ranks, None if it was not measured.
     """
 
     host: str
@@ -87,20 +78,11 @@ class StepBreakdown:
         return None if self.communication is None else self.total - self.data - self.communication
 
 
-def step_breakdown(
-    *, data: float, total: float, communication: float | None, source: int, link: float
-) -> StepBreakdown:
-    """Returns the breakdown of a step of this process."""
-    return StepBreakdown(
-        host=socket.gethostname(), data=data, total=total, communication=communication, source=source, link=link
-    )
-
-
 class StragglerMonitor:
     """Reports slow ranks and slow links every comm.straggler_freq steps.
 
-    `can_time_collectives` is False where the step runs compiled code or a pipeline: timing every collective would
-    change what is measured, so that only data loading and links are compared.
+    `can_time_collectives` is False for compiled code and pipelines, whose steps timing would change: only data loading
+    and links are compared.
     """
 
     def __init__(self, comm: Comm, *, launch: Launch, device: torch.device, can_time_collectives: bool):
@@ -120,13 +102,10 @@ class StragglerMonitor:
         if not self._is_due(step):
             return []
         source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
-        own = step_breakdown(
-            data=data_seconds,
-            total=total_seconds,
+        own = StepBreakdown(
+            host=socket.gethostname(), data=data_seconds, total=total_seconds, source=source, link=link,
             communication=timer.seconds if timer else None,
-            source=source,
-            link=link,
-        )
+        )  # fmt: skip
         ranks = [own] * self._launch.world_size
         dist.all_gather_object(ranks, own)
         noise = LINK_NOISE_SECONDS[self._device.type]
@@ -140,18 +119,14 @@ def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
     """Returns a line for each rank that is much slower than the median in loading data or computing."""
     lines = []
     step = max(rank.total for rank in ranks)
-    for phase, seconds in (
-        ("data", [rank.data for rank in ranks]),
-        ("computation", [rank.computation for rank in ranks]),
-    ):
-        known = [value for value in seconds if value is not None]
-        if len(known) < len(ranks):
+    computation = [rank.computation for rank in ranks if rank.computation is not None]
+    for phase, seconds in (("data", [rank.data for rank in ranks]), ("computation", computation)):
+        if len(seconds) < len(ranks):
             continue
-        median = statistics.median_low(known)
+        median = statistics.median_low(seconds)
         lines += [
-            f"rank {rank} ({ranks[rank].host}) is slow in {phase}: {own:.3f} s, median {median:.3f} s, "
-            f"step {step:.3f} s"
-            for rank, own in enumerate(known)
+            f"rank {index} ({rank.host}) is slow in {phase}: {own:.3f} s, median {median:.3f} s, step {step:.3f} s"
+            for index, (rank, own) in enumerate(zip(ranks, seconds, strict=True))
             if own > SLOW_RANK_FACTOR * median and own - median > (SLOW_RANK_FACTOR - 1) * step
         ]
     return lines
@@ -162,20 +137,21 @@ def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> 
 
     Links within a machine are one kind, links between machines another.
     """
-    is_local = [ranks[rank.source].host == rank.host for rank in ranks]
-    usual = {
-        kind: _usual([rank.link for rank, own in zip(ranks, is_local, strict=True) if own == kind])
-        for kind in set(is_local)
-    }
-    slow = {
-        (rank.source, receiver): f"{rank.link:.4f} s, usual {usual[kind]:.4f} s"
-        for receiver, (rank, kind) in enumerate(zip(ranks, is_local, strict=True))
-        if rank.link > SLOW_LINK_FACTOR * usual[kind] and rank.link - usual[kind] > noise_seconds
-    }
+    slow = {}
+    for is_local in (True, False):
+        kind = [rank for rank, own in enumerate(ranks) if (ranks[own.source].host == own.host) == is_local]
+        links = {(ranks[rank].source, rank): ranks[rank].link for rank in kind}
+        # A third of the links are at most this slow: of three links, two may be those of one slow rank.
+        usual = sorted(links.values())[(len(links) - 1) // 3] if links else 0.0
+        slow |= {
+            link: f"{seconds:.4f} s, usual {usual:.4f} s"
+            for link, seconds in links.items()
+            if seconds > SLOW_LINK_FACTOR * usual and seconds - usual > noise_seconds
+        }
     lines = []
     names = [f"rank {index} ({rank.host})" for index, rank in enumerate(ranks)]
     slow_ranks = {receiver for _, receiver in slow} & {sender for sender, _ in slow}
-    for (sender, receiver), seconds in slow.items():
+    for (sender, receiver), seconds in sorted(slow.items(), key=lambda item: item[0][1]):
         if receiver in slow_ranks:
             lines.append(f"{names[receiver]} is slow in communication, to receive and to send: {seconds}")
         elif sender not in slow_ranks:
@@ -183,41 +159,34 @@ def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> 
     return lines
 
 
-def _usual(seconds: list[float]) -> float:
-    """Returns what a third of the links keep to: of three links, two may be those of one slow rank."""
-    return sorted(seconds)[(len(seconds) - 1) // 3]
-
-
 def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
     """Returns the rank that this one receives from in a ring of all ranks, and the seconds for LINK_BYTES.
 
-    A collective. Neighbours in the ring are on different machines if there are several. A rank sends or receives, never
-    both at once, so that a slow link shows at its own end only. Returns the best of a few times.
+    A collective. Neighbours in the ring are on different machines if there are several. A rank never sends and receives
+    at once, so that a slow link shows at its own end only. Returns the minimum of a few measurements.
     """
     local_ranks = [local_rank] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank)
     ring = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
     place = ring.index(dist.get_rank())
     last = len(ring) - 1
-    previous = ring[place - 1]
-    following = ring[(place + 1) % len(ring)]
     # The links from every second place run at once; the one that closes a ring of odd length runs last.
     turns = [2 if start == last and last % 2 == 0 else start % 2 for start in range(len(ring))]
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
     times = []
-    for _ in range(1 + _ROUNDS):
+    for _ in range(4):
         for turn in sorted(set(turns)):
             if turn == turns[place]:
-                _time(dist.P2POp(dist.isend, buffer, following), device=device)
+                _time(dist.P2POp(dist.isend, buffer, ring[place - last]), device=device)
             elif turn == turns[place - 1]:
-                times.append(_time(dist.P2POp(dist.irecv, buffer, previous), device=device))
+                times.append(_time(dist.P2POp(dist.irecv, buffer, ring[place - 1]), device=device))
             else:
                 _time(None, device=device)
-    return previous, min(times[1:])  # the first one connects
+    return ring[place - 1], min(times[1:])  # the first one connects
 
 
 def _time(operation: dist.P2POp | None, *, device: torch.device) -> float:
-    """Returns the seconds of this rank's transfer, if it has one, from the moment when all ranks are ready."""
+    """Returns the seconds of this rank's transfer, if any, from the time at which all ranks are ready."""
     # On the device: NCCL hangs if a transfer between some ranks is the first use of the group.
     dist.all_reduce(torch.zeros(1, device=device))
     _synchronize(device)

@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism: each matrix a shard of the `tp` axis, as the model's plan says."""
+"""Tensor and sequence parallelism: shards matrices over the `tp` axis, as the model's plan says."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,48 +10,43 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.torch_compat import enable_async_tensor_parallel, wait_tensor
+from torchtitan_clone.torch_compat import wait_tensor
 
 
 class TensorPlan(Protocol):
-    """How the model's family splits its modules over the tensor axis."""
+    """Styles by module name (* matches one component), and names of parameters that stay plain (* as in fnmatch)."""
 
     @property
-    def styles(self) -> Mapping[str, ParallelStyle]:
-        """Styles by module name; * matches one component."""
-        ...
-
+    def styles(self) -> Mapping[str, ParallelStyle]: ...
     @property
-    def replicated(self) -> Sequence[str]:
-        """Names of parameters that stay plain tensors; * as in fnmatch."""
-        ...
+    def replicated(self) -> Sequence[str]: ...
 
 
-def apply_tensor_parallel(model: Any, *, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Splits the model in place over a one-dimensional mesh; ConfigError where the plan forgets a parameter.
+def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMesh) -> None:
+    """Shards the model in place over a one-dimensional mesh; ConfigError where the plan lacks a parameter.
 
-    The output projection is split by rows of the vocabulary; what that means for logits is left to the loss.
+    The output projection is sharded by rows of the vocabulary; the loss computes with sharded logits.
     """
-    output = model.output
-    tied = model.is_tied
-    embedding = model.tok_embeddings
-    parallelize_module(model, mesh, {name: style for name, style in plan.styles.items() if _has(model, name)})
+    children = dict(model.named_children())
+    embedding = children.get("tok_embeddings")
+    output = children.get("output")
+    is_tied = embedding is not None and output is not None and embedding.weight is output.weight
+    # A pipeline stage lacks some of the modules.
+    styles = {name: style for name, style in plan.styles.items() if name.split(".")[0] in children}
+    parallelize_module(model, mesh, styles)
     if embedding is not None:
         embedding.register_forward_hook(_wait)
-    if tied and embedding is not None:
+    if output is not None and embedding is not None and is_tied:
         output.weight = embedding.weight
     elif output is not None:
-        output.weight = nn.Parameter(distribute_tensor(output.weight, mesh, [Shard(0)]))
+        output.weight = nn.Parameter(distribute_tensor(output.get_parameter("weight"), mesh, [Shard(0)]))
     _check_coverage(model, replicated=plan.replicated)
 
 
 def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:
-    """Refuses plain parameters that the plan does not name: their gradients would differ between ranks unnoticed."""
-    forgotten = [
-        name
-        for name, parameter in model.named_parameters()
-        if not isinstance(parameter, DTensor) and not any(fnmatchcase(name, pattern) for pattern in replicated)
-    ]
+    """Raises ConfigError for plain parameters that the plan does not name: their gradients would differ over ranks."""
+    plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    forgotten = [name for name in plain if not any(fnmatchcase(name, pattern) for pattern in replicated)]
     if forgotten:
         raise ConfigError(
             f"parallelism.tensor_parallel_degree: the model's tensor-parallel plan does not split {forgotten[0]}"
@@ -60,19 +55,6 @@ def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:
         )
 
 
-def overlap_with_collectives(mesh: DeviceMesh) -> None:
-    """Has torch.compile split matrix products next to a collective over this mesh, so that both run at once."""
-    enable_async_tensor_parallel(mesh)
-
-
 def _wait(_module: nn.Module, _args: object, hidden_BTD: Tensor) -> Tensor:
-    """Waits for the embedding's output.
-
-    A compiled block treats a tensor that is still in flight as one without history: the embedding gets no gradient.
-    """
+    # A compiled block treats a tensor in flight as one without history: the embedding would get no gradient.
     return wait_tensor(hidden_BTD)
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    """Whether this part of the model has the module, or for a pattern its first part."""
-    return getattr(model, name.split(".")[0], None) is not None

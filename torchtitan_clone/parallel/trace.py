@@ -30,46 +30,38 @@ logger = logging.getLogger("torchtitan_clone")
 
 # Names of torch's operators, without the trailing underscore and the variants of one collective.
 _COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "_allgather_base": "all_gather",
-    "allgather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "recv",
-}
-_IMPLICIT = "redistribute_local_args"
+    "allreduce": "all_reduce", "all_reduce": "all_reduce", "_allgather_base": "all_gather", "allgather": "all_gather",
+    "all_gather_into_tensor": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all", "broadcast": "broadcast", "send": "send", "recv": "recv",
+}  # fmt: skip
+
+
+Kwargs = dict[str, object] | None
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Call:
-    """One kind of collective; equal calls are counted together."""
+    """One kind of collective; equal calls are counted together.
+
+    `implicit`: DTensor inserted it because an operator got tensors in layouts that it does not support.
+    """
 
     axis: str
     collective: str
     layer: str
     implicit: bool
-    """Whether DTensor inserted it because an operator got tensors in layouts that it does not support."""
 
 
-def split_name(func: Operator) -> tuple[str, str]:
-    """Returns namespace and name of an operator, without its overload: ("aten", "mm")."""
-    namespace, _, name = func.name().partition("::")
-    return namespace, name.partition(".")[0]
+def _name(func: Operator) -> str:
+    """Returns the name of an operator without namespace and overload: "mm"."""
+    return func.name().partition("::")[2].partition(".")[0]
 
 
 def collective_name(func: Operator) -> str | None:
     """Returns which collective an operator is; None if it is none."""
-    namespace, name = split_name(func)
-    return _COLLECTIVES.get(name.rstrip("_")) if namespace in ("c10d", "_c10d_functional") else None
+    return _COLLECTIVES.get(_name(func).rstrip("_")) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
 class CollectiveTrace(TorchDispatchMode):
@@ -95,22 +87,19 @@ class CollectiveTrace(TorchDispatchMode):
         super().__exit__(*error)
         self._modules.__exit__(*error)
 
-    def __torch_dispatch__(
-        self, func: Operator, types: object, args: tuple = (), kwargs: dict[str, object] | None = None
-    ) -> object:
-        namespace, name = split_name(func)
+    def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
+        name = _name(func)
         collective = collective_name(func)
         result = func(*args, **(kwargs or {}))
         if collective is not None:
-            call = Call(
-                axis=self._axis(args), collective=collective, layer=self._layer(), implicit=_called_from(_IMPLICIT)
-            )
+            implicit = _called_from("redistribute_local_args")
+            call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
             self.counts[call] += 1
             self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
             self.exposed[call] += _is_waited_for(func, args)
-            if namespace == "_c10d_functional":
+            if func.namespace == "_c10d_functional":
                 self._in_flight |= {storage_id(x): call for x in tree_leaves(result) if isinstance(x, Tensor)}
-        elif name == "wait_tensor" or (namespace == "aten" and name != "view"):
+        elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
 
@@ -124,9 +113,8 @@ class CollectiveTrace(TorchDispatchMode):
     def rows(self) -> list[dict[str, object]]:
         """Returns one row for each kind of call, as plain data.
 
-        `bytes` is the size of the larger side: for a gather the gathered tensor, not the shard. `exposed` counts calls
-        that ended before a matrix product or attention began, which therefore nothing hides; send and recv are assumed
-        to be hidden.
+        `bytes` is the size of the larger side: for a gather the gathered tensor. `exposed` counts calls that ended
+        before a matrix product or attention began, so that nothing hides them; send and recv count as hidden.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
@@ -134,7 +122,7 @@ class CollectiveTrace(TorchDispatchMode):
         ]
 
     def table(self) -> str:
-        """Returns the rows as text, with a mark at implicit redistributions."""
+        """Returns the rows as text; implicit redistributions are marked."""
         lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'exposed':>9}{'MiB':>12}"]
         for call, count in sorted(self.counts.items()):
             mark = "  implicit" if call.implicit else ""
@@ -162,10 +150,7 @@ class CollectiveTrace(TorchDispatchMode):
 
 @contextmanager
 def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: int, folder: Path) -> Iterator[None]:
-    """Logs the collectives that run inside it as a table, and writes their rows to collectives.rank<rank>.json.
-
-    Does nothing unless `enabled`.
-    """
+    """Logs the collectives that run inside it as a table, and writes their rows to collectives.rank<rank>.json."""
     if not enabled:
         yield
         return
@@ -176,7 +161,7 @@ def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: in
 
 
 def see_context_attention(mode_class: type[TorchDispatchMode]) -> None:
-    """Lets such a mode see the collectives inside our own operators for context parallelism."""
+    """Lets such a mode see the collectives inside the operators for context parallelism."""
     for operation in (context_attention, context_attention_backward):
         look_inside(operation, mode_class=mode_class)
 
@@ -185,12 +170,11 @@ see_context_attention(CollectiveTrace)
 
 
 def _num_bytes(argument: object) -> int:
-    """Returns the size of a tensor, or of all tensors in a list."""
     return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
 
 
 def _is_waited_for(func: Operator, args: tuple) -> bool:
-    """Whether the stream of the computation does nothing else until the collective is done."""
+    """Whether the stream of the computation is idle until the collective is done."""
     if dict(zip(argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -198,8 +182,6 @@ def _is_waited_for(func: Operator, args: tuple) -> bool:
 
 def _called_from(function: str) -> bool:
     frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == function:
-            return True
+    while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back
-    return False
+    return frame is not None
