@@ -25,12 +25,8 @@ MIN_STEPS = 3
 class Heartbeat:
     """Dumps the stacks of all threads and the recent collectives if this process makes no progress for too long.
 
-    Reports once per hang, and does not end the process: the collective's timeout does.
-
-    Args:
-        folder: where the reports are written, created with the first one.
-        rank: the global rank, part of the file names.
-        dump_collectives: returns the flight recorder's content as JSON.
+    Reports once per hang, and does not end the process: the collective's timeout does. The first report creates
+    `folder`. `rank` is the global rank; `dump_collectives` returns the flight recorder's content as JSON.
     """
 
     def __init__(self, *, folder: Path, rank: int, dump_collectives: Callable[[], bytes]) -> None:

@@ -19,7 +19,7 @@ from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.testing.attempts import GroupResults
 from torchtitan_clone.testing.attempts import committed_once as committed_once  # used together with Cluster
 from torchtitan_clone.testing.faults import Fault, train_group_rank
-from torchtitan_clone.testing.harness import start_ranks
+from torchtitan_clone.testing.harness import StartedRank, start_ranks
 from torchtitan_clone.testing.runs import options
 
 HEARTBEAT_MS = 700
@@ -38,20 +38,8 @@ def serve_lighthouse(fault_tolerance: FaultTolerance, port: int, pipe: Connectio
 class Group:
     """The processes of one start of one replica group."""
 
-    def __init__(
-        self,
-        argv: list[str],
-        *,
-        group: int,
-        ranks: int,
-        faults: list[Fault],
-        folder: Path,
-        pace: float,
-        env: dict[str, str],
-    ) -> None:
-        logs = [folder / f"group{group}.rank{rank}.log" for rank in range(ranks)]
-        # Kept as they are: the ranks meet in a store that lives as long as these.
-        self._started = start_ranks(train_group_rank, ranks, argv, logs, faults, group, folder, pace, env=env)
+    def __init__(self, started: list[StartedRank]) -> None:
+        self._started = started  # kept as they are: the ranks meet in a store that lives as long as these
 
     @property
     def processes(self) -> list[ForkServerProcess]:
@@ -142,15 +130,10 @@ class Cluster(GroupResults):
         """Starts one replica group; `changes` are options of this group only."""
         argv = options(self.corpus, self.folder, **{**self._changes, "fault_tolerance__replica_id": group, **changes})
         self.starts.append((time.time(), group))
-        self.running[group] = Group(
-            argv,
-            group=group,
-            ranks=self.ranks,
-            faults=list(faults),
-            folder=self.folder,
-            pace=self._pace,
-            env={"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **self.env},
-        )
+        logs = [self.folder / f"group{group}.rank{rank}.log" for rank in range(self.ranks)]
+        env = {"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **self.env}
+        what = (argv, logs, list(faults), group, self.folder, self._pace)
+        self.running[group] = Group(start_ranks(train_group_rank, self.ranks, *what, env=env))
 
     def start_all(self, *, faults: Iterable[Fault] = ()) -> Self:
         """Starts all replica groups with these faults, which are given in the order of their steps."""
