@@ -1,31 +1,16 @@
-"""Checks of what replica groups record of their attempts at steps: every sample counts once, and stalls are explained.
+"""Checks of what replica groups record of their attempts at steps: every sample counts once.
 
 Each rank writes a line when it starts, for the samples of an attempt, and when an attempt is committed or left.
 """
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from torchtitan_clone.testing.runs import Row, read_json_lines
 
 Records = dict[str, list[Row]]
 """Lines by file, in the order in which they were written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stall:
-    """A gap between two steps that one process committed; times as time.time()."""
-
-    seconds: float
-    """In excess of the median gap."""
-    deaths: int
-    """Of other replica groups, in that time."""
-    group: int
-    start: float
-    end: float
 
 
 def counted_attempts(records: Records) -> dict[int, tuple[float, tuple[int, int]]]:
@@ -133,30 +118,6 @@ class GroupResults:
                     found.append((last, line["time"]))
                 last = line["time"]
         return found
-
-    def stalls(self) -> list[Stall]:
-        """Returns the gaps between commits of all groups, the longest first."""
-        found: list[Stall] = []
-        for group in range(self.groups):
-            deaths = [moment for moment, dead, _ in self.deaths if dead != group]
-            gaps = self.gaps(group)
-            usual = median([end - start for start, end in gaps] or [0.0])
-            for start, end in gaps:
-                count = sum(start < moment < end for moment in deaths)
-                found.append(Stall(seconds=end - start - usual, deaths=count, group=group, start=start, end=end))
-        return sorted(found, key=lambda stall: stall.seconds, reverse=True)
-
-    def timeline(self, stall: Stall) -> list[str]:
-        """Returns a line for each event during a stall: when groups died, started, were ready and left a quorum."""
-        events = [(moment, f"group {group} is found dead") for moment, group, _ in self.deaths]
-        events += [(moment, f"group {group} is started") for moment, group in self.starts]
-        for name, lines in self.records().items():
-            is_own = name == f"replica-{stall.group}/rows.rank0.jsonl"
-            for line in (line for line in lines if is_own or "started" in line or "left" in line):
-                what = {key: value for key, value in line.items() if key not in ("time", "rows")}
-                events.append((line["time"], f"{name.removesuffix('.jsonl')}: {what}"))
-        inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
-        return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]
 
     def wrong_rows(self) -> list[str]:
         """Returns what is wrong with the steps in each metrics.jsonl: the group's commits that count, once, in order.

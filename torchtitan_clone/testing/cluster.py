@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -35,25 +35,20 @@ def serve_lighthouse(fault_tolerance: FaultTolerance, port: int, pipe: Connectio
     threading.Event().wait()
 
 
+@dataclass(frozen=True)
 class Group:
     """The processes of one start of one replica group."""
 
-    def __init__(self, started: list[StartedRank]) -> None:
-        self._started = started  # kept as they are: the ranks meet in a store that lives as long as these
-
-    @property
-    def processes(self) -> list[ForkServerProcess]:
-        """The processes by rank."""
-        return [rank.process for rank in self._started]
+    ranks: list[StartedRank]
 
     @property
     def codes(self) -> list[int | None]:
         """Exit codes of the ranks; None for those that still run."""
-        return [process.exitcode for process in self.processes]
+        return [rank.process.exitcode for rank in self.ranks]
 
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks."""
-        for process in self.processes:
+        for process in (rank.process for rank in self.ranks):
             with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is not known yet
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, number)
@@ -61,8 +56,8 @@ class Group:
     def end(self) -> None:
         """Kills all ranks, as an agent does when one of its ranks has failed."""
         self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.join(10)
+        for rank in self.ranks:
+            rank.process.join(10)
 
 
 class Cluster(GroupResults):

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError
@@ -132,8 +132,8 @@ def strike(fault: Fault, args: tuple[object, ...]) -> None:
         time.sleep(fault.seconds)
     elif fault.kind == "nan":
         (parameters,) = args
-        assert isinstance(parameters, list)
-        parameters[0].grad.mul_(float("nan"))
+        assert isinstance(parameters, Iterable)
+        next(iter(parameters)).grad.mul_(float("nan"))
     elif fault.kind == "exception":
         raise RuntimeError("injected")
 
@@ -159,28 +159,17 @@ class FaultyReplicaGroup(ReplicaGroupWrapper):
         self._pace = pace
         self._at_close = at_close
 
-    def _with_faults(self, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def __getattr__(self, name: str) -> object:
+        method = getattr(self._group, name)
         for fault in self._faults:
-            if fault.place.method == method.__name__:
+            if fault.place.method == name:
                 method = fault.wrap(method)
         return method
-
-    def begin_step(self) -> bool:
-        """Faults between two steps strike on entry."""
-        return self._with_faults(self._group.begin_step)()
 
     def record_samples(self, samples: range) -> None:
         """Sleeps first, so that a step takes about as long on any machine."""
         time.sleep(self._pace)
         self._group.record_samples(samples)
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Faults in the forward pass strike when the number of targets is summed."""
-        return self._with_faults(self._group.sum)(values)
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Faults in the gradients strike before they are summed."""
-        self._with_faults(self._group.sum_gradients)(list(parameters))
 
     def close(self) -> None:
         """Leaves the other groups, then calls `at_close`."""
