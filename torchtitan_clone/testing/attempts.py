@@ -52,7 +52,7 @@ def committed_once(records: Records, *, steps: int, rows: int) -> list[str]:
 
 
 class GroupResults:
-    """What the replica groups of a run have written to `folder`, when they started, and when they died."""
+    """What the replica groups of a run wrote to `folder`, when they started, and when they died."""
 
     def __init__(self, folder: Path, *, groups: int) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The loop one would write by hand: no framework, logits not chunked, autocast for bf16.
+"""A reference training loop in plain PyTorch: logits are not chunked, bf16 uses autocast.
 
 It trains the same model from the same initial weights on the same batches with the same optimizer and schedule as
 `python -m torchtitan_clone.train` does for the same options on one device.
