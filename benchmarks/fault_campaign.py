@@ -5,9 +5,9 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from torchtitan_clone.testing.attempts import Stall, committed_once
-from torchtitan_clone.testing.cluster import Cluster
+from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import PLACES, Fault
 
 ROWS = 12
@@ -16,6 +16,19 @@ GRID_STEPS = 80
 """A group that dies in step 8 returns well before the last."""
 GRID_PACE = 0.05
 GRID_REVIVE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A gap between two steps that one process committed; times as time.time()."""
+
+    seconds: float
+    """In excess of the median gap."""
+    deaths: int
+    """Of other replica groups, in that time."""
+    group: int
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +210,7 @@ def train_through(cluster: Cluster, faults: list[Fault], *, steps: int, options:
         seconds=time.time() - start,
         deaths=len(cluster.deaths),
         heals=cluster.log.count("healed from another replica group"),
-        stalls=cluster.stalls(),
+        stalls=find_stalls(cluster),
         wrong=wrong,
     )
 
@@ -206,4 +219,30 @@ def print_longest_stall(cluster: Cluster, outcome: Outcome) -> None:
     """Prints the events of the longest stall."""
     for stall in outcome.stalls[:1]:
         print(f"the longest stall, {stall.seconds:.2f} s of group {stall.group}:")
-        print("\n".join(cluster.timeline(stall)))
+        print("\n".join(timeline(cluster, stall)))
+
+
+def find_stalls(cluster: Cluster) -> list[Stall]:
+    """Returns the gaps between commits of all groups, the longest first."""
+    found: list[Stall] = []
+    for group in range(cluster.groups):
+        deaths = [moment for moment, dead, _ in cluster.deaths if dead != group]
+        gaps = cluster.gaps(group)
+        usual = median([end - start for start, end in gaps] or [0.0])
+        for start, end in gaps:
+            count = sum(start < moment < end for moment in deaths)
+            found.append(Stall(seconds=end - start - usual, deaths=count, group=group, start=start, end=end))
+    return sorted(found, key=lambda stall: stall.seconds, reverse=True)
+
+
+def timeline(cluster: Cluster, stall: Stall) -> list[str]:
+    """Returns a line for each event during a stall: when groups died, started, were ready and left a quorum."""
+    events = [(moment, f"group {group} is found dead") for moment, group, _ in cluster.deaths]
+    events += [(moment, f"group {group} is started") for moment, group in cluster.starts]
+    for name, lines in cluster.records().items():
+        is_own = name == f"replica-{stall.group}/rows.rank0.jsonl"
+        for line in (line for line in lines if is_own or "started" in line or "left" in line):
+            what = {key: value for key, value in line.items() if key not in ("time", "rows")}
+            events.append((line["time"], f"{name.removesuffix('.jsonl')}: {what}"))
+    inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
+    return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]

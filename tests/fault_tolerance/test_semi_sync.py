@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state, split_into_fragments
+from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
@@ -127,7 +127,6 @@ def growth(*, step: int, group: int) -> torch.Tensor:
 def train_scalar_weights(options, folder):
     """Trains a replica group with one scalar per layer. Returns the number of attempts and the weights by step."""
     from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncGroup
-    from torchtitan_clone.fault_tolerance.session import ReplicaSession
 
     weights = {name: nn.Parameter(torch.zeros(1, dtype=torch.float64)) for name in WEIGHTS}
     outer = outer_state(options, parameters=weights)
@@ -154,9 +153,7 @@ def train_scalar_weights(options, folder):
             identity="",
             folder=folder / str(options.replica_id),
         )
-        session = ReplicaSession(options, run=context, steps_per_commit=ROUND)
-        fragments = split_into_fragments(WEIGHTS, options)
-        group = SemiSyncGroup(session, fault_tolerance=options, run=context, fragments=fragments, steps_per_round=ROUND)
+        group = SemiSyncGroup(options, run=context)
         while len(curve) < NUM_STEPS:
             assert group.begin_step()
             attempts += 1
@@ -164,7 +161,7 @@ def train_scalar_weights(options, folder):
             for weight, more in zip(weights.values(), grown, strict=True):
                 weight.data += more
             if attempts == 2 * ROUND - 1 and options.replica_id == 1:
-                session.quorum.report_error(RuntimeError("injected"))
+                group.quorum.report_error(RuntimeError("injected"))
             group.commit(healthy=True)
             curve.append([])
             if group.complete_step():

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torchft
@@ -12,14 +11,6 @@ from torchtitan_clone.torch_compat import quorum_id
 
 TAIL_BYTES = 1 << 20
 """How much of the end of each log is read, some thousand steps, to find steps that were rolled back."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CommittedAttempt:
-    step: int
-    quorum: int
-    time: float
-    """In seconds since the epoch."""
 
 
 class AttemptLog:
@@ -45,11 +36,10 @@ class AttemptLog:
         own_quorums: dict[int, int] = {}
         latest: dict[int, tuple[float, int]] = {}
         for file in self._folder.parent.glob("replica-*/rows.rank0.jsonl"):
-            for attempt in _committed_attempts(file):
-                key = (attempt.time, attempt.quorum)
-                latest[attempt.step] = max(key, latest.get(attempt.step, key))
+            for step, seconds, quorum in _committed_attempts(file):
+                latest[step] = max((seconds, quorum), latest.get(step, (seconds, quorum)))
                 if file.parent == self._folder:
-                    own_quorums[attempt.step] = attempt.quorum
+                    own_quorums[step] = quorum
         return {step for step, quorum in own_quorums.items() if latest[step][1] != quorum}
 
     def close(self) -> None:
@@ -57,14 +47,14 @@ class AttemptLog:
         self._file.close()
 
 
-def _committed_attempts(file: Path) -> Iterator[_CommittedAttempt]:
-    """Yields the committed attempts in the last TAIL_BYTES of a log, skipping lines that are incomplete."""
+def _committed_attempts(file: Path) -> Iterator[tuple[int, float, int]]:
+    """Yields step, time and quorum of the committed attempts in the last TAIL_BYTES of a log."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
         for line in stream.read().splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except ValueError:  # an incomplete line
                 continue
             if isinstance(row, dict) and row.get("committed"):
-                yield _CommittedAttempt(step=row["step"], quorum=row["quorum"], time=row["time"])
+                yield row["step"], row["time"], row["quorum"]

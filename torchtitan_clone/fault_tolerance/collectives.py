@@ -1,8 +1,7 @@
 """Collectives between replica groups that report failure through torchft's manager instead of raising it."""
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,17 +12,6 @@ from torchtitan_clone.fault_tolerance.context import StreamPositions
 
 BUCKET_BYTES = 32 << 20
 """Approximate size of the buckets in which tensors are summed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingSum:
-    """A bucket whose sum is in progress."""
-
-    tensors: list[Tensor]
-    """Receive the sums."""
-    flat: Tensor
-    """The tensors concatenated, as they are communicated."""
-    work: dist.Work
 
 
 class ReplicaCollectives:
@@ -45,24 +33,23 @@ class ReplicaCollectives:
         """Returns each number summed over the groups, or `values` if that fails."""
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         self._manager.allreduce(total, reduce_op=dist.ReduceOp.SUM).wait()
-        return values if self._manager.errored() else total.tolist()
+        return total.tolist() if self.error() is None else values
 
-    def start_sum(self, tensors: Iterable[Tensor]) -> list[PendingSum]:
-        """Starts to sum local tensors over the groups; `finish_sum` writes the sums into them."""
-        pending = []
+    def start_sum(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
+        """Starts to sum local tensors over the groups; call the result to wait and write the sums into the tensors."""
+        pending: list[tuple[list[Tensor], Tensor, dist.Work]] = []
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.flatten() for tensor in bucket]).to(self._device)
-            work = self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)
-            pending.append(PendingSum(tensors=bucket, flat=flat, work=work))
-        return pending
+            pending.append((bucket, flat, self._manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM)))
 
-    def finish_sum(self, pending: list[PendingSum]) -> None:
-        """Waits for the sums and copies them into the tensors."""
-        for bucket in pending:
-            bucket.work.wait()
-            totals = bucket.flat.split([tensor.numel() for tensor in bucket.tensors])
-            for tensor, total in zip(bucket.tensors, totals, strict=True):
-                tensor.copy_(total.view_as(tensor))
+        def finish() -> None:
+            for bucket, flat, work in pending:
+                work.wait()
+                totals = flat.split([tensor.numel() for tensor in bucket])
+                for tensor, total in zip(bucket, totals, strict=True):
+                    tensor.copy_(total.view_as(tensor))
+
+        return finish
 
     def gather(self, values: StreamPositions, *, replica_index: int, num_replicas: int) -> StreamPositions:
         """Returns the values of all groups, concatenated in their order, or `values` if that fails."""

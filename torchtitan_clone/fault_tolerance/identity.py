@@ -9,10 +9,8 @@ from torchtitan_clone.fault_tolerance.recovery import ReplicaMismatchError
 class IdentityCheck:
     """Compares this replica group with the others, once per quorum.
 
-    Args:
-        identity: text that must be equal in all groups.
-        replica_id: number that must be different in all groups.
-        started: time at which this group started; must be equal in all its ranks, so that they decide the same.
+    `identity` must be equal in all groups, `replica_id` different. `started`, the time at which this group started,
+    must be equal in all its ranks, so that they decide the same.
     """
 
     def __init__(self, *, identity: str, replica_id: int, started: float):
@@ -39,21 +37,22 @@ class IdentityCheck:
             return failure
         ids = table[1::3]
         if len(set(table[::3])) > 1:
-            error = ReplicaMismatchError(
+            problem = (
                 "replica groups were started with different options of model, training or optimizer; start all of "
                 "them with the same configuration"
             )
             must_leave = is_new
         elif len(set(ids)) < num_replicas:
-            error = ReplicaMismatchError(
+            problem = (
                 f"two replica groups have the same fault_tolerance.replica_id: {sorted(map(int, ids))}; start each "
                 "group with an id of its own"
             )
-            same_id = [value for value, other in zip(table[2::3], ids, strict=True) if other == self._replica_id]
-            must_leave = priority < max(same_id)
+            must_leave = priority < max(
+                p for p, other in zip(table[2::3], ids, strict=True) if other == self._replica_id
+            )
         else:
             self._checked_quorum = quorum
             return None
         if must_leave:
-            raise error
-        return error
+            raise ReplicaMismatchError(problem)
+        return ReplicaMismatchError(problem)

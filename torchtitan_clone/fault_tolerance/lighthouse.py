@@ -24,9 +24,7 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> "Lighthou
     """Starts the lighthouse in a thread of this process; `address()` is its URL and `shutdown()` ends it.
 
     Its minimum number of replica groups is the run's: with fewer, the groups would use up samples and commit nothing.
-
-    Args:
-        port: TCP port, or 0 for any free one. ConfigError if it is in use.
+    Port 0 picks a free one. ConfigError if the port is in use, or if torchft is not installed.
     """
     os.environ.setdefault("RUST_LOG", "error")
     try:
@@ -47,18 +45,15 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> "Lighthou
 
 def parse_lighthouse_address(address: str) -> tuple[str, int]:
     """Returns host and port of a lighthouse's URL. ConfigError if it has none."""
-    url = urlsplit(address)
     try:
-        host = url.hostname
-        port = url.port
-    except ValueError:
-        host = None
-        port = None
-    if not (host and port):
-        raise ConfigError(
-            f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"
-        )
-    return host, port
+        url = urlsplit(address)
+        if url.hostname and url.port:
+            return url.hostname, url.port
+    except ValueError:  # the port is not a number
+        pass
+    raise ConfigError(
+        f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"
+    )
 
 
 def wait_for_lighthouse(address: str, *, seconds: float) -> None:
@@ -67,7 +62,7 @@ def wait_for_lighthouse(address: str, *, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            socket.create_connection(host_and_port, timeout=max(0.1, deadline - time.monotonic())).close()
+            return socket.create_connection(host_and_port, timeout=max(0.1, deadline - time.monotonic())).close()
         except OSError as error:
             if time.monotonic() > deadline - 0.2:
                 raise NoLighthouseError(
@@ -75,5 +70,3 @@ def wait_for_lighthouse(address: str, *, seconds: float) -> None:
                     "there, or set the variable to the address that it prints"
                 ) from None
             time.sleep(0.2)
-        else:
-            return

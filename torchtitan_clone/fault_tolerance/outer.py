@@ -1,7 +1,6 @@
 """The outer optimizer of semi-synchronous training, its state, and the fragments of the model that it averages."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -11,19 +10,8 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.ops.dtensor_shards import local_shard
 
-
-@dataclass(frozen=True, kw_only=True)
-class OuterOptimizer:
-    """SGD with Nesterov momentum on the global weights."""
-
-    lr: float
-    momentum: float
-
-
-OUTER_OPTIMIZERS = {
-    "local_sgd": OuterOptimizer(lr=1.0, momentum=0.0),
-    "diloco": OuterOptimizer(lr=0.7, momentum=0.9),
-}
+OUTER_OPTIMIZERS = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
+"""Learning rate and Nesterov momentum of SGD on the global weights, by fault_tolerance.semi_sync_method."""
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -33,8 +21,9 @@ def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Ten
     """
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
+    _, momentum = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method]
     state = {f"outer/global/{name}": torch.full_like(p.detach(), torch.nan) for name, p in parameters.items()}
-    if OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method].momentum:
+    if momentum:
         state |= {f"outer/momentum/{name}": torch.zeros_like(p.detach()) for name, p in parameters.items()}
     return state
 
@@ -48,26 +37,13 @@ def init_outer_weights(state: Mapping[str, Tensor], *, parameters: Mapping[str, 
 
 
 class OuterWeights:
-    """Local shards of the global weights and of their momentum, with the step of the outer optimizer.
+    """Local shards of the global weights and of their momentum, as in `state`, with the step of the outer optimizer."""
 
-    Args:
-        state: as returned by `outer_state`.
-        parameters: the model's parameters by name.
-        local_fraction: fraction of a group's own weights that remains when it adopts the global ones.
-    """
-
-    def __init__(
-        self,
-        state: Mapping[str, Tensor],
-        *,
-        parameters: Mapping[str, Tensor],
-        optimizer: OuterOptimizer,
-        local_fraction: float,
-    ):
+    def __init__(self, state: Mapping[str, Tensor], *, parameters: Mapping[str, Tensor], options: FaultTolerance):
         self._state = {name: local_shard(tensor) for name, tensor in state.items()}
         self._parameters = {name: local_shard(parameter) for name, parameter in parameters.items()}
-        self._optimizer = optimizer
-        self._local_fraction = local_fraction
+        self._lr, self._momentum = OUTER_OPTIMIZERS[options.semi_sync_method or ""]
+        self._local_fraction = options.fragment_update_alpha
 
     def gradient(self, name: str) -> Tensor:
         """Returns the outer gradient of this group: how far its weight has moved from the global one."""
@@ -78,11 +54,11 @@ class OuterWeights:
         """Moves a global weight by the averaged outer gradient, and the group's own weight to the global one."""
         target = self._state[f"outer/global/{name}"]
         weight = self._parameters[name]
-        if self._optimizer.momentum:
+        if self._momentum:
             momentum = self._state[f"outer/momentum/{name}"]
-            momentum.mul_(self._optimizer.momentum).add_(gradient)
-            gradient = gradient + self._optimizer.momentum * momentum
-        target.sub_(gradient, alpha=self._optimizer.lr)
+            momentum.mul_(self._momentum).add_(gradient)
+            gradient = gradient + self._momentum * momentum
+        target.sub_(gradient, alpha=self._lr)
         weight.copy_(target.lerp(weight, self._local_fraction))
 
 
@@ -93,22 +69,22 @@ def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> l
     """
     listed = fault_tolerance.module_fqns_per_model_fragment
     if not listed:
-        modules = list(dict.fromkeys(module_of(name) for name in names))
+        modules = list(dict.fromkeys(map(_module_of, names)))
         count = fault_tolerance.num_fragments
         bounds = [index * len(modules) // count for index in range(count + 1)]
         listed = [modules[first:last] for first, last in pairwise(bounds)]
-    fragments = [[name for name in names if module_of(name) in modules] for modules in listed]
+    fragments = [[name for name in names if _module_of(name) in modules] for modules in listed]
     wrong = [name for name in names if sum(name in fragment for fragment in fragments) != 1]
     if wrong or not all(fragments):
         raise ConfigError(
             "fault_tolerance.module_fqns_per_model_fragment: every module of the model must be in exactly one "
             "fragment, and no fragment may be empty; check "
-            + (", ".join(sorted({module_of(name) for name in wrong})) or "the empty ones")
+            + (", ".join(sorted(set(map(_module_of, wrong)))) or "the empty ones")
         )
     return fragments
 
 
-def module_of(name: str) -> str:
+def _module_of(name: str) -> str:
     """Returns the module of a parameter: tok_embeddings, layers.0, ..., norm or output."""
     path = name.split(".")
     return ".".join(path[:2]) if path[0] == "layers" else path[0]

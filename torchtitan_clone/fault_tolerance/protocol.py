@@ -15,17 +15,9 @@ from torch import nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.context import RecoveryState, ReplicaContext
+from torchtitan_clone.fault_tolerance.context import RecoveryState as RecoveryState  # part of this interface
+from torchtitan_clone.fault_tolerance.context import ReplicaContext
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
-
-__all__ = [
-    "RecoveryState",
-    "ReplicaContext",
-    "ReplicaGroup",
-    "SingleReplica",
-    "check_replica_requirements",
-    "join_replica_group",
-]
 
 
 class ReplicaGroup(Protocol):
@@ -64,11 +56,8 @@ class ReplicaGroup(Protocol):
     def begin_step(self) -> bool:
         """Waits for the other groups, and loads the state of a peer if this group is behind.
 
-        The set of groups is fixed from here to the next call: a group that joins later waits.
-
-        Returns:
-            False if there is no step to train: other groups have completed the run, or this group was asked to stop
-            while it waited.
+        The set of groups is fixed from here to the next call: a group that joins later waits. Returns False if there
+        is no step to train: other groups have completed the run, or this group was asked to stop while it waited.
         """
         ...
 
@@ -78,28 +67,22 @@ class ReplicaGroup(Protocol):
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums the local shards of the gradients over the groups, in place. If that fails, `commit` returns False."""
-        ...
 
     def record_samples(self, samples: range) -> None:
         """Records which samples of the global order this rank trains on in the attempt."""
-        ...
 
     def commit(self, *, healthy: bool) -> bool:
         """Votes on the attempt and returns whether it is committed, which is the same in all ranks of the group.
 
-        Call it once per attempt, before the optimizer's step.
-
-        Args:
-            healthy: False if loss or gradients of this rank are not finite.
+        Call it once per attempt, before the optimizer's step. `healthy` is False if the loss or the gradients of this
+        rank are not finite.
         """
         ...
 
     def complete_step(self) -> bool:
-        """Ends a committed step, after the optimizer's step.
+        """Ends a committed step, after the optimizer's step. Returns False if it and others before it were rolled back.
 
-        Returns:
-            False if the step and others before it were rolled back. All state, including what `load_from_peer`
-            restores, is then that of an earlier step.
+        All state, including what `load_from_peer` restores, is then that of an earlier step.
         """
         ...
 
@@ -109,7 +92,6 @@ class ReplicaGroup(Protocol):
 
     def close(self) -> None:
         """Leaves the other groups, which continue to train. Steps that are not yet agreed upon are rolled back."""
-        ...
 
 
 class SingleReplica:
@@ -152,21 +134,17 @@ class SingleReplica:
 def join_replica_group(fault_tolerance: FaultTolerance, *, run: ReplicaContext) -> ReplicaGroup:
     """Connects this rank to the lighthouse; a collective over the ranks of the replica group.
 
-    Must come last in starting up: once joined, other replica groups wait for this one's heartbeat.
-
-    Returns:
-        `SingleReplica` without fault tolerance, else a group whose first `begin_step` joins the others.
+    Must come last in starting up: once joined, other replica groups wait for this one's heartbeat. Returns
+    `SingleReplica` without fault tolerance, else a group whose first `begin_step` joins the others.
     """
     if not fault_tolerance.enable:
         return SingleReplica()
     os.environ.setdefault("RUST_LOG", "error")  # read when torchft is imported; by default it logs every quorum
-    from torchtitan_clone.fault_tolerance.semi_sync import join_semi_sync_group
-    from torchtitan_clone.fault_tolerance.session import ReplicaSession
+    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncGroup
     from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
-    if fault_tolerance.semi_sync_method is not None:
-        return join_semi_sync_group(fault_tolerance, run=run)
-    return TorchFTGroup(ReplicaSession(fault_tolerance, run=run))
+    group = TorchFTGroup if fault_tolerance.semi_sync_method is None else SemiSyncGroup
+    return group(fault_tolerance, run=run)
 
 
 def check_replica_requirements(fault_tolerance: FaultTolerance, *, lighthouse: str | None) -> None:

@@ -3,7 +3,8 @@
 import logging
 import os
 import time
-from datetime import timedelta
+
+import torch.distributed as dist
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.attempt_log import AttemptLog
@@ -23,36 +24,26 @@ RETRY_SECONDS = 0.2
 class Quorum:
     """Forms a quorum with the other replica groups for every attempt, and votes on whether the attempt is committed.
 
-    All ranks of a replica group call the same methods in the same order. The unit that is committed is a step, or a
-    round of `steps_per_commit` steps in semi-synchronous training.
+    All ranks of a replica group call the same methods in the same order; building one is a collective. The unit that is
+    committed is a step, or a round of `steps_per_commit` steps in semi-synchronous training.
     """
 
-    def __init__(
-        self,
-        fault_tolerance: FaultTolerance,
-        *,
-        run: ReplicaContext,
-        recovery: RecoveryState,
-        connection: Connection,
-        collectives: ReplicaCollectives,
-        log: AttemptLog,
-        steps_per_commit: int,
-    ):
+    def __init__(self, options: FaultTolerance, *, run: ReplicaContext, recovery: RecoveryState, steps_per_commit: int):
+        self.connection = Connection(options, recovery=recovery, device=run.device)
+        self._manager = self.connection.manager
+        self.collectives = ReplicaCollectives(self._manager, device=self.connection.device)
+        self.log = AttemptLog(run.folder, rank=dist.get_rank(), manager=self._manager)
         self.replica_index = 0
         self.num_replicas = 0
-        self._min_replicas = fault_tolerance.min_replica_size
+        self._min_replicas = options.min_replica_size
         self._run = run
         self._recovery = recovery
-        self._connection = connection
-        self._manager = connection.manager
-        self._collectives = collectives
-        self._log = log
         self._steps_per_commit = steps_per_commit
         self._metadata: Metadata = {}
         self._received: Metadata | None = None
         self._reset_to(run.step // steps_per_commit)
         (started,) = run.sum_over_ranks([time.time()])  # equal in all ranks
-        self._identity = IdentityCheck(identity=run.identity, replica_id=fault_tolerance.replica_id, started=started)
+        self._identity = IdentityCheck(identity=run.identity, replica_id=options.replica_id, started=started)
         self._manager.register_state_dict_fn(STATE_KEY, self._receive_metadata, lambda: self._metadata)
 
     @property
@@ -70,7 +61,7 @@ class Quorum:
         num_committed = self.num_committed
         while True:
             error = self._try_to_join()
-            is_complete = error is not None and self._connection.is_first_rank and self._run.is_run_complete()
+            is_complete = error is not None and dist.get_rank() == 0 and self._run.is_run_complete()
             failed, stop, complete = self._run.sum_over_ranks([error is not None, self._run.should_stop(), is_complete])
             if not failed:
                 break
@@ -91,47 +82,40 @@ class Quorum:
 
     def vote(self) -> bool:
         """Returns whether the attempt is committed: no rank of this group reports an error. A collective over it."""
-        if (error := self._collectives.error()) is not None:
+        if (error := self.collectives.error()) is not None:
             self._abort_collectives(error)
-        committed = self._manager.should_commit(timeout=3 * self._timeout)
-        self._log.write(committed=committed, **({} if error is None else {"error": str(error)[:200]}))
-        if not committed and self._connection.is_first_rank:
+        committed = self._manager.should_commit(timeout=3 * self.connection.timeout)
+        self.log.write(committed=committed, **({} if error is None else {"error": str(error)[:200]}))
+        if not committed and dist.get_rank() == 0:
             logger.warning("the step is repeated: %s", str(error or "a rank failed")[:200])
         return committed
-
-    @property
-    def _timeout(self) -> timedelta:
-        return self._connection.timeout
 
     def _try_to_join(self) -> Exception | None:
         """Forms one quorum, in which a group that is behind receives the state of a peer; returns what failed."""
         self._metadata = self._recovery.metadata()
         try:
             self._manager.start_quorum()
-        except (TimeoutError, RuntimeError) as error:
+        except TimeoutError:
             forget_failed_quorum(self._manager)
-            if isinstance(error, TimeoutError):
-                address = os.environ["TORCHFT_LIGHTHOUSE"]
-                return TimeoutError(
-                    f"the lighthouse at {address} does not answer, or too few replica groups are running"
-                )
+            address = os.environ["TORCHFT_LIGHTHOUSE"]
+            return TimeoutError(f"the lighthouse at {address} does not answer, or too few replica groups are running")
+        except RuntimeError as error:
+            forget_failed_quorum(self._manager)
             return error
-        if (error := self._collectives.error()) is not None:
+        if (error := self.collectives.error()) is not None:
             if isinstance(error, ReplicaMismatchError):
                 raise error
             return error
-        if self._manager.num_participants() < self._min_replicas:
+        replica_index, num_replicas = self._members()
+        if num_replicas < self._min_replicas:
             time.sleep(RETRY_SECONDS)
             return RuntimeError(
-                f"{self._manager.num_participants()} in the quorum, but fault_tolerance.min_replica_size = "
-                f"{self._min_replicas}; the lighthouse was started with a smaller minimum"
+                f"{num_replicas} in the quorum, but fault_tolerance.min_replica_size = {self._min_replicas}; the "
+                "lighthouse was started with a smaller minimum"
             )
-        replica_index, num_replicas = self._members()
+        quorum = quorum_id(self._manager)
         return self._identity.check(
-            self._collectives,
-            quorum=quorum_id(self._manager),
-            replica_index=replica_index,
-            num_replicas=num_replicas,
+            self.collectives, quorum=quorum, replica_index=replica_index, num_replicas=num_replicas
         )
 
     def _members(self) -> tuple[int, int]:
@@ -141,17 +125,17 @@ class Quorum:
 
     def _leave(self, error: Exception | None) -> None:
         """Leaves the quorum such that the other groups notice at once, and votes against the attempt."""
-        self._log.write(left=str(error or "another rank failed")[:200])
+        self.log.write(left=str(error or "another rank failed")[:200])
         self._manager.report_error(error or RuntimeError("another rank of this replica group failed"))
         self._abort_collectives(error)
-        self._manager.should_commit(timeout=2 * self._timeout)
+        self._manager.should_commit(timeout=2 * self.connection.timeout)
 
     def _abort_collectives(self, error: Exception | None) -> None:
         """Closes the connections, so that groups that wait for this one in a collective fail at once."""
         if error is not None:
             # The frames of the traceback reference the collective's work, which keeps the connections open.
             error.__traceback__ = error.__context__ = None
-        self._connection.process_group.abort()
+        self.connection.process_group.abort()
 
     def _receive_metadata(self, metadata: Metadata) -> None:
         """Stores a peer's metadata until all ranks of this group have received theirs."""
@@ -166,15 +150,15 @@ class Quorum:
         if self._received is None:
             return
         self._recovery.load_from_peer(self._received)
-        self._connection.transport.copy_received()
+        self.connection.transport.copy_received()
         self._received = None
-        if self._connection.is_first_rank:
+        if dist.get_rank() == 0:
             logger.info("healed from another replica group: step %d", self.num_committed * self._steps_per_commit)
 
     def _update_membership(self) -> None:
         replica_index, num_replicas = self._members()
         changed = (replica_index, num_replicas) != (self.replica_index, self.num_replicas)
-        if changed and self._connection.is_first_rank:
+        if changed and dist.get_rank() == 0:
             step = self.num_committed * self._steps_per_commit + 1
             logger.info("step %d: %d replica groups, this one is %d", step, num_replicas, replica_index)
         self.replica_index = replica_index

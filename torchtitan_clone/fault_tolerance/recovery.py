@@ -19,7 +19,6 @@ from torchtitan_clone.config import ConfigError
 
 ManagerState = dict[str, object]
 """What torchft transfers: {"torchft": its own state, "user": {STATE_KEY: metadata}}."""
-
 STATE_KEY = "training"
 """Under which the metadata of training is registered with torchft's manager."""
 
@@ -29,12 +28,9 @@ class ReplicaMismatchError(ConfigError):
 
 
 class PeerTransport(CheckpointTransport[ManagerState]):
-    """Sends and receives torchft's state as JSON, followed by the tensors.
+    """Sends and receives torchft's state as JSON, followed by the local shards `tensors`, in this order.
 
-    Args:
-        pg: process group of this rank and the same rank of the other replica groups.
-        tensors: local shards by name, sent in this order.
-        device: device of the buffers that `pg` communicates.
+    `pg` is the process group of this rank and the same rank of the other replica groups, `device` that of its buffers.
     """
 
     def __init__(self, pg: ProcessGroup, *, tensors: Mapping[str, Tensor], device: torch.device):

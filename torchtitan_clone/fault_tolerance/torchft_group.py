@@ -7,29 +7,45 @@ backward. If that fails in any rank of a group, none of its ranks commits.
 
 from collections.abc import Iterable
 
+import torch.distributed as dist
 from torch import nn
 
-from torchtitan_clone.fault_tolerance.context import StreamPositions
-from torchtitan_clone.fault_tolerance.session import ReplicaSession
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.connection import warn_of_hazards
+from torchtitan_clone.fault_tolerance.context import ReplicaContext, StreamPositions
+from torchtitan_clone.fault_tolerance.quorum import Quorum
+from torchtitan_clone.fault_tolerance.watchdog import StepTimeout
 from torchtitan_clone.ops.dtensor_shards import local_shard
 
 
 class TorchFTGroup:
-    """A replica group that commits every step together with the others. Implements `ReplicaGroup`."""
+    """A replica group that commits every step together with the others. Implements `ReplicaGroup`.
 
-    def __init__(self, session: ReplicaSession):
-        self._session = session
+    Building one is a collective over the ranks of the replica group. `steps_per_commit` is the number of steps that
+    are committed together.
+    """
+
+    def __init__(self, options: FaultTolerance, *, run: ReplicaContext, steps_per_commit: int = 1):
+        self.recovery = run.recovery_state()
+        self.quorum = Quorum(options, run=run, recovery=self.recovery, steps_per_commit=steps_per_commit)
+        self._log = self.quorum.log
+        self._collectives = self.quorum.collectives
+        grace_seconds = 2 * self.quorum.connection.timeout.total_seconds()
+        self._step_timeout = StepTimeout(factor=options.stall_factor, grace_seconds=grace_seconds)
         self._stream_positions: StreamPositions = []
+        self._log.write(started=run.step)
+        if dist.get_rank() == 0:
+            warn_of_hazards(options)
 
     @property
     def replica_index(self) -> int:
         """Index of this group among those in the quorum."""
-        return self._session.quorum.replica_index
+        return self.quorum.replica_index
 
     @property
     def num_replicas(self) -> int:
         """Number of groups in the quorum."""
-        return self._session.quorum.num_replicas
+        return self.quorum.num_replicas
 
     @property
     def is_writer(self) -> bool:
@@ -38,41 +54,49 @@ class TorchFTGroup:
 
     def begin_step(self) -> bool:
         """Forms a quorum with the other groups and starts the step's timeout."""
-        if not self._session.quorum.join():
+        if not self.quorum.join():
             return False
-        self._session.step_timeout.start()
+        self._step_timeout.start()
         return True
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums each number over the groups."""
-        return self._session.collectives.sum(values)
+        return self._collectives.sum(values)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums the local shards of the gradients over the groups, in buckets."""
-        gradients = [local_shard(p.grad).detach() for p in parameters if p.grad is not None]
-        self._session.collectives.finish_sum(self._session.collectives.start_sum(gradients))
+        finish = self._collectives.start_sum(local_shard(p.grad).detach() for p in parameters if p.grad is not None)
+        finish()
 
     def record_samples(self, samples: range) -> None:
         """Writes the samples to the log."""
-        self._session.record_samples(samples)
+        rows = [samples.start, samples.stop]
+        self._log.write(replica_index=self.replica_index, num_replicas=self.num_replicas, rows=rows)
 
     def commit(self, *, healthy: bool) -> bool:
         """Votes on the step. A step that is not healthy in one group is repeated by all."""
         if not healthy:
-            self._session.quorum.report_error(FloatingPointError("loss or gradient is not finite"))
-        self._stream_positions = self._session.gather_stream_positions()
-        self._session.step_timeout.stop()
-        return self._session.quorum.vote()
+            self.quorum.report_error(FloatingPointError("loss or gradient is not finite"))
+        self._gather_stream_positions()
+        self._step_timeout.stop()
+        return self.quorum.vote()
 
     def complete_step(self) -> bool:
         """Sets the stream positions that were gathered. Returns True: a committed step is not rolled back."""
-        self._session.recovery.set_stream_positions(self._stream_positions)
+        self.recovery.set_stream_positions(self._stream_positions)
         return True
 
     def rolled_back_steps(self) -> set[int]:
         """Returns the steps that other groups trained again without this one."""
-        return self._session.log.rolled_back_steps()
+        return self._log.rolled_back_steps()
 
     def close(self) -> None:
-        """Disconnects from the other groups."""
-        self._session.close()
+        """Disconnects; the other groups continue."""
+        self._log.close()
+        self.quorum.connection.manager.shutdown(wait=False)
+
+    def _gather_stream_positions(self) -> None:
+        """Collects the stream positions of this rank in all replica groups; a collective between the groups."""
+        self._stream_positions = self._collectives.gather(
+            self.recovery.stream_positions(), replica_index=self.replica_index, num_replicas=self.num_replicas
+        )

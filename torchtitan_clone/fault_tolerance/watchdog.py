@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
+
+from torchtitan_clone.torch_compat import dump_collectives
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -25,18 +26,13 @@ MIN_STEPS = 3
 class Heartbeat:
     """Dumps the stacks of all threads and the recent collectives if this process makes no progress for too long.
 
-    Reports once per hang, and does not end the process: the collective's timeout does.
-
-    Args:
-        folder: where the reports are written, created with the first one.
-        rank: the global rank, part of the file names.
-        dump_collectives: returns the flight recorder's content as JSON.
+    Reports once per hang, and does not end the process: the collective's timeout does. The first report creates
+    `folder`. `rank` is the global rank.
     """
 
-    def __init__(self, *, folder: Path, rank: int, dump_collectives: Callable[[], bytes]) -> None:
+    def __init__(self, *, folder: Path, rank: int) -> None:
         self._folder = folder
         self._rank = rank
-        self._dump_collectives = dump_collectives
         self._timeout_seconds = float("inf")
         self._deadline = float("inf")
         self._closed = threading.Event()
@@ -62,7 +58,7 @@ class Heartbeat:
         stacks = self._folder / f"rank{self._rank}_stacks.txt"
         with stacks.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        (self._folder / f"rank{self._rank}_collectives.json").write_bytes(self._dump_collectives())
+        (self._folder / f"rank{self._rank}_collectives.json").write_bytes(dump_collectives())
         seconds = REPORT_FRACTION * self._timeout_seconds
         logger.warning("no progress for %.0f s; stacks and collectives: %s", seconds, stacks.parent)
 

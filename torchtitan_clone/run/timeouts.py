@@ -7,7 +7,6 @@ from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.fault_tolerance.watchdog import Heartbeat
 from torchtitan_clone.parallel.runtime import set_timeout
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import dump_collectives
 
 
 class Timeouts:
@@ -18,9 +17,7 @@ class Timeouts:
 
     def __init__(self, plan: RunPlan, *, rank: int) -> None:
         self._options: Comm = plan.config.comm
-        self._heartbeat = Heartbeat(
-            folder=plan.output_folder / self._options.save_traces_folder, rank=rank, dump_collectives=dump_collectives
-        )
+        self._heartbeat = Heartbeat(folder=plan.output_folder / self._options.save_traces_folder, rank=rank)
         self._seconds = 0
         self.expect_slow_steps()
 

@@ -1,1 +1,1 @@
-"""What tests, scripts and benchmarks share: ranks in real processes, small runs, replica groups, faults, parity."""
+"""Shared by tests, scripts and benchmarks: ranks in real processes, small runs, replica groups, faults, parity."""

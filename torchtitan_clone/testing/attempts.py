@@ -1,41 +1,16 @@
-"""Checks of what replica groups record of their attempts at steps: every sample counts once, and stalls are explained.
+"""Checks of what replica groups record of their attempts at steps: every sample counts once.
 
 Each rank writes a line when it starts, for the samples of an attempt, and when an attempt is committed or left.
 """
 
+import json
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from torchtitan_clone.testing.runs import Row, read_json_lines
 
 Records = dict[str, list[Row]]
 """Lines by file, in the order in which they were written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stall:
-    """A gap between two steps that one process committed; times as time.time()."""
-
-    seconds: float
-    """In excess of the median gap."""
-    deaths: int
-    """Of other replica groups, in that time."""
-    group: int
-    start: float
-    end: float
-
-
-def read_records(run_folder: Path) -> Records:
-    """Returns the records of all ranks of all replica groups."""
-    files = sorted(run_folder.glob("replica-*/rows.rank*.jsonl"))
-    return {f"{file.parent.name}/{file.name}": read_json_lines(file) for file in files}
-
-
-def lines_of(records: Records, group: int) -> list[Row]:
-    """Returns the lines of rank 0 of a replica group."""
-    return records.get(f"replica-{group}/rows.rank0.jsonl", [])
 
 
 def counted_attempts(records: Records) -> dict[int, tuple[float, tuple[int, int]]]:
@@ -44,11 +19,9 @@ def counted_attempts(records: Records) -> dict[int, tuple[float, tuple[int, int]
     The last one counts: an earlier one was lost with the groups that committed it, or nobody would have tried again.
     """
     counted: dict[int, tuple[float, tuple[int, int]]] = {}
-    for lines in records.values():
-        for line in lines:
-            if line.get("committed"):
-                attempt = (line["time"], (line["step"], line["quorum"]))
-                counted[line["step"]] = max(attempt, counted.get(line["step"], attempt))
+    for line in (line for lines in records.values() for line in lines if line.get("committed")):
+        attempt = (line["time"], (line["step"], line["quorum"]))
+        counted[line["step"]] = max(attempt, counted.get(line["step"], attempt))
     return counted
 
 
@@ -78,67 +51,8 @@ def committed_once(records: Records, *, steps: int, rows: int) -> list[str]:
     return wrong
 
 
-def wrong_metrics(records: Records, *, group: int, logged: list[int], deaths: int) -> list[str]:
-    """Returns what is wrong with the steps in a group's metrics.jsonl: its commits that count, once, in order.
-
-    A group may die after it commits a step and before it logs it, once a death.
-    """
-    counted = {step: attempt for step, (_, attempt) in counted_attempts(records).items()}
-    own = {
-        line["step"]
-        for line in lines_of(records, group)
-        if line.get("committed") and counted[line["step"]] == (line["step"], line["quorum"])
-    }
-    if logged != sorted(set(logged)) or set(logged) - own or len(own - set(logged)) > deaths:
-        return [f"metrics of group {group}: {logged}, but committed were {sorted(own)}"]
-    return []
-
-
-def commit_gaps(records: Records, group: int) -> list[tuple[float, float]]:
-    """Returns the times of each two successive commits of one process of the group."""
-    found: list[tuple[float, float]] = []
-    last: float | None = None
-    for line in lines_of(records, group):
-        if "started" in line:
-            last = None
-        elif line.get("committed"):
-            if last is not None:
-                found.append((last, line["time"]))
-            last = line["time"]
-    return found
-
-
-def find_stalls(records: Records, group: int, *, deaths: list[float]) -> list[Stall]:
-    """Returns the gaps between commits of the group; `deaths` are the times at which other groups died."""
-    gaps = commit_gaps(records, group)
-    usual = median([end - start for start, end in gaps] or [0.0])
-    return [
-        Stall(
-            seconds=end - start - usual,
-            deaths=sum(start < moment < end for moment in deaths),
-            group=group,
-            start=start,
-            end=end,
-        )
-        for start, end in gaps
-    ]
-
-
-def describe_stall(records: Records, stall: Stall, *, events: list[tuple[float, str]]) -> list[str]:
-    """Returns a line for each event during the stall: the group's own, and other groups that started or left."""
-    events = list(events)
-    for name, lines in records.items():
-        is_own = name == f"replica-{stall.group}/rows.rank0.jsonl"
-        for line in lines:
-            if is_own or "started" in line or "left" in line:
-                what = {key: value for key, value in line.items() if key not in ("time", "rows")}
-                events.append((line["time"], f"{name.removesuffix('.jsonl')}: {what}"))
-    inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
-    return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]
-
-
 class GroupResults:
-    """What the replica groups of a run have written to `folder`, when they started, and when they died."""
+    """What the replica groups of a run wrote to `folder`, when they started, and when they died."""
 
     def __init__(self, folder: Path, *, groups: int) -> None:
         self.folder = folder
@@ -148,9 +62,9 @@ class GroupResults:
         self.deaths: list[tuple[float, int, list[int | None]]] = []
         """Time, group and exit codes of each."""
 
-    def log_of(self, group: int, *, rank: int = 0) -> str:
-        """Returns what a rank of a group has printed in all its starts."""
-        return (self.folder / f"group{group}.rank{rank}.log").read_text()
+    def log_of(self, group: int) -> str:
+        """Returns what rank 0 of a group has printed in all its starts."""
+        return (self.folder / f"group{group}.rank0.log").read_text()
 
     @property
     def log(self) -> str:
@@ -172,48 +86,54 @@ class GroupResults:
     def losses(self) -> dict[int, float]:
         """Losses by step; all groups must agree to the last bit."""
         found: dict[int, float] = {}
-        for group in range(self.groups):
-            for row in self.step_rows(group):
-                assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"groups differ: {row}"
+        for row in (row for group in range(self.groups) for row in self.step_rows(group)):
+            assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"groups differ: {row}"
         return found
 
     def digests(self, prefix: str = "") -> dict[int, set[str]]:
         """Returns, by rank, the digests of state at the end; one each where all groups have the same bits.
 
-        `prefix` selects tensors by their name: "" (all), "model/" or "outer/global/".
+        `prefix` selects tensors by their name, such as "model/".
         """
-        found = defaultdict(set)
-        for file in self.folder.glob(f"digest.{prefix.replace('/', '_')}.*.*"):
-            found[int(file.suffix[1:])].add(file.read_text())
+        found: dict[int, set[str]] = defaultdict(set)
+        for file in self.folder.glob("digests.*.*"):
+            tensors = json.loads(file.read_text())
+            found[int(file.suffix[1:])].add(str([each for each in tensors.items() if each[0].startswith(prefix)]))
         return dict(found)
 
     def records(self) -> Records:
-        """Returns what all ranks recorded of samples and commits."""
-        return read_records(self.folder / "run")
+        """Returns what all ranks of all replica groups recorded of samples and commits."""
+        files = sorted((self.folder / "run").glob("replica-*/rows.rank*.jsonl"))
+        return {f"{file.parent.name}/{file.name}": read_json_lines(file) for file in files}
 
     def gaps(self, group: int) -> list[tuple[float, float]]:
         """Returns the times of each two successive commits of one process of this group."""
-        return commit_gaps(self.records(), group)
-
-    def stalls(self, *groups: int) -> list[Stall]:
-        """Returns the gaps between commits of these groups, the longest first; by default of all groups."""
-        found: list[Stall] = []
-        for group in groups or range(self.groups):
-            deaths = [moment for moment, dead, _ in self.deaths if dead != group]
-            found += find_stalls(self.records(), group, deaths=deaths)
-        return sorted(found, key=lambda stall: stall.seconds, reverse=True)
-
-    def timeline(self, stall: Stall) -> list[str]:
-        """Returns the events during a stall: when groups died, started, were ready and left a quorum."""
-        events = [(moment, f"group {group} is found dead") for moment, group, _ in self.deaths]
-        events += [(moment, f"group {group} is started") for moment, group in self.starts]
-        return describe_stall(self.records(), stall, events=events)
+        found: list[tuple[float, float]] = []
+        last: float | None = None
+        for line in self.records().get(f"replica-{group}/rows.rank0.jsonl", []):
+            if "started" in line:
+                last = None
+            elif line.get("committed"):
+                if last is not None:
+                    found.append((last, line["time"]))
+                last = line["time"]
+        return found
 
     def wrong_rows(self) -> list[str]:
-        """Returns what is wrong with the steps in the metrics.jsonl of all groups."""
-        wrong: list[str] = []
+        """Returns what is wrong with the steps in each metrics.jsonl: the group's commits that count, once, in order.
+
+        A group may die after it commits a step and before it logs it, once a death.
+        """
+        wrong = []
+        records = self.records()
+        counted = {attempt for _, attempt in counted_attempts(records).values()}
         for group in range(self.groups):
             logged = [row["step"] for row in self.step_rows(group)]
+            lines = records.get(f"replica-{group}/rows.rank0.jsonl", [])
+            own = {
+                line["step"] for line in lines if line.get("committed") and (line["step"], line["quorum"]) in counted
+            }
             deaths = sum(dead == group for _, dead, _ in self.deaths)
-            wrong += wrong_metrics(self.records(), group=group, logged=logged, deaths=deaths)
+            if logged != sorted(set(logged)) or set(logged) - own or len(own - set(logged)) > deaths:
+                wrong.append(f"metrics of group {group}: {logged}, but committed were {sorted(own)}")
         return wrong

@@ -1,9 +1,9 @@
 """Training states whose values reveal their step, and functions that save and load them on real ranks."""
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.loading import load_tensors, read_index
@@ -47,11 +47,9 @@ def values_at(name: str, *, step: int) -> Tensor:
 def make_state(*, step: int) -> dict[str, Tensor]:
     """Returns all tensors at a step, sharded over all ranks except for the REPLICATED ones."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state: dict[str, Tensor] = {}
-    for name in SHAPES:
-        values = values_at(name, step=step)
-        state[name] = values if name in REPLICATED else distribute_tensor(values, mesh, [Shard(0)])
-    return state
+    values = {name: values_at(name, step=step) for name in SHAPES}
+    sharded = {name: distribute_tensor(values[name], mesh, [Shard(0)]) for name in SHAPES if name not in REPLICATED}
+    return values | sharded
 
 
 def set_step(state: Mapping[str, Tensor], *, step: int) -> None:
@@ -59,17 +57,14 @@ def set_step(state: Mapping[str, Tensor], *, step: int) -> None:
     for name, tensor in state.items():
         values = values_at(name, step=step)
         if isinstance(tensor, DTensor):
-            local = distribute_tensor(values, tensor.device_mesh, tensor.placements).to_local()
-            tensor.to_local().copy_(local)
-        else:
-            tensor.copy_(values)
+            values = distribute_tensor(values, tensor.device_mesh, tensor.placements).to_local()
+            tensor = tensor.to_local()
+        tensor.copy_(values)
 
 
 def step_of(state: Mapping[str, Tensor]) -> int | None:
     """Returns the step that all values belong to; None if they belong to several."""
-    full: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        full[name] = tensor.redistribute(placements=[Replicate()]).to_local() if isinstance(tensor, DTensor) else tensor
+    full = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
     for step in range(MAX_STEP):
         if torch.equal(full["model/vector"], values_at("model/vector", step=step)):
             return step if all(torch.equal(full[name], values_at(name, step=step)) for name in full) else None
@@ -99,11 +94,9 @@ class SlowState(dict[str, Tensor]):
         return SlowState(dict(self.items()) | dict(other.items()), seconds=self._seconds)
 
 
-@contextlib.contextmanager
-def rank_of_a_group() -> Iterator[None]:
-    """Runs in a process group, as training does."""
-    with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")):
-        yield
+def rank_of_a_group() -> AbstractContextManager[None]:
+    """Returns a context with a process group, as training has one."""
+    return process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu"))
 
 
 def progress_at(step: int) -> Progress:
@@ -112,11 +105,7 @@ def progress_at(step: int) -> Progress:
 
 
 def build_manager(
-    folder: Path,
-    state: dict[str, Tensor] | Callable[[], dict[str, Tensor]],
-    *,
-    config: str = "",
-    **options: object,
+    folder: Path, state: dict[str, Tensor] | Callable[[], dict[str, Tensor]], *, config: str = "", **options: object
 ) -> CheckpointManager:
     """Returns a manager with these options of `[checkpoint]`."""
     return CheckpointManager(
@@ -175,20 +164,19 @@ def log_lines() -> list[str]:
 def load_each(folders: Sequence[Path], options: Mapping[str, object]) -> list[Loaded]:
     """Resumes from each of these folders in turn."""
     lines = log_lines()
+    found = []
     with rank_of_a_group():
-        return [_load_one(folder, options, lines) for folder in folders]
-
-
-def _load_one(folder: Path, options: Mapping[str, object], lines: list[str]) -> Loaded:
-    lines.clear()
-    state = make_state(step=MAX_STEP - 1)
-    try:
-        manager = build_manager(folder, state, config="", **options)
-        progress = manager.find_resume_point()
-        manager.load()
-    except ConfigError as error:
-        return Loaded(progress=None, step=None, log="\n".join(lines), error=str(error))
-    return Loaded(progress=progress, step=step_of(state), log="\n".join(lines), error=None)
+        for folder in folders:
+            lines.clear()
+            state = make_state(step=MAX_STEP - 1)
+            try:
+                manager = build_manager(folder, state, config="", **options)
+                progress = manager.find_resume_point()
+                manager.load()
+                found.append(Loaded(progress=progress, step=step_of(state), log="\n".join(lines), error=None))
+            except ConfigError as error:
+                found.append(Loaded(progress=None, step=None, log="\n".join(lines), error=str(error)))
+    return found
 
 
 def save(

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -19,7 +19,7 @@ from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.testing.attempts import GroupResults
 from torchtitan_clone.testing.attempts import committed_once as committed_once  # used together with Cluster
 from torchtitan_clone.testing.faults import Fault, train_group_rank
-from torchtitan_clone.testing.harness import start_ranks
+from torchtitan_clone.testing.harness import StartedRank, start_ranks
 from torchtitan_clone.testing.runs import options
 
 HEARTBEAT_MS = 700
@@ -35,37 +35,20 @@ def serve_lighthouse(fault_tolerance: FaultTolerance, port: int, pipe: Connectio
     threading.Event().wait()
 
 
+@dataclass(frozen=True)
 class Group:
     """The processes of one start of one replica group."""
 
-    def __init__(
-        self,
-        argv: list[str],
-        *,
-        group: int,
-        ranks: int,
-        faults: list[Fault],
-        folder: Path,
-        pace: float,
-        env: dict[str, str],
-    ) -> None:
-        logs = [folder / f"group{group}.rank{rank}.log" for rank in range(ranks)]
-        # Kept as they are: the ranks meet in a store that lives as long as these.
-        self._started = start_ranks(train_group_rank, ranks, argv, logs, faults, group, folder, pace, env=env)
-
-    @property
-    def processes(self) -> list[ForkServerProcess]:
-        """The processes by rank."""
-        return [rank.process for rank in self._started]
+    ranks: list[StartedRank]
 
     @property
     def codes(self) -> list[int | None]:
         """Exit codes of the ranks; None for those that still run."""
-        return [process.exitcode for process in self.processes]
+        return [rank.process.exitcode for rank in self.ranks]
 
     def signal(self, number: int) -> None:
         """Sends a signal to all ranks."""
-        for process in self.processes:
+        for process in (rank.process for rank in self.ranks):
             with contextlib.suppress(ProcessLookupError):  # it has ended, and its exit code is not known yet
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, number)
@@ -73,8 +56,8 @@ class Group:
     def end(self) -> None:
         """Kills all ranks, as an agent does when one of its ranks has failed."""
         self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.join(10)
+        for rank in self.ranks:
+            rank.process.join(10)
 
 
 class Cluster(GroupResults):
@@ -142,15 +125,10 @@ class Cluster(GroupResults):
         """Starts one replica group; `changes` are options of this group only."""
         argv = options(self.corpus, self.folder, **{**self._changes, "fault_tolerance__replica_id": group, **changes})
         self.starts.append((time.time(), group))
-        self.running[group] = Group(
-            argv,
-            group=group,
-            ranks=self.ranks,
-            faults=list(faults),
-            folder=self.folder,
-            pace=self._pace,
-            env={"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **self.env},
-        )
+        logs = [self.folder / f"group{group}.rank{rank}.log" for rank in range(self.ranks)]
+        env = {"TORCHFT_LIGHTHOUSE": self.address, "RUST_LOG": "error", **self.env}
+        what = (argv, logs, list(faults), group, self.folder, self._pace)
+        self.running[group] = Group(start_ranks(train_group_rank, self.ranks, *what, env=env))
 
     def start_all(self, *, faults: Iterable[Fault] = ()) -> Self:
         """Starts all replica groups with these faults, which are given in the order of their steps."""

@@ -4,18 +4,19 @@ They strike in methods of the replica group, which `FaultyReplicaGroup` wraps, o
 """
 
 import hashlib
+import json
 import logging
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError
@@ -24,9 +25,8 @@ from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.runs import redirect_output
 
 if TYPE_CHECKING:
-    from torchft import Manager
-
     from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -35,7 +35,6 @@ logger = logging.getLogger("torchtitan_clone")
 
 MIN_GRADIENT_ELEMENTS = 1000
 """An all-reduce of more elements than this is taken for one of gradients."""
-DIGEST_PREFIXES = ("", "model/", "outer/global/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class Place:
 
 PLACES = {
     "between": Place(owner="ReplicaGroup", method="begin_step", is_before=True),
-    "quorum": Place(owner="Manager", method="_async_quorum"),
+    "quorum": Place(owner="Manager", method="wait_quorum"),
     "configure": Place(owner="ProcessGroupGloo", method="configure", is_before=True),
     "forward": Place(owner="ReplicaGroup", method="sum"),
     "gradients": Place(owner="ReplicaGroup", method="sum_gradients", is_before=True),
@@ -83,32 +82,38 @@ PLACES = {
 
 
 class ArmedFault:
-    """Counts the calls at a fault's place, and strikes in the right one. `managers` holds the process's manager."""
+    """A fault that counts the calls at its place, and strikes in the right one."""
 
-    def __init__(self, fault: Fault, *, managers: "list[Manager]") -> None:
+    def __init__(self, fault: Fault, *, group: "TorchFTGroup") -> None:
         self.place = PLACES[fault.place]
         self._fault = fault
-        self._managers = managers
+        self._group = group
         self._calls = 0
 
-    def call(self, method: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Calls the method; the fault may strike before or after it."""
-        step = self._managers[0].current_step() + 1 if self._managers else 0
-        is_due = (step >= self._fault.step or self._fault.returning) and self._is_expected(args)
-        self._calls += is_due
-        strikes = is_due and self._calls == self.place.call
-        if strikes and self.place.is_before:
-            strike(self._fault, args)
-        result = method(*args, **kwargs)
-        if strikes and not self.place.is_before:
-            strike(self._fault, args)
-        return result
+    def wrap(self, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Returns the method with the fault, which may strike before or after it."""
 
-    def _is_expected(self, args: tuple[object, ...]) -> bool:
-        if self._fault.place != "all_reduce":
-            return True
-        tensor = args[1]
-        return isinstance(tensor, Tensor) and tensor.numel() > MIN_GRADIENT_ELEMENTS
+        @wraps(method)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            strikes = self._is_due(args)
+            if strikes and self.place.is_before:
+                strike(self._fault, args)
+            result = method(*args, **kwargs)
+            if strikes and not self.place.is_before:
+                strike(self._fault, args)
+            return result
+
+        return call
+
+    def _is_due(self, args: tuple[object, ...]) -> bool:
+        if self._group.quorum.num_committed + 1 < self._fault.step and not self._fault.returning:
+            return False
+        if self._fault.place == "all_reduce":
+            tensor = args[1]
+            if not isinstance(tensor, Tensor) or tensor.numel() <= MIN_GRADIENT_ELEMENTS:
+                return False
+        self._calls += 1
+        return self._calls == self.place.call
 
 
 def strike(fault: Fault, args: tuple[object, ...]) -> None:
@@ -127,45 +132,10 @@ def strike(fault: Fault, args: tuple[object, ...]) -> None:
         time.sleep(fault.seconds)
     elif fault.kind == "nan":
         (parameters,) = args
-        assert isinstance(parameters, list)
-        parameters[0].grad.mul_(float("nan"))
+        assert isinstance(parameters, Iterable)
+        next(iter(parameters)).grad.mul_(float("nan"))
     elif fault.kind == "exception":
         raise RuntimeError("injected")
-
-
-def wrap_torchft(faults: list[ArmedFault]) -> None:
-    """Wraps the methods of torchft's classes at which these faults strike."""
-    import torchft
-
-    for fault in faults:
-        owner = getattr(torchft, fault.place.owner, None)
-        if owner is not None:
-            setattr(owner, fault.place.method, method_with_fault(fault, getattr(owner, fault.place.method)))
-
-
-def method_with_fault(fault: ArmedFault, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns a method that calls the given one, with the fault."""
-
-    @wraps(method)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return fault.call(method, *args, **kwargs)
-
-    return call
-
-
-def remember_managers(managers: "list[Manager]", *, transports: list[object]) -> None:
-    """Appends every manager that torchft makes in this process, and what it sends state to other groups with."""
-    import torchft
-
-    build = torchft.Manager.__init__
-
-    @wraps(build)
-    def build_and_remember(manager: "Manager", *args: object, **kwargs: object) -> None:
-        build(manager, *args, **kwargs)  # pyright: ignore[reportArgumentType], passed on as they came
-        managers.append(manager)
-        transports.append(kwargs["checkpoint_transport"])
-
-    setattr(torchft.Manager, "__init__", build_and_remember)  # noqa: B010, pyright compares names of parameters
 
 
 class ReplicaGroupWrapper:
@@ -189,29 +159,17 @@ class FaultyReplicaGroup(ReplicaGroupWrapper):
         self._pace = pace
         self._at_close = at_close
 
-    def _with_faults(self, method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """Adds the faults whose place is this method."""
+    def __getattr__(self, name: str) -> object:
+        method = getattr(self._group, name)
         for fault in self._faults:
-            if fault.place.method == method.__name__:
-                method = method_with_fault(fault, method)
+            if fault.place.method == name:
+                method = fault.wrap(method)
         return method
-
-    def begin_step(self) -> bool:
-        """Faults between two steps strike on entry."""
-        return self._with_faults(self._group.begin_step)()
 
     def record_samples(self, samples: range) -> None:
         """Sleeps first, so that a step takes about as long on any machine."""
         time.sleep(self._pace)
         self._group.record_samples(samples)
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Faults in the forward pass strike when the number of targets is summed."""
-        return self._with_faults(self._group.sum)(values)
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Faults in the gradients strike before they are summed."""
-        self._with_faults(self._group.sum_gradients)(list(parameters))
 
     def close(self) -> None:
         """Leaves the other groups, then calls `at_close`."""
@@ -225,25 +183,24 @@ def train_group_rank(
     """Trains one rank of a replica group, and ends the process as in production, without returning to the harness."""
     rank = int(os.environ["RANK"])
     redirect_output(logs[rank], append=True)
-    from torchtitan_clone.fault_tolerance.recovery import PeerTransport  # torchft is an optional dependency
+    import torchft  # optional, and slow to import
 
-    managers: list[Manager] = []
-    armed = [ArmedFault(fault, managers=managers) for fault in faults if (fault.group, fault.rank) == (group, rank)]
-    transports: list[object] = []
-    remember_managers(managers, transports=transports)
-    wrap_torchft(armed)
-
-    def write_digests() -> None:
-        transport = transports[0]
-        assert isinstance(transport, PeerTransport)
-        tensors = transport._tensors  # all that another replica group would load from this one
-        for prefix in DIGEST_PREFIXES:
-            selected = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            (folder / f"digest.{prefix.replace('/', '_')}.{group}.{rank}").write_text(digest(selected))
+    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
     def wrap(replica_group: "ReplicaGroup") -> "ReplicaGroup":
-        wrapped = FaultyReplicaGroup(replica_group, faults=armed, pace=pace, at_close=write_digests)
-        return cast("ReplicaGroup", wrapped)
+        assert isinstance(replica_group, TorchFTGroup)
+        armed = [ArmedFault(each, group=replica_group) for each in faults if (each.group, each.rank) == (group, rank)]
+        for fault in armed:
+            owner = getattr(torchft, fault.place.owner, None)
+            if owner is not None:
+                setattr(owner, fault.place.method, fault.wrap(getattr(owner, fault.place.method)))
+
+        def write_digests() -> None:
+            tensors = replica_group.recovery.tensors.items()
+            digests = {name: digest(tensor) for name, tensor in tensors}
+            (folder / f"digests.{group}.{rank}").write_text(json.dumps(digests))
+
+        return cast("ReplicaGroup", FaultyReplicaGroup(replica_group, faults=armed, pace=pace, at_close=write_digests))
 
     os._exit(run_entry_point(argv, wrap_replica_group=wrap))
 
@@ -265,9 +222,6 @@ def run_entry_point(argv: list[str], *, wrap_replica_group: Callable[["ReplicaGr
         return 1
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a digest of the names and bits of all tensors."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+def digest(tensor: Tensor) -> str:
+    """Returns a digest of the bits of a tensor."""
+    return hashlib.blake2b(tensor.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()

@@ -24,19 +24,11 @@ import torch.distributed as dist
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "numpy",
-        "pytest",
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel",
-        "torch.profiler",
-        "torchtitan_clone.trainer",
+        "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel", "torch.profiler", "torchtitan_clone.trainer",
     ]
-)
+)  # fmt: skip
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):

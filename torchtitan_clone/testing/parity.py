@@ -1,6 +1,6 @@
 """A parallel run must compute what one device computes: losses, gradient norms, gradients and weights are compared.
 
-The reference is `PlainLoop`, which uses nothing but torch: one model, full batches, logits not chunked. The parallel
+The reference is `PlainLoop`, plain PyTorch: one model, full batches, logits not chunked. The parallel
 run is the trainer itself.
 """
 
@@ -59,7 +59,7 @@ class Difference:
 
 
 def compare(corpus: Path, folder: Path, *, world_size: int, references: References, **changes: object) -> Difference:
-    """Trains on one device and on `world_size` ranks with `changes`; references are computed once and kept."""
+    """Trains on one device and on `world_size` ranks with `changes`; `references` caches the results of one device."""
     mathematics = {key: value for key, value in changes.items() if key.startswith(MATHEMATICS)}
     key = tuple(sorted(mathematics.items()))
     if key not in references:
@@ -91,7 +91,7 @@ def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 
 def train_plainly(argv: list[str]) -> Reference:
-    """Trains all steps on one device with nothing but torch."""
+    """Trains all steps on one device with plain PyTorch."""
     loop = PlainLoop(argv)
     gradients: dict[str, Tensor] = {}
 

@@ -25,11 +25,9 @@ FEATURES: dict[str, dict[str, object]] = {
 }
 # Heads that are not dim / n_heads; None removes an option of all cases that the family does not have.
 QWEN3 = {
-    "model__name": "qwen3",
-    "model__args__head_dim": 32,
-    "model__args__hidden_dim": 172,
+    "model__name": "qwen3", "model__args__head_dim": 32, "model__args__hidden_dim": 172,
     "model__args__multiple_of": None,
-}
+}  # fmt: skip
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -48,11 +46,9 @@ def axes_case(axes: Sequence[str], **features: object) -> Case:
 def all_cases() -> dict[str, Case]:
     """Returns every case by name."""
     cases: dict[str, Case] = {}
-    for count in (0, 1, 2, 3):
-        for axes in combinations(DEGREES, count):
-            cases[" x ".join(axes) or "one rank"] = axes_case(axes)
-    for left_out in ("shard", "tensor", "pipeline", "context"):
-        axes = [axis for axis in ("shard", "tensor", "pipeline", "context") if axis != left_out]
+    for axes in (axes for count in range(4) for axes in combinations(DEGREES, count)):
+        cases[" x ".join(axes) or "one rank"] = axes_case(axes)
+    for axes in combinations(("shard", "tensor", "pipeline", "context"), 3):
         for name, feature in FEATURES.items():
             if not (name == "tied" and "pipeline" in axes):
                 cases[f"{' x '.join(axes)}, {name}"] = axes_case(axes, **feature)
@@ -74,16 +70,12 @@ def all_cases() -> dict[str, Case]:
     for axis in DEGREES:
         world_size, changes = axes_case((axis,))
         cases[f"{axis}, accumulated"] = (world_size, changes | {"training__local_batch_size": 2})
-        cases[f"{axis}, compiled"] = (
-            world_size,
-            changes | {"compile__enable": True, "compile__backend": "aot_eager"},
-        )
+        cases[f"{axis}, compiled"] = (world_size, changes | compiled)
         if axis != "pipeline":
             cases[f"{axis}, tied"] = (world_size, changes | FEATURES["tied"])
     cases["tensor, vocabulary 2051"] = axes_case(("tensor",), model__args__vocab_size=2051)
-    cases["tensor, feed-forward 171"] = axes_case(
-        ("tensor",), model__args__multiple_of=1, model__args__ffn_dim_multiplier=1.01
-    )
+    uneven = {"model__args__multiple_of": 1, "model__args__ffn_dim_multiplier": 1.01}
+    cases["tensor, feed-forward 171"] = axes_case(("tensor",), **uneven)
     cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
     cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
     cases["shard x tensor, clipped"] = axes_case(("shard", "tensor"), training__max_norm=0.5)

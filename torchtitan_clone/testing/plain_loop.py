@@ -1,8 +1,10 @@
-"""The loop one would write by hand: no framework, logits not chunked, autocast for bf16.
+"""A reference training loop in plain PyTorch: logits are not chunked, bf16 uses autocast.
 
 It trains the same model from the same initial weights on the same batches with the same optimizer and schedule as
 `python -m torchtitan_clone.train` does for the same options on one device.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +32,13 @@ class PlainLoop:
         with torch.device(self.device):
             self.model: nn.Module = plan.spec.build(plan.model_args)
         self.parameters = dict(self.model.named_parameters())
-        init_weights(
-            self.parameters,
-            seed=config.debug.seed,
-            std_of=lambda name: plan.spec.initial_std(plan.model_args, name),
-        )
+        std_of = partial(plan.spec.initial_std, plan.model_args)
+        init_weights(self.parameters, seed=config.debug.seed, std_of=std_of)
         options = config.optimizer
+        matrices = {"params": [p for p in self.model.parameters() if p.ndim >= 2]}
+        vectors = {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}
         self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.model.parameters() if p.ndim >= 2]},
-                {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-            ],
+            [matrices, vectors],
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,

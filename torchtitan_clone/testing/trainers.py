@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
@@ -27,17 +28,10 @@ def open_trainer(
     plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     run = preflight.prepare(plan, launch=launch)
     with process_group(config.comm, launch=launch, device=device):
-        stop = StopRequest()
-        yield Trainer(run, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
+        yield Trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
 
 
 def full_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns copies of global tensors by name; a collective where they are DTensors."""
-    return {name: full_tensor(tensor.detach()).clone() for name, tensor in tensors}
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the global tensor of a DTensor, and any other tensor as it is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    detached = {name: tensor.detach() for name, tensor in tensors}
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).clone() for name, x in detached.items()}
