@@ -58,14 +58,12 @@ def _drop_torchtitan_keys(settings: Settings, *, problems: list[str]) -> None:
 
 def _drop_unknown_keys(settings: Settings, *, problems: list[str]) -> None:
     reported: set[Key] = set()
-    for path, setting in list(settings.items()):
-        if _is_known(path):
-            continue
-        del settings[path]
+    for path in [path for path in settings if not _is_known(path)]:
+        origin = settings.pop(path).origin
         name = path[:2] if path[0] in TABLES else path[:1]
         if name not in reported:
             reported.add(name)
-            problems.append(f"{setting.origin}: {_unknown(path)}")
+            problems.append(f"{origin}: {_unknown(path)}")
 
 
 def _is_known(path: Key) -> bool:
@@ -76,14 +74,12 @@ def _unknown(path: Key) -> str:
     """Describes a key that no table has."""
     table = path[0]
     key = path[min(1, len(path) - 1)]
-    elsewhere = [f"{name}.{key}" for name in TABLES if key in TABLES[name]]
+    elsewhere = " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])
     if table in TABLES:
-        hint = did_you_mean(key, TABLES[table], prefix=table)
-        if elsewhere:
-            hint = f"; did you mean {' or '.join(elsewhere)}?"
+        hint = f"; did you mean {elsewhere}?" if elsewhere else did_you_mean(key, TABLES[table], prefix=table)
         return f"{'.'.join(path)}: unknown option{hint}"
     if len(path) == 1 and elsewhere:
-        return f"{table}: options must be in a table; did you mean {' or '.join(elsewhere)}?"
+        return f"{table}: options must be in a table; did you mean {elsewhere}?"
     return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
 
 

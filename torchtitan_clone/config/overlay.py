@@ -10,7 +10,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,10 +49,11 @@ def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
     A table updates a nested dataclass field by field. Raises ConfigError with every unknown name and wrong type.
     """
     problems: list[str] = []
-    start = tuple(where.split("."))
-    result = overlay_reporting(
-        base, values, at=start, report=lambda path, text: problems.append(f"{'.'.join(path)}{text}")
-    )
+
+    def report(path: Path, text: str) -> None:
+        problems.append(f"{'.'.join(path)}{text}")
+
+    result = overlay_reporting(base, values, at=tuple(where.split(".")), report=report)
     if problems:
         raise ConfigError(problems)
     return result
@@ -115,8 +116,7 @@ def _convert(value: object, annotation: object, *, current: object, at: Path, re
         (wanted,) = [arg for arg in args if arg is not type(None)]
         return _convert(value, wanted, current=current, at=at, report=report)
     if _is_table(annotation) and isinstance(value, Mapping):
-        cls = cast("type[DataclassInstance]", annotation)
-        return _convert_table(cast("Mapping[str, object]", value), cls, current=current, at=at, report=report)
+        return _convert_table(cast("Mapping[str, object]", value), annotation, current=current, at=at, report=report)
     if origin is list and isinstance(value, list):
         items = [_convert(item, args[0], current=None, at=at, report=report) for item in cast("list[object]", value)]
         return _REJECTED if _REJECTED in items else items
@@ -130,7 +130,7 @@ def _convert(value: object, annotation: object, *, current: object, at: Path, re
     return _REJECTED
 
 
-def _is_table(annotation: object) -> bool:
+def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
