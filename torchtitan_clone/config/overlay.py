@@ -61,9 +61,8 @@ def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
 
 def overlay_reporting(base: T, values: Mapping[str, object], *, at: Path, report: Report) -> T:
     """Does the same as overlay(), but passes each problem to `report`, which knows the origin of the key."""
-    current = {field.name: getattr(base, field.name) for field in fields(cast("DataclassInstance", base))}
-    changes = _converted_fields(type(base), values, current=current, at=at, report=report)
-    return cast("T", replace(cast("DataclassInstance", base), **changes))
+    cls = cast("type[DataclassInstance]", type(base))
+    return cast("T", _convert_table(values, cls, current=base, at=at, report=report))
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -137,19 +136,10 @@ def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
 def _convert_table(
     values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Path, report: Report
 ) -> object:
-    if is_dataclass(current):
-        return overlay_reporting(current, values, at=at, report=report)
+    """Returns `current`, or if it is None a new `cls`, with the values that fit; reports the others."""
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
-    if absent := [name for name in required if name not in values]:
+    if current is None and (absent := [name for name in required if name not in values]):
         report(at, f": missing required key {', '.join(absent)}")
-    given = _converted_fields(cls, values, current={}, at=at, report=report)
-    return cast("Callable[..., object]", cls)(**given) if set(required) <= given.keys() else _REJECTED
-
-
-def _converted_fields(
-    cls: type, values: Mapping[str, object], *, current: Mapping[str, object], at: Path, report: Report
-) -> dict[str, object]:
-    """Returns the values that fit a field of `cls`, converted; reports and drops the others."""
     hints = get_type_hints(cls)
     accepted: dict[str, object] = {}
     for name, value in values.items():
@@ -157,7 +147,9 @@ def _converted_fields(
         if name not in hints:
             report(path, f": unknown option{did_you_mean(name, hints, prefix='.'.join(at))}")
             continue
-        converted = _convert(value, hints[name], current=current.get(name), at=path, report=report)
+        converted = _convert(value, hints[name], current=getattr(current, name, None), at=path, report=report)
         if converted is not _REJECTED:
             accepted[name] = converted
-    return accepted
+    if current is not None:
+        return replace(cast("DataclassInstance", current), **accepted)
+    return cast("Callable[..., object]", cls)(**accepted) if set(required) <= accepted.keys() else _REJECTED
