@@ -62,24 +62,19 @@ def find_bound_errors(config: Config) -> Iterator[str]:
 
 def _find_training_errors(config: Config) -> Iterator[str]:
     if config.training.dtype == "bfloat16" and config.training.mixed_precision_param == "float32":
-        yield (
-            'training.mixed_precision_param = "float32": more precise than the master weights, training.dtype = '
-            '"bfloat16"; set training.mixed_precision_param to "bfloat16" or training.dtype to "float32".'
-        )
+        rule = 'more precise than the master weights, training.dtype = "bfloat16"'
+        remedy = 'set training.mixed_precision_param to "bfloat16" or training.dtype to "float32"'
+        yield f'training.mixed_precision_param = "float32": {rule}; {remedy}.'
     option = config.activation_checkpoint.selective_ac_option
     if option != "op" and not (option.isdecimal() and int(option) > 0):
         rule = 'must be "op", or a positive integer n that recomputes every n-th block, for example "2".'
         yield f'activation_checkpoint.selective_ac_option = "{option}": {rule}'
     if config.compile.enable and not config.compile.components:
-        yield (
-            "compile.components = []: compile.enable is true but no component is selected; add model or loss, or set "
-            "compile.enable to false."
-        )
+        rule = "compile.enable is true but no component is selected"
+        yield f"compile.components = []: {rule}; add model or loss, or set compile.enable to false."
     if config.validation.enable and config.data.held_out_fraction == 0:
-        yield (
-            "validation.enable = true: data.held_out_fraction = 0 holds out no documents; set "
-            "data.held_out_fraction to 0.01, or validation.enable to false."
-        )
+        rule = "data.held_out_fraction = 0 holds out no documents"
+        yield f"validation.enable = true: {rule}; set data.held_out_fraction to 0.01, or validation.enable to false."
 
 
 def _find_async_tensor_errors(config: Config, device_type: str) -> Iterator[str]:
@@ -101,10 +96,8 @@ def _find_profiling_errors(profiling: Profiling, device_type: str) -> Iterator[s
         yield f"profiling.enable_memory_snapshot = true: {rule}; set it to false."
     needed = profiling.profiler_warmup + profiling.profiler_active
     if profiling.enable_profiling and needed > profiling.profile_freq:
-        yield (
-            f"profiling.profile_freq = {profiling.profile_freq}: less than profiler_warmup "
-            f"{profiling.profiler_warmup} + profiler_active {profiling.profiler_active}; set it to at least {needed}."
-        )
+        rule = f"less than profiler_warmup {profiling.profiler_warmup} + profiler_active {profiling.profiler_active}"
+        yield f"profiling.profile_freq = {profiling.profile_freq}: {rule}; set it to at least {needed}."
 
 
 def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str]:
@@ -123,10 +116,9 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
         where = "offloaded to host memory" if device_type == "cuda" else f"on {device_type}"
         yield f'fault_tolerance.process_group = "nccl": gradients are {where}; set it to "gloo".'
     if options.join_timeout_ms <= options.process_group_timeout_ms:
-        yield (
-            f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: the lighthouse would drop a replica group "
-            f"that waits for process_group_timeout_ms; set it to more than {options.process_group_timeout_ms}."
-        )
+        rule = "the lighthouse would drop a replica group that waits for process_group_timeout_ms"
+        remedy = f"set it to more than {options.process_group_timeout_ms}"
+        yield f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: {rule}; {remedy}."
     if options.semi_sync_method is not None:
         yield from _find_semi_sync_errors(
             options, {"training.steps": config.training.steps, "checkpoint.interval": config.checkpoint.interval}
@@ -137,22 +129,19 @@ def _find_semi_sync_errors(options: FaultTolerance, intervals: dict[str, int]) -
     fragments = len(options.module_fqns_per_model_fragment) or options.num_fragments
     round_steps, rest = divmod(options.sync_steps, fragments)
     if rest or not round_steps:
-        yield (
-            f"fault_tolerance.sync_steps = {options.sync_steps}: not a multiple of the number of fragments "
-            f"{fragments}; set it to {either(nearest_multiples(fragments, options.sync_steps))}."
-        )
+        remedy = f"set it to {either(nearest_multiples(fragments, options.sync_steps))}"
+        rule = f"not a multiple of the number of fragments {fragments}"
+        yield f"fault_tolerance.sync_steps = {options.sync_steps}: {rule}; {remedy}."
         return
     if options.fragment_sync_delay >= round_steps:
-        yield (
-            f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: must be less than the interval "
-            f"between two averages, {round_steps} steps; set it to at most {round_steps - 1}."
-        )
+        rule = f"must be less than the interval between two averages, {round_steps} steps"
+        remedy = f"set it to at most {round_steps - 1}"
+        yield f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: {rule}; {remedy}."
     for name, steps in intervals.items():
         if steps % round_steps:
-            yield (
-                f"{name} = {steps}: not a multiple of the {round_steps} steps between two averages, after which all "
-                f"replica groups hold equal weights; set it to {either(nearest_multiples(round_steps, steps))}."
-            )
+            rule = f"not a multiple of the {round_steps} steps between two averages"
+            remedy = f"set it to {either(nearest_multiples(round_steps, steps))}"
+            yield f"{name} = {steps}: {rule}, after which all replica groups hold equal weights; {remedy}."
 
 
 EXCLUDABLE = ("model", "optimizer", "rng", "data")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-Path = tuple[str, ...]
+Key = tuple[str, ...]
 """A dotted key as a tuple: ("training", "steps")."""
-Report = Callable[[Path, str], None]
+Report = Callable[[Key, str], None]
 """Callback that receives the key of a problem and its description."""
 SHOWN_PROBLEMS = 25
 
@@ -50,7 +50,7 @@ def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
     """
     problems: list[str] = []
 
-    def report(path: Path, text: str) -> None:
+    def report(path: Key, text: str) -> None:
         problems.append(f"{'.'.join(path)}{text}")
 
     result = overlay_reporting(base, values, at=tuple(where.split(".")), report=report)
@@ -59,7 +59,7 @@ def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
     return result
 
 
-def overlay_reporting(base: T, values: Mapping[str, object], *, at: Path, report: Report) -> T:
+def overlay_reporting(base: T, values: Mapping[str, object], *, at: Key, report: Report) -> T:
     """Does the same as overlay(), but passes each problem to `report`, which knows the origin of the key."""
     cls = cast("type[DataclassInstance]", type(base))
     return cast("T", _convert_table(values, cls, current=base, at=at, report=report))
@@ -107,7 +107,7 @@ def toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_like(key)
 
 
-def _convert(value: object, annotation: object, *, current: object, at: Path, report: Report) -> object:
+def _convert(value: object, annotation: object, *, current: object, at: Key, report: Report) -> object:
     """Returns the value converted to the annotated type, or _REJECTED after a report."""
     origin = get_origin(annotation)
     args = get_args(annotation)
@@ -134,7 +134,7 @@ def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
 
 
 def _convert_table(
-    values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Path, report: Report
+    values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Key, report: Report
 ) -> object:
     """Returns `current`, or if it is None a new `cls`, with the values that fit; reports the others."""
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]

@@ -8,11 +8,10 @@ from typing import TypeGuard, cast, get_type_hints
 
 import tomli
 
+from torchtitan_clone.config.overlay import Key
 from torchtitan_clone.config.schema import Config
 
 COMMAND_LINE = "command line"
-Key = tuple[str, ...]
-"""A dotted key as a tuple: ("training", "steps")."""
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
 

@@ -24,7 +24,7 @@ from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.goodput import EVENT, Ledger, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
-if TYPE_CHECKING:  # tensorboard takes 0.15 s to import
+if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Value = float | str | None
@@ -212,20 +212,15 @@ class MetricsWriter:
 def check_metrics(metrics: Metrics) -> None:
     """Raises ConfigError if a package that the options need is not installed."""
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            'metrics.enable_wandb = true: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
-            "or set it to false"
-        )
+        remedy = 'pip install "torchtitan_clone[wandb]", or set it to false'
+        raise ConfigError(f"metrics.enable_wandb = true: the package wandb is not installed; {remedy}")
 
 
 def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list["Sink"]:
     file.parent.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [_JsonLines(file)]
-    if metrics.enable_tensorboard:
-        sinks.append(_TensorBoard(file.parent / metrics.save_tb_folder))
-    if metrics.enable_wandb:
-        sinks.append(_WeightsAndBiases(file.parent, run_config=run_config))
-    return sinks
+    tensorboard = [_TensorBoard(file.parent / metrics.save_tb_folder)] if metrics.enable_tensorboard else []
+    wandb = [_WeightsAndBiases(file.parent, run_config=run_config)] if metrics.enable_wandb else []
+    return [_JsonLines(file), *tensorboard, *wandb]
 
 
 class _JsonLines:
@@ -236,8 +231,13 @@ class _JsonLines:
         self.stream = file.open("a", encoding="utf-8")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        """Also drops the incomplete line of a killed process; replaces the file atomically."""
         self.stream.close()
-        _drop_rows(self.file, after_step=after_step, lost=lost)
+        lines = self.file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
+        if dropped := len(lines) - len(kept):
+            logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
+            write_atomically(self.file, b"".join(kept))
         self.stream = self.file.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -249,10 +249,7 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """Writes event files; imports tensorboard (0.15 s) at the first row, after the first step.
-
-    Can drop rows after a step, but not single steps before it.
-    """
+    """Writes event files; can drop rows after a step, but not single steps before it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -266,7 +263,7 @@ class _TensorBoard:
 
     def write(self, row: Row) -> None:
         if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # takes 0.15 s, so after the first step
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
         for key, value in row.numbers().items():
@@ -339,16 +336,6 @@ def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
         write(*row)
     except OSError as error:
         logger.warning("metrics cannot be written: %s", error)
-
-
-def _drop_rows(file: Path, *, after_step: int, lost: Collection[int]) -> None:
-    """Drops rows, and the incomplete line of a killed process; replaces the file atomically."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
-    if len(kept) == len(lines):
-        return
-    logger.info("%s: dropped %s rows of steps that will be repeated", file, f"{len(lines) - len(kept):,}")
-    write_atomically(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:
