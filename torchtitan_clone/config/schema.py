@@ -205,8 +205,7 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
     fsdp_prefetch_blocks: PositiveInt = 1
-    """Number of blocks whose weights are gathered ahead, in forward and backward. 1 is the implicit prefetch of FSDP2;
-    higher values hide slow networks and use the memory of as many blocks."""
+    """Number of blocks gathered ahead; 1 is FSDP2's implicit prefetch, more hide slow networks and use memory."""
     tensor_parallel_degree: PositiveInt = 1
     """Tensor-parallel degree: number of ranks that shard each weight matrix."""
     enable_async_tensor_parallel: bool = False
@@ -227,8 +226,7 @@ class Parallelism:
     pipeline_parallel_last_stage_less_layers: NonNegativeInt = 1
     """Cost of the final norm and output projection in layers, subtracted from the last stage."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Module names per pipeline stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]];
-    unset: layers are distributed by cost."""
+    """Module names per pipeline stage, as [["tok_embeddings", "layers.0"], ["norm", "output"]]; unset: by cost."""
     context_parallel_degree: PositiveInt = 1
     """Context-parallel degree: number of ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"

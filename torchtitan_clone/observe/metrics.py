@@ -26,6 +26,7 @@ from torchtitan_clone.observe.logging import logger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
 
 Value = float | str | None
 """A column of a row; None stands for a number that is not finite."""
@@ -120,7 +121,8 @@ class MetricsWriter:
         self._tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self._peak_flops = peak_flops
-        self._bar: _ProgressBar | None = None
+        self._bar: tqdm | None = None
+        self._opened = contextlib.ExitStack()
 
     def start(self, *, after_step: int, lost: Collection[int] = ()) -> None:
         """Starts logging after `after_step`, once; `lost` are earlier steps that other replica groups repeated."""
@@ -130,7 +132,7 @@ class MetricsWriter:
         self.ledger = resumed_ledger(self._file, resume_step=after_step, lost=len(lost), started=self._started)
         self._forget(after_step, lost)
         if sys.stdout.isatty():
-            self._bar = _ProgressBar(self._total_steps, done=after_step)
+            self._bar = _show_bar(self._total_steps, done=after_step, opened=self._opened)
 
     def forget(self, *, after_step: int, lost: Collection[int] = ()) -> None:
         """Drops the rows after `after_step` and those of the steps in `lost`; cheap if there are none."""
@@ -185,12 +187,11 @@ class MetricsWriter:
     def progress(self, step: int) -> None:
         """Updates the progress bar, if any; cheap enough for every step."""
         if self._bar:
-            self._bar.move_to(step)
+            self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
         """Closes the progress bar and all sinks."""
-        if self._bar:
-            self._bar.close()
+        self._opened.close()
         for sink in self.sinks:
             _ignore_disk_errors(sink.close)
 
@@ -311,23 +312,14 @@ Sink = _JsonLines | _TensorBoard | _WeightsAndBiases
 """Destination of rows. forget() drops the rows after a step and those of `lost` steps, before the next write()."""
 
 
-class _ProgressBar:
-    """Shows a progress bar; log lines are written above it."""
+def _show_bar(total_steps: int, *, done: int, opened: contextlib.ExitStack) -> "tqdm":
+    """Shows a progress bar until `opened` closes; log lines are written above it."""
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
-    def __init__(self, total_steps: int, *, done: int) -> None:
-        from tqdm import tqdm
-        from tqdm.contrib.logging import logging_redirect_tqdm
-
-        self.redirection = contextlib.ExitStack()
-        self.redirection.enter_context(logging_redirect_tqdm([logger]))
-        self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
-
-    def move_to(self, step: int) -> None:
-        self.bar.update(step - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.close()
-        self.redirection.close()
+    opened.enter_context(logging_redirect_tqdm([logger]))
+    bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+    return opened.enter_context(bar)
 
 
 def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
