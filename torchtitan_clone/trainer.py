@@ -19,7 +19,7 @@ from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
-from torchtitan_clone.observe.profiling import build_profiler
+from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.runtime import Launch, set_determinism
@@ -92,7 +92,7 @@ class Trainer:
         self._stragglers = StragglerMonitor(
             config.comm, launch=launch, device=device, can_time_collectives=not config.compile.enable
         )
-        self._profiler = build_profiler(
+        self._profiler = Profiler(
             config.profiling, folder=plan.output_folder, rank=launch.rank, resume_step=progress.step
         )
         # 5. Must come last: once joined, other replica groups wait for this one's heartbeat.

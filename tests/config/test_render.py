@@ -86,3 +86,10 @@ def test_help_shows_type_default_and_docstring_of_every_option() -> None:
     assert '--training.dtype ("float32" | "bfloat16"; default "float32")' in text
     assert "--job.config_file=my_run.toml" in text
     assert max(map(len, help_text().splitlines())) <= 120
+
+
+def test_help_shows_the_keys_of_lists_of_tables() -> None:
+    text = " ".join(help_text().split())
+    assert "--optimizer.groups (a list, each item a table; default []) Options by parameter name" in text
+    assert " pattern (a string; required) Pattern of parameter names" in text
+    assert " step (an integer; required) First optimizer step at which this entry applies" in text

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchtitan_clone.observe.memory import peak_memory_gib
+from torchtitan_clone.observe.profiling import peak_memory_gib
 
 
 def test_peak_memory_of_the_process_includes_a_freed_buffer():

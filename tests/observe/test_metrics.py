@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
-from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, build_metrics
+from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, check_metrics
 
 ROW_KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens_per_second", "tflops_per_second", "mfu_percent", "step_seconds"),
@@ -34,7 +34,7 @@ def writer(
         "run_config": {"training": {"steps": 100}},
         "started": time.time(),
     }
-    built = build_metrics(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
+    built = MetricsWriter(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
     built.start(after_step=resume_step, lost=lost)
     return built
 
@@ -105,7 +105,11 @@ def test_auxiliary_losses_are_columns_by_name(tmp_path, caplog):
 
 def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
     metrics = writer(tmp_path)
-    values = {"loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_seen": 0, "skipped_steps": 0, "memory_gib": 1.0}
+
+    def log(step: int) -> None:
+        step_seconds, data_seconds = metrics.mean_seconds()
+        metrics.log(record(step, step_seconds=step_seconds, data_seconds=data_seconds))
+
     metrics.observe_step(data_seconds=100.0)
     before = time.perf_counter()
     metrics.restart_interval()
@@ -113,10 +117,10 @@ def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
     for data_seconds in (0.25, 0.5, 0.75, 1.0):
         metrics.observe_step(data_seconds=data_seconds)
     ended = time.perf_counter()
-    metrics.log_step(step=5, **values)
+    log(5)
     after = time.perf_counter()
     metrics.observe_step(data_seconds=2.0)
-    metrics.log_step(step=6, **values)
+    log(6)
     first, second = rows(tmp_path)
     assert ended - started <= 4 * first["step_seconds"] <= after - before
     assert first["data_seconds"] == 0.625
@@ -232,8 +236,8 @@ import time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
-from torchtitan_clone.observe.metrics import build_metrics
-build_metrics(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
+from torchtitan_clone.observe.metrics import MetricsWriter
+MetricsWriter(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
               tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0).start(after_step=0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """
@@ -241,11 +245,11 @@ print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys
     assert answer.stdout == "[]\n"
 
 
-def test_missing_wandb_names_its_extra(tmp_path, monkeypatch):
+def test_missing_wandb_names_its_extra(monkeypatch):
+    check_metrics(Metrics())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'enable_wandb.*not installed.*"torchtitan_clone\[wandb\]"'):
-        writer(tmp_path / "run", metrics=Metrics(enable_wandb=True))
-    assert not (tmp_path / "run").exists()
+        check_metrics(Metrics(enable_wandb=True))
 
 
 def test_wandb_keeps_its_id_over_a_resume(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan_clone.config.schema import Profiling
-from torchtitan_clone.observe.profiling import build_profiler
+from torchtitan_clone.observe.profiling import Profiler
 
 
 def train(profiler, steps: int) -> None:
@@ -18,7 +18,7 @@ def train(profiler, steps: int) -> None:
 
 def test_trace_every_profile_freq_steps(tmp_path):
     profiling = Profiling(enable_profiling=True, profile_freq=4, profiler_warmup=1)
-    with build_profiler(profiling, folder=tmp_path, rank=3, resume_step=100) as profiler:
+    with Profiler(profiling, folder=tmp_path, rank=3, resume_step=100) as profiler:
         train(profiler, 10)
     traces = sorted((tmp_path / "profile_traces").rglob("*"))
     assert [str(file.relative_to(tmp_path / "profile_traces")) for file in traces if file.is_file()] == [
@@ -31,7 +31,7 @@ def test_trace_every_profile_freq_steps(tmp_path):
 
 
 def test_disabled_profiler_writes_nothing(tmp_path):
-    with build_profiler(Profiling(), folder=tmp_path, rank=0, resume_step=0) as profiler:
+    with Profiler(Profiling(), folder=tmp_path, rank=0, resume_step=0) as profiler:
         train(profiler, 20)
     assert list(tmp_path.iterdir()) == []
 
@@ -39,7 +39,7 @@ def test_disabled_profiler_writes_nothing(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="records the CUDA allocator")
 def test_memory_snapshots_at_their_step_and_on_out_of_memory(tmp_path):
     profiling = Profiling(enable_memory_snapshot=True, profile_freq=2)
-    profiler = build_profiler(profiling, folder=tmp_path, rank=0, resume_step=0)
+    profiler = Profiler(profiling, folder=tmp_path, rank=0, resume_step=0)
     with pytest.raises(torch.OutOfMemoryError), profiler:  # noqa: PT012
         train(profiler, 2)
         torch.empty(2**50, device="cuda")

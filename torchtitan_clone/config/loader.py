@@ -8,9 +8,9 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from torchtitan_clone.config.overlay import ConfigError, did_you_mean, overlay_reporting, toml_like
+from torchtitan_clone.config.overlay import ConfigError, Key, did_you_mean, overlay_reporting, toml_like
 from torchtitan_clone.config.schema import Config
-from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Key, Settings, merge_into, parse_arguments, read_chain
+from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Settings, merge_into, parse_arguments, read_chain
 from torchtitan_clone.config.torchtitan_compat import torchtitan_key
 
 logger = logging.getLogger("torchtitan_clone")
@@ -29,8 +29,7 @@ def load_config(argv: list[str]) -> Config:
     if extends := command_line.pop(("job", "extends"), None):
         problems.append(f"{extends.origin}: job.extends is only valid in a file; pass the file as --job.config_file")
     merge_into(settings, command_line)
-    _drop_torchtitan_keys(settings, problems=problems)
-    _drop_unknown_keys(settings, problems=problems)
+    _drop_foreign_keys(settings, problems=problems)
 
     def report(path: Key, text: str) -> None:
         problems.append(f"{_origin(settings, path)}: {'.'.join(path)}{text}")
@@ -41,30 +40,22 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def _drop_torchtitan_keys(settings: Settings, *, problems: list[str]) -> None:
+def _drop_foreign_keys(settings: Settings, *, problems: list[str]) -> None:
+    """Removes the keys that are no options: logs those of torchtitan without effect, and reports the others."""
     values = {".".join(path): setting.value for path, setting in settings.items()}
-    for path, setting in list(settings.items()):
-        name = ".".join(path)
-        foreign = torchtitan_key(f"{name}." if setting.value == {} else name)
-        if foreign is None or _is_known(path):
-            continue
-        del settings[path]
-        shown = f"{name} = {toml_like(setting.value)}"
-        if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
-            logger.info("%s: %s is ignored: it has no effect here", setting.origin, shown)
-        else:
-            problems.append(f"{setting.origin}: {shown}: {foreign.reason}")
-
-
-def _drop_unknown_keys(settings: Settings, *, problems: list[str]) -> None:
     reported: set[Key] = set()
-    for path, setting in list(settings.items()):
-        if _is_known(path):
-            continue
-        del settings[path]
-        name = path[:2] if path[0] in TABLES else path[:1]
-        if name not in reported:
-            reported.add(name)
+    for path in [path for path in settings if not _is_known(path)]:
+        setting = settings.pop(path)
+        name = ".".join(path)
+        shown = f"{setting.origin}: {name} = {toml_like(setting.value)}"
+        option = path[:2] if path[0] in TABLES else path[:1]
+        if foreign := torchtitan_key(f"{name}." if setting.value == {} else name):
+            if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
+                logger.info("%s is ignored: it has no effect here", shown)
+            else:
+                problems.append(f"{shown}: {foreign.reason}")
+        elif option not in reported:
+            reported.add(option)
             problems.append(f"{setting.origin}: {_unknown(path)}")
 
 
@@ -76,14 +67,12 @@ def _unknown(path: Key) -> str:
     """Describes a key that no table has."""
     table = path[0]
     key = path[min(1, len(path) - 1)]
-    elsewhere = [f"{name}.{key}" for name in TABLES if key in TABLES[name]]
+    elsewhere = " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])
     if table in TABLES:
-        hint = did_you_mean(key, TABLES[table], prefix=table)
-        if elsewhere:
-            hint = f"; did you mean {' or '.join(elsewhere)}?"
+        hint = f"; did you mean {elsewhere}?" if elsewhere else did_you_mean(key, TABLES[table], prefix=table)
         return f"{'.'.join(path)}: unknown option{hint}"
     if len(path) == 1 and elsewhere:
-        return f"{table}: options must be in a table; did you mean {' or '.join(elsewhere)}?"
+        return f"{table}: options must be in a table; did you mean {elsewhere}?"
     return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
 
 

@@ -10,15 +10,15 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-Path = tuple[str, ...]
+Key = tuple[str, ...]
 """A dotted key as a tuple: ("training", "steps")."""
-Report = Callable[[Path, str], None]
+Report = Callable[[Key, str], None]
 """Callback that receives the key of a problem and its description."""
 SHOWN_PROBLEMS = 25
 
@@ -49,20 +49,20 @@ def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
     A table updates a nested dataclass field by field. Raises ConfigError with every unknown name and wrong type.
     """
     problems: list[str] = []
-    start = tuple(where.split("."))
-    result = overlay_reporting(
-        base, values, at=start, report=lambda path, text: problems.append(f"{'.'.join(path)}{text}")
-    )
+
+    def report(path: Key, text: str) -> None:
+        problems.append(f"{'.'.join(path)}{text}")
+
+    result = overlay_reporting(base, values, at=tuple(where.split(".")), report=report)
     if problems:
         raise ConfigError(problems)
     return result
 
 
-def overlay_reporting(base: T, values: Mapping[str, object], *, at: Path, report: Report) -> T:
+def overlay_reporting(base: T, values: Mapping[str, object], *, at: Key, report: Report) -> T:
     """Does the same as overlay(), but passes each problem to `report`, which knows the origin of the key."""
-    current = {field.name: getattr(base, field.name) for field in fields(cast("DataclassInstance", base))}
-    changes = _converted_fields(type(base), values, current=current, at=at, report=report)
-    return cast("T", replace(cast("DataclassInstance", base), **changes))
+    cls = cast("type[DataclassInstance]", type(base))
+    return cast("T", _convert_table(values, cls, current=base, at=at, report=report))
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
@@ -107,7 +107,7 @@ def toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_like(key)
 
 
-def _convert(value: object, annotation: object, *, current: object, at: Path, report: Report) -> object:
+def _convert(value: object, annotation: object, *, current: object, at: Key, report: Report) -> object:
     """Returns the value converted to the annotated type, or _REJECTED after a report."""
     origin = get_origin(annotation)
     args = get_args(annotation)
@@ -115,8 +115,7 @@ def _convert(value: object, annotation: object, *, current: object, at: Path, re
         (wanted,) = [arg for arg in args if arg is not type(None)]
         return _convert(value, wanted, current=current, at=at, report=report)
     if _is_table(annotation) and isinstance(value, Mapping):
-        cls = cast("type[DataclassInstance]", annotation)
-        return _convert_table(cast("Mapping[str, object]", value), cls, current=current, at=at, report=report)
+        return _convert_table(cast("Mapping[str, object]", value), annotation, current=current, at=at, report=report)
     if origin is list and isinstance(value, list):
         items = [_convert(item, args[0], current=None, at=at, report=report) for item in cast("list[object]", value)]
         return _REJECTED if _REJECTED in items else items
@@ -130,26 +129,17 @@ def _convert(value: object, annotation: object, *, current: object, at: Path, re
     return _REJECTED
 
 
-def _is_table(annotation: object) -> bool:
+def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
 def _convert_table(
-    values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Path, report: Report
+    values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Key, report: Report
 ) -> object:
-    if is_dataclass(current):
-        return overlay_reporting(current, values, at=at, report=report)
+    """Returns `current`, or if it is None a new `cls`, with the values that fit; reports the others."""
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
-    if absent := [name for name in required if name not in values]:
+    if current is None and (absent := [name for name in required if name not in values]):
         report(at, f": missing required key {', '.join(absent)}")
-    given = _converted_fields(cls, values, current={}, at=at, report=report)
-    return cast("Callable[..., object]", cls)(**given) if set(required) <= given.keys() else _REJECTED
-
-
-def _converted_fields(
-    cls: type, values: Mapping[str, object], *, current: Mapping[str, object], at: Path, report: Report
-) -> dict[str, object]:
-    """Returns the values that fit a field of `cls`, converted; reports and drops the others."""
     hints = get_type_hints(cls)
     accepted: dict[str, object] = {}
     for name, value in values.items():
@@ -157,7 +147,9 @@ def _converted_fields(
         if name not in hints:
             report(path, f": unknown option{did_you_mean(name, hints, prefix='.'.join(at))}")
             continue
-        converted = _convert(value, hints[name], current=current.get(name), at=path, report=report)
+        converted = _convert(value, hints[name], current=getattr(current, name, None), at=path, report=report)
         if converted is not _REJECTED:
             accepted[name] = converted
-    return accepted
+    if current is not None:
+        return replace(cast("DataclassInstance", current), **accepted)
+    return cast("Callable[..., object]", cls)(**accepted) if set(required) <= accepted.keys() else _REJECTED

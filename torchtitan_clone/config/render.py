@@ -3,14 +3,16 @@
 import ast
 import inspect
 import textwrap
-from dataclasses import asdict, fields
-from typing import Any, get_type_hints
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from typing import cast, get_args, get_type_hints
 
 from torchtitan_clone.config import schema
 from torchtitan_clone.config.overlay import describe, toml_key, toml_like
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
-from torchtitan_clone.config.sources import TABLES
 
 _NOT_SAVED = ("config_file", "extends", "dry_run")
 """Options of [job] that locate the configuration of one launch and are not part of the run."""
@@ -36,41 +38,56 @@ def to_toml(config: Config) -> str:
     tables: dict[str, dict[str, object]] = asdict(config)
     job = {key: value for key, value in tables["job"].items() if key not in _NOT_SAVED}
     tables["job"] = job | {"run_name": run_name(config.job)}
-    lines: list[str] = []
+    blocks: list[str] = []
     for name, table in tables.items():
-        lines += ["", f"[{name}]"]
-        lines += [f"{toml_key(key)} = {toml_like(value)}" for key, value in table.items() if value is not None]
-    return "\n".join(lines[1:]) + "\n"
+        pairs = (f"{toml_key(key)} = {toml_like(value)}\n" for key, value in table.items() if value is not None)
+        blocks.append("".join([f"[{name}]\n", *pairs]))
+    return "\n".join(blocks)
 
 
 def help_text() -> str:
     """Returns every option with its type, default and docstring, grouped by table."""
-    documented = option_docs()
-    blocks = [_INTRO]
-    tables: dict[str, Any] = vars(Config())
-    for table, section in tables.items():
-        lines = [f"[{table}]  {inspect.getdoc(section)}"]
-        for field in fields(section):
-            default = getattr(section, field.name)
-            shown = "unset" if default is None else toml_like(default)
-            lines.append(f"  --{table}.{field.name}  ({describe(TABLES[table][field.name])}; default {shown})")
-            lines.append(textwrap.indent(textwrap.fill(documented[table][field.name], 110), " " * 6))
-        blocks.append("\n".join(lines) + "\n")
-    return "\n".join(blocks)
+    lines = [_INTRO]
+    for name, table in get_type_hints(Config).items():
+        lines += [f"[{name}]  {inspect.getdoc(table)}", *_describe_fields(table, prefix=f"--{name}."), ""]
+    return "\n".join(lines)
+
+
+def _describe_fields(table: type, *, prefix: str, indent: str = "  ") -> Iterator[str]:
+    """Yields help on each field of a table; the keys of an option that is a list of tables follow it."""
+    docs = _docs_by_class()[table.__name__]
+    hints = get_type_hints(table)
+    for field in fields(table):
+        hint = hints[field.name]
+        yield f"{indent}{prefix}{field.name}  ({describe(hint)}; {_describe_default(field)})"
+        yield textwrap.indent(textwrap.fill(docs[field.name], 110), f"{indent}    ")
+        if items := [item for item in get_args(hint) if is_dataclass(item)]:
+            yield from _describe_fields(cast("type", items[0]), prefix="", indent=f"{indent}      ")
+
+
+def _describe_default(field: Field[object]) -> str:
+    if field.default_factory is not MISSING:
+        return f"default {toml_like(field.default_factory())}"
+    if field.default is MISSING:
+        return "required"
+    return f"default {'unset' if field.default is None else toml_like(field.default)}"
 
 
 def option_docs() -> dict[str, dict[str, str]]:
-    """Returns the docstring of every documented option by table and key, parsed from the schema's source."""
-    classes = {node.name: node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)}
-    return {name: _field_docs(classes[cls.__name__]) for name, cls in get_type_hints(Config).items()}
+    """Returns the docstring of every documented option by table and key."""
+    return {name: _docs_by_class()[table.__name__] for name, table in get_type_hints(Config).items()}
 
 
-def _field_docs(node: ast.ClassDef) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    for statement, following in zip(node.body, node.body[1:], strict=False):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                docs[name] = inspect.cleandoc(text)
-            case _:
-                pass
+@cache
+def _docs_by_class() -> dict[str, dict[str, str]]:
+    """Returns the docstring of every field by class and name, parsed from the schema's source."""
+    classes = [node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)]
+    docs: dict[str, dict[str, str]] = {node.name: {} for node in classes}
+    for node in classes:
+        for pair in pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[node.name][name] = inspect.cleandoc(text)
+                case _:
+                    pass
     return docs

@@ -1,6 +1,7 @@
 """Resolves options whose value depends on other options: -1, or unset."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Training
@@ -24,21 +25,17 @@ class Degrees:
 
 def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
     """Returns the degrees with -1 resolved; run/rules.py rejects degrees that do not fit the world size."""
-    others = (
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * parallelism.context_parallel_degree
-        * parallelism.tensor_parallel_degree
-    )
-    shard = parallelism.data_parallel_shard_degree
     degrees = Degrees(
         pp=parallelism.pipeline_parallel_degree,
         dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=world_size // others if shard == -1 else shard,
+        dp_shard=parallelism.data_parallel_shard_degree,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
     )
-    assert others * degrees.dp_shard == world_size, f"{degrees} do not multiply to {world_size}; see run/rules.py"
+    if degrees.dp_shard == -1:
+        others = -math.prod(vars(degrees).values())
+        degrees = replace(degrees, dp_shard=world_size // others)
+    assert math.prod(vars(degrees).values()) == world_size, f"{degrees} do not multiply to {world_size}"
     return degrees
 
 

@@ -1,12 +1,32 @@
 """Options of a run, as plain data.
 
 One frozen dataclass per TOML table, collected in `Config`. The docstring under a field is its `--help` text; a test
-rejects fields without a docstring and fields that no code reads. Table and key names follow torchtitan v0.2
-wherever the meaning is the same. Rules that span several fields are in `checks.py`, not here.
+rejects fields without a docstring and fields that no code reads. Table and key names follow torchtitan v0.2 wherever
+the meaning is the same. Rules that relate several fields are in checks.py.
 """
 
+# pyright: reportUnknownLambdaType=false
+# (pyright infers no types inside annotations)
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal, NamedTuple
+
+
+class Bound(NamedTuple):
+    """Range of an option; the wording completes "must be ..."."""
+
+    wording: str
+    holds: Callable[[float], bool]
+
+
+PositiveInt = Annotated[int, Bound("at least 1", lambda value: value >= 1)]
+NonNegativeInt = Annotated[int, Bound("at least 0", lambda value: value >= 0)]
+AutoOrPositiveInt = Annotated[int, Bound("-1 or at least 1", lambda value: value == -1 or value >= 1)]
+PositiveFloat = Annotated[float, Bound("a number above 0", lambda value: 0 < value < math.inf)]
+Fraction = Annotated[float, Bound("at least 0 and below 1", lambda value: 0 <= value < 1)]
+UnitInterval = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +63,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """One entry of training.freeze_schedule: settings that apply from a given step on."""
+    """One entry of training.freeze_schedule: options that apply from a given step on."""
 
     step: int
     """First optimizer step at which this entry applies, counted from 1."""
@@ -65,26 +85,23 @@ class Training:
     """Local text, .jsonl(.gz|.zst) or .parquet file, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"
     """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
-    seq_len: int = 2048
+    seq_len: PositiveInt = 2048
     """Sequence length, in tokens."""
-    local_batch_size: int = 8
+    local_batch_size: PositiveInt = 8
     """Micro-batch size per data-parallel rank, in sequences."""
-    global_batch_size: int = -1
-    """Global batch size per optimizer step over all ranks and replica groups, in sequences; -1: one micro-batch of
-    local_batch_size per data-parallel rank, that is, no gradient accumulation."""
+    global_batch_size: AutoOrPositiveInt = -1
+    """Global batch size per optimizer step, over all ranks and replica groups, in sequences; -1: one micro-batch per
+    data-parallel rank, without gradient accumulation."""
     document_masking: bool = True
-    """Restrict attention to tokens of the same document and restart positions at document boundaries; false: treat each
-    sequence as one document."""
-    steps: int = 10000
+    """Restrict attention and positions to each document; false: treat each sequence as one document."""
+    steps: PositiveInt = 10000
     """Total number of optimizer steps."""
-    max_norm: float = 1.0
+    max_norm: Annotated[float, Bound("above 0 (inf never scales gradients)", lambda value: value > 0)] = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
-    loss_chunk_tokens: int = 1024
-    """Tokens per chunk of the output projection and loss. Smaller chunks use less memory for logits; larger chunks run
-    larger matrix products."""
-    max_skipped_steps: int = 10
-    """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more ends the run with an
-    error."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster."""
+    max_skipped_steps: NonNegativeInt = 10
+    """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the master weights and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
@@ -92,14 +109,12 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type of the gradient reduction across ranks."""
     freeze_schedule: list[Freeze] = field(default_factory=list[Freeze])
-    """Entries that freeze the first blocks during the run, in order of step. For example, [{step = 100, layers = 4,
-    pipeline_parallel_degree = 1}] freezes the embedding and 4 blocks from step 100 on and gives the freed pipeline
-    ranks to data parallelism."""
+    """Entries in order of step that freeze the first blocks during the run, for example [{step = 100, layers = 4}]."""
     enable_cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory."""
-    gc_freq: int = 50
+    gc_freq: PositiveInt = 50
     """Interval of Python garbage collection, in steps; automatic collection is disabled."""
-    max_seconds: float | None = None
+    max_seconds: PositiveFloat | None = None
     """Time limit of the process, in seconds; the run saves and stops in time to exit within it. Unset: no limit."""
 
 
@@ -107,123 +122,115 @@ class Training:
 class Data:
     """Tokenization, caching and loading of the data."""
 
-    num_workers: int = 0
+    num_workers: NonNegativeInt = 0
     """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
     cache_folder: str | None = None
     """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
-    prepare_processes: int = -1
+    prepare_processes: AutoOrPositiveInt = -1
     """Number of processes that tokenize a new dataset; -1: one per CPU core."""
-    held_out_fraction: float = 0.01
+    held_out_fraction: Fraction = 0.01
     """Fraction of documents, selected by hash, that is held out for validation; 0 holds out none."""
-    max_bad_rows: int = 0
+    max_bad_rows: NonNegativeInt = 0
     """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerGroup:
-    """An entry of optimizer.groups: settings of the parameters whose name a pattern matches."""
+    """One entry of optimizer.groups: options of the parameters whose names match a pattern."""
 
     pattern: str
-    """Parameter names as a checkpoint has them, for example "layers.*.attention.wq.weight"; * stands for any
-    characters (dots too), ? for one, [0-3] for one of these."""
+    """Pattern of parameter names in a checkpoint, for example "layers.*.attention.wq.weight": * matches any characters,
+    including dots, ? matches one, and [0-3] one of these."""
     name: str | None = None
-    """Key of optim.OPTIMIZERS; unset: optimizer.name."""
+    """Optimizer of these parameters, a key of optim.OPTIMIZERS; unset: optimizer.name."""
     lr: float | None = None
-    """Peak learning rate of the schedule; unset: optimizer.lr."""
+    """Peak learning rate; unset: optimizer.lr."""
     weight_decay: float | None = None
-    """Weight decay of all these parameters, vectors too; unset: optimizer.weight_decay, by its rule."""
+    """Weight decay of all matched parameters, vectors included; unset: as set in [optimizer]."""
     beta1: float | None = None
-    """Decay rate per step of the mean of gradients; unset: optimizer.beta1."""
+    """Decay rate of the first moment; unset: optimizer.beta1."""
     beta2: float | None = None
-    """Decay rate per step of the mean of squared gradients; unset: optimizer.beta2."""
+    """Decay rate of the second moment; unset: optimizer.beta2."""
     eps: float | None = None
-    """Added to the denominator of the update; unset: optimizer.eps."""
+    """Term added to the denominator of the update; unset: optimizer.eps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """How gradients change weights."""
+    """Optimizer, its hyperparameters and parameter groups."""
 
     name: str = "AdamW"
-    """Key of optim.OPTIMIZERS (AdamW, Adam)."""
-    lr: float = 8e-4
-    """Peak learning rate of the schedule."""
-    beta1: float = 0.9
-    """Decay rate per step of the mean of gradients."""
-    beta2: float = 0.95
-    """Decay rate per step of the mean of squared gradients."""
-    eps: float = 1e-8
-    """Added to the denominator of the update."""
-    weight_decay: float = 0.1
-    """Weight decay (decoupled in AdamW), for matrices only unless decay_all_parameters."""
+    """Optimizer: a key of optim.OPTIMIZERS (AdamW, Adam)."""
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """Decay rate of the first moment (running average of gradients)."""
+    beta2: Fraction = 0.95
+    """Decay rate of the second moment (running average of squared gradients)."""
+    eps: PositiveFloat = 1e-8
+    """Term added to the denominator of the update for numerical stability."""
+    weight_decay: Annotated[float, Bound("a number of at least 0", lambda value: 0 <= value < math.inf)] = 0.1
+    """Weight decay of matrices, decoupled in AdamW; also of vectors with decay_all_parameters."""
     decay_all_parameters: bool = False
-    """Decay vectors (norm weights, biases) too."""
+    """Apply weight decay to vectors (norm weights, biases) too."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Which of torch's implementations runs."""
+    """Implementation of the PyTorch optimizer."""
     groups: list[OptimizerGroup] = field(default_factory=list[OptimizerGroup])
-    """Settings by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3, weight_decay = 0.0}]; an
-    entry can set name, lr, weight_decay, beta1, beta2 and eps. The first pattern that matches a parameter wins, a
-    pattern that matches none is an error, and parameters without a match have the settings of this table."""
+    """Options by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3}]. The first matching entry
+    applies; a pattern without a match is an error; all other parameters use the options of this table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
     """Learning rate schedule: linear warmup, then constant, then decay."""
 
-    warmup_steps: int = 200
+    warmup_steps: NonNegativeInt = 200
     """Number of linear warmup steps from learning rate 0."""
-    decay_ratio: float | None = None
-    """Fraction of all steps spent in decay at the end, at most what the warmup leaves; unset: all steps after the
-    warmup."""
+    decay_ratio: Annotated[float, Bound("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
+    """Fraction of all steps spent in decay at the end, limited to the steps after the warmup; unset: all of those."""
     decay_type: str = "linear"
     """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
-    min_lr_factor: float = 0.0
-    """Final learning rate, as a fraction of optimizer.lr."""
+    min_lr_factor: UnitInterval = 0.0
+    """Final learning rate, as a fraction of the peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Degrees and options of each parallelism; the product of all degrees is the world size."""
 
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: PositiveInt = 1
     """Number of model replicas with averaged gradients; combined with a shard degree above 1 this is HSDP."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: AutoOrPositiveInt = -1
     """FSDP2 sharding degree of weights, gradients and optimizer state; -1: all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
-    fsdp_prefetch_blocks: int = 1
-    """Number of blocks whose weights are gathered ahead of the running block, in forward and backward. 1 is the
-    implicit prefetch of FSDP2 while the CPU runs ahead; higher values hide slow networks and use the memory of as many
-    blocks."""
-    tensor_parallel_degree: int = 1
+    fsdp_prefetch_blocks: PositiveInt = 1
+    """Number of blocks gathered ahead; 1 is FSDP2's implicit prefetch, more hide slow networks and use memory."""
+    tensor_parallel_degree: PositiveInt = 1
     """Tensor-parallel degree: number of ranks that shard each weight matrix."""
     enable_async_tensor_parallel: bool = False
     """Decompose matrix products and their collectives so that they overlap; requires CUDA and compile.enable."""
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: PositiveInt = 1
     """Pipeline-parallel degree: number of ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
-    The last three compute the gradients of inputs and weights separately, which makes activation checkpointing
-    slower."""
+    The last three split the backward pass, which makes activation checkpointing slower."""
     pipeline_parallel_schedule_csv: str | None = None
     """CSV file with one line of actions such as 0F1,0B1 per pipeline rank; takes precedence over the named schedule."""
-    pipeline_parallel_microbatch_size: int = 1
-    """Pipeline micro-batch size, in sequences; each forward-backward splits its local_batch_size sequences into
-    these."""
-    pipeline_parallel_layers_per_stage: int | None = None
+    pipeline_parallel_microbatch_size: PositiveInt = 1
+    """Pipeline micro-batch size, in sequences; local_batch_size is split into these."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
     """Layers per pipeline stage; unset: one or two stages per rank, as the schedule requires."""
-    pipeline_parallel_first_stage_less_layers: int = 1
+    pipeline_parallel_first_stage_less_layers: NonNegativeInt = 1
     """Cost of the embedding in layers, subtracted from the first stage."""
-    pipeline_parallel_last_stage_less_layers: int = 1
+    pipeline_parallel_last_stage_less_layers: NonNegativeInt = 1
     """Cost of the final norm and output projection in layers, subtracted from the last stage."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Module names of each pipeline stage, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm",
-    "output"]]; unset: layers are distributed by cost."""
-    context_parallel_degree: int = 1
+    """Module names per pipeline stage, as [["tok_embeddings", "layers.0"], ["norm", "output"]]; unset: by cost."""
+    context_parallel_degree: PositiveInt = 1
     """Context-parallel degree: number of ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"
-    """How attention reaches the keys and values of other ranks: all-gather them, exchange sequence shards for head
-    shards (all-to-all), or pass them around a ring."""
+    """How attention gets other ranks' keys and values: all-gather, all-to-all of sequence and head shards, or ring."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,26 +241,24 @@ class Checkpoint:
     """Save at the interval, at the end and when the run is stopped; resume from the latest complete checkpoint."""
     folder: str = "checkpoint"
     """Checkpoint folder, relative to the run's folder."""
-    interval: int = 500
+    interval: PositiveInt = 500
     """Steps between two checkpoints."""
-    interval_minutes: float | None = None
+    interval_minutes: PositiveFloat | None = None
     """Maximum time between two checkpoints, in minutes; unset: no time-based checkpoints."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, so that storage problems surface immediately."""
-    keep_latest_k: int = 10
+    keep_latest_k: NonNegativeInt = 10
     """Number of complete checkpoints to keep; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: NonNegativeInt = 0
     """Save and permanently keep every step divisible by this number; 0 disables."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save mode. "disabled": training waits for the save. "async": the state is copied to host memory during the next
-    step and written by a thread. "async_with_pinned_mem": the copy is in shared memory, pinned on CUDA, and written by
-    a separate process."""
-    writer_timeout_seconds: float = 300.0
-    """Time without progress after which a writer process is considered hung, in seconds; it is restarted once, then a
-    thread writes instead."""
+    """Save mode. "disabled": training waits. "async": the state is copied to host memory during the next step, then a
+    thread writes it. "async_with_pinned_mem": the copy is in pinned shared memory, and a separate process writes it."""
+    writer_timeout_seconds: PositiveFloat = 300.0
+    """Time without progress, in seconds, after which a writer process is restarted, and then replaced with a thread."""
     verify: Literal["full", "sizes"] = "full"
     """Verification before loading: "full" compares the digest of every file, "sizes" only file sizes."""
-    load_step: int = -1
+    load_step: Annotated[int, Bound("-1 or at least 0", lambda value: value >= -1)] = -1
     """Step to resume from; later checkpoints are moved aside. -1: the latest complete checkpoint."""
     load_only: bool = False
     """Resume from a checkpoint but never save."""
@@ -266,23 +271,19 @@ class Checkpoint:
     create_seed_checkpoint: bool = False
     """Save the initial state as step 0 and exit."""
     initial_load_path: str | None = None
-    """Source of the initial weights of a new run: a step-N folder, a folder of such folders, or with initial_load_in_hf
-    a folder of Hugging Face weights."""
+    """Initial weights of a new run: a step-N folder or its parent, or with initial_load_in_hf Hugging Face weights."""
     initial_load_model_only: bool = True
-    """Load only the weights from a checkpoint at initial_load_path; false: also load optimizer state, counters and data
-    position."""
+    """Load only the weights of initial_load_path; false: also optimizer state, counters and data position."""
     initial_load_in_hf: bool = False
     """Initialize a new run from the .safetensors files in initial_load_path, or if unset in model.hf_assets_path."""
     last_save_in_hf: bool = False
     """Export the final weights in Hugging Face format to hf/step-N in the run's folder."""
-    hf_export_interval: int = 0
-    """Steps between two exports in Hugging Face format during training, which blocks meanwhile; all exports are kept. 0
-    disables."""
+    hf_export_interval: NonNegativeInt = 0
+    """Steps between two blocking exports in Hugging Face format, all of which are kept; 0 disables."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of exported weights."""
     last_save_model_only: bool = False
-    """Also write the final weights without training state to the folder model_only; the last checkpoint stays
-    complete."""
+    """Also write the final weights without training state to the folder model_only."""
     allow_data_change: bool = False
     """Resume even if the dataset, the tokenizer or seq_len changed since the checkpoint."""
 
@@ -291,10 +292,9 @@ class Checkpoint:
 class Preemption:
     """Behavior when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops the run."""
 
-    deadline_seconds: float | None = None
-    """Time from the signal until the process must exit, in seconds. A step still running after half of it is
-    interrupted between two micro-batches and repeated after the restart, which leaves the other half for saving. Unset:
-    never interrupt a step."""
+    deadline_seconds: PositiveFloat | None = None
+    """Time from the signal until the process must exit, in seconds. After half of it, a running step is interrupted and
+    repeated after the restart; the other half is for saving. Unset: never interrupt a step."""
     requeue: bool = False
     """Exit with code 75 if steps remain, so that a batch job knows to restart the run; false: exit with code 0."""
 
@@ -325,7 +325,7 @@ class Compile:
 class Metrics:
     """Logging of training metrics."""
 
-    log_freq: int = 10
+    log_freq: PositiveInt = 10
     """Steps between two log lines and rows of metrics.jsonl."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
@@ -345,11 +345,11 @@ class Profiling:
     """Write Chrome traces."""
     save_traces_folder: str = "profile_traces"
     """Folder of the traces, relative to the run's folder."""
-    profile_freq: int = 10
+    profile_freq: PositiveInt = 10
     """Steps between two traces or memory snapshots."""
-    profiler_warmup: int = 3
+    profiler_warmup: NonNegativeInt = 3
     """Warmup steps of the profiler before each trace."""
-    profiler_active: int = 1
+    profiler_active: PositiveInt = 1
     """Steps recorded in each trace."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots every profile_freq steps and on out-of-memory errors."""
@@ -362,19 +362,17 @@ class Comm:
     """Timeouts, diagnostics and simulation of collective communication."""
 
     mode: Literal["default", "fake_backend"] = "default"
-    """Set to "fake_backend" to simulate WORLD_SIZE ranks in one process, print memory and collectives of a step, and
-    exit."""
-    init_timeout_seconds: int = 300
+    """Set to "fake_backend" to simulate WORLD_SIZE ranks in one process and print their memory and collectives."""
+    init_timeout_seconds: PositiveInt = 300
     """Timeout of a collective until the first step has finished and while saving, in seconds."""
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: PositiveInt = 100
     """Timeout of a collective during training, in seconds."""
-    trace_buf_size: int = 2000
+    trace_buf_size: NonNegativeInt = 2000
     """Number of collectives kept by torch's flight recorder for hang reports; 0 disables it."""
     save_traces_folder: str = "comm_traces"
     """Folder of hang reports (stacks of all threads, last collectives), relative to the run's folder."""
-    straggler_freq: int = 100
-    """Steps between two measurements of slow ranks and slow links; a measured step does not overlap communication. 0
-    disables."""
+    straggler_freq: NonNegativeInt = 100
+    """Steps between two measurements of slow ranks and links, each without communication overlap; 0 disables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,11 +381,11 @@ class Validation:
 
     enable: bool = False
     """Validate at the interval and after the last step."""
-    freq: int = 100
+    freq: PositiveInt = 100
     """Training steps between two validations."""
-    steps: int = -1
+    steps: AutoOrPositiveInt = -1
     """Batches per validation; -1: one pass over the validation split."""
-    local_batch_size: int = 8
+    local_batch_size: PositiveInt = 8
     """Micro-batch size per data-parallel rank, in sequences."""
 
 
@@ -399,48 +397,45 @@ class FaultTolerance:
     """Join a run as one replica group; requires the extra "ft" and a lighthouse at the address $TORCHFT_LIGHTHOUSE."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend of the gradient reduction across replica groups."""
-    process_group_timeout_ms: int = 10000
-    """Timeout of a collective across replica groups, and of a recovering group, in milliseconds; on expiry the step is
-    repeated."""
-    replica_id: int = 0
+    process_group_timeout_ms: PositiveInt = 10000
+    """Timeout of a collective across replica groups and of recovery, in milliseconds; then the step is repeated."""
+    replica_id: NonNegativeInt = 0
     """Index of this replica group, from 0."""
-    group_size: int = 0
+    group_size: NonNegativeInt = 0
     """Total number of replica groups; the global batch is divided among the live ones."""
-    min_replica_size: int = 1
+    min_replica_size: PositiveInt = 1
     """Minimum number of live replica groups; with fewer, training waits."""
-    stall_factor: float = 10.0
-    """A process whose step exceeds this many median steps plus two timeouts is considered hung: it dumps its stacks and
-    exits."""
+    stall_factor: Annotated[float, Bound("a number of at least 1", lambda value: 1 <= value < math.inf)] = 10.0
+    """A process whose step exceeds this many median steps plus two timeouts dumps its stacks and exits."""
     semi_sync_method: Literal["local_sgd", "diloco"] | None = None
     """Average weights periodically instead of reducing gradients in every step; unset: reduce gradients."""
-    sync_steps: int = 5
+    sync_steps: PositiveInt = 5
     """Steps between two averages of the same weight."""
-    num_fragments: int = 1
+    num_fragments: PositiveInt = 1
     """Number of model fragments; one fragment is averaged every sync_steps / num_fragments steps."""
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list[list[str]])
     """Module names of each fragment, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
-    fragment_sync_delay: int = 0
+    fragment_sync_delay: NonNegativeInt = 0
     """Steps by which communication of an average may overlap with training."""
-    fragment_update_alpha: float = 0.0
+    fragment_update_alpha: UnitInterval = 0.0
     """Weight of the group's own parameters when the average is applied, from 0 (average only) to 1."""
-    heartbeat_timeout_ms: int = 5000
+    heartbeat_timeout_ms: PositiveInt = 5000
     """Time without a heartbeat after which a replica group is considered dead, in milliseconds."""
-    join_timeout_ms: int = 60000
-    """For scripts/lighthouse.py: time to wait for a live group that is late, for example because it is saving, before
-    proceeding without it, in milliseconds."""
+    join_timeout_ms: PositiveInt = 60000
+    """For scripts/lighthouse.py: time to wait for a live replica group that is late, in milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
     """Resources that scripts/slurm/submit.py requests from Slurm; training ignores them."""
 
-    nodes: int = 1
+    nodes: PositiveInt = 1
     """Number of nodes (of each replica group)."""
-    gpus_per_node: int = 8
+    gpus_per_node: NonNegativeInt = 8
     """GPUs per node; 0 trains on CPUs."""
-    processes_per_node: int | None = None
+    processes_per_node: PositiveInt | None = None
     """Ranks per node; unset: gpus_per_node, or 1 on CPUs."""
-    cpus_per_node: int | None = None
+    cpus_per_node: PositiveInt | None = None
     """CPU cores per node; unset: exclusive nodes."""
     time: str | None = None
     """Time limit in Slurm's format, for example "1-12:00:00"; unset: the limit of the partition."""
@@ -448,9 +443,9 @@ class Slurm:
     """Slurm partition; unset: the default partition."""
     account: str | None = None
     """Slurm account; unset: the user's default account."""
-    signal_seconds: int = 120
+    signal_seconds: PositiveInt = 120
     """Time before the limit at which the run is signaled to save, in seconds."""
-    max_starts_without_progress: int = 3
+    max_starts_without_progress: PositiveInt = 3
     """Number of consecutive starts without a new checkpoint after which the job is no longer requeued."""
     sbatch_options: list[str] = field(default_factory=list[str])
     """Additional sbatch options, for example ["--constraint=h100", "--qos=long"]."""
@@ -466,7 +461,7 @@ class Slurm:
 class Debug:
     """Reproducibility and debugging."""
 
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the initial weights and the data order."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower."""

@@ -4,26 +4,24 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_type_hints
+from typing import TypeGuard, cast, get_type_hints
 
 import tomli
 
+from torchtitan_clone.config.overlay import Key
 from torchtitan_clone.config.schema import Config
 
 COMMAND_LINE = "command line"
-Key = tuple[str, ...]
-"""A dotted key as a tuple: ("training", "steps")."""
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A value and where it was set."""
+    """A value and where it was set: "file:line", or "command line"."""
 
     value: object
     origin: str
-    """ "file:line", or "command line"."""
 
 
 Settings = dict[Key, Setting]
@@ -44,9 +42,9 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
         path = ("job", "dry_run") if name == "dry-run" else tuple(name.split("."))
         origin = COMMAND_LINE
         if equals:
-            value = _parse_value(text, annotation=_annotation(path))
+            value = _parse_value(text, path=path)
         elif words and not words[0].startswith("--") and name != "dry-run":
-            value = _parse_value(words.pop(0), annotation=_annotation(path))
+            value = _parse_value(words.pop(0), path=path)
         else:
             value = True
             origin = f"{COMMAND_LINE}, no value given"
@@ -54,16 +52,14 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
     return settings
 
 
-def _parse_value(text: str, *, annotation: object) -> object:
+def _parse_value(text: str, *, path: Key) -> object:
     """Parses a command line value as TOML if it is valid TOML and the option is not a string, else returns the text."""
     try:
         parsed = tomli.loads(f"value = {text}")
     except tomli.TOMLDecodeError:
         return text
-    wants_string = annotation in (str, str | None)
-    if len(parsed) > 1 or (wants_string and not isinstance(parsed["value"], str)):
-        return text
-    return parsed["value"]
+    wants_string = len(path) == 2 and TABLES.get(path[0], {}).get(path[1]) in (str, str | None)
+    return text if len(parsed) > 1 or (wants_string and not isinstance(parsed["value"], str)) else parsed["value"]
 
 
 def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings, problems: list[str]) -> None:
@@ -83,8 +79,8 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
         file = path.parent / base.value
         read_chain(file, origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
     if misplaced := own.pop(("job", "config_file"), None):
-        remedy = "is only valid on the command line; use job.extends in a file"
-        problems.append(f"{misplaced.origin}: job.config_file {remedy}")
+        rule = "job.config_file is only valid on the command line"
+        problems.append(f"{misplaced.origin}: {rule}; use job.extends in a file")
     merge_into(settings, own)
 
 
@@ -129,15 +125,16 @@ def _key_segments(key: str) -> Key:
 
 
 def _flatten(value: object, *, path: Key, origin_of: Callable[[Key], str]) -> Iterator[tuple[Key, Setting]]:
+    """Yields the leaves of a table; an empty table is a leaf."""
     if _is_table(value):
-        for key, item in cast("dict[str, object]", value).items():
+        for key, item in value.items():
             yield from _flatten(item, path=(*path, key), origin_of=origin_of)
     elif path:
         yield path, Setting(value=value, origin=origin_of(path))
 
 
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and bool(cast("dict[str, object]", value))
+def _is_table(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict) and value != {}
 
 
 def merge_into(settings: Settings, upper: Settings) -> None:
@@ -149,7 +146,3 @@ def merge_into(settings: Settings, upper: Settings) -> None:
         for other in [*replaced, *(path[:end] for end in range(1, len(path)))]:
             settings.pop(other, None)
         settings[path] = setting
-
-
-def _annotation(path: Key) -> object:
-    return TABLES[path[0]].get(path[1]) if len(path) == 2 and path[0] in TABLES else None

@@ -7,102 +7,82 @@ is an error that states the reason and the remedy. No other module knows these k
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-ANY_VALUE = object()
-"""Marks a key that has no effect here, whatever its value."""
-
 
 @dataclass(frozen=True)
 class TorchtitanKey:
     """How to treat one key, or all keys that match a pattern."""
 
     reason: str
-    """Why a value is an error and what to do instead; for a key without effect: why it has none."""
-    harmless: tuple[object, ...] = ()
-    """Values that have no effect here."""
+    """Why a value is an error and what to do instead."""
+    harmless: tuple[object, ...] | None = (False,)
+    """Values that have no effect here; None: all values."""
     tunes: str = ""
     """Key that enables the feature which this key tunes; while it is off, every value is harmless."""
 
     def is_harmless(self, value: object, *, switch: object) -> bool:
         """Returns whether ignoring the value does not change the run; `switch` is the value of the key in `tunes`."""
-        if self.tunes and _is_one_of(switch, _SWITCHED_OFF):
+        if self.harmless is None or (self.tunes and _is_one_of(switch, (None, False, 1))):
             return True
-        return ANY_VALUE in self.harmless or _is_one_of(value, self.harmless)
+        return _is_one_of(value, self.harmless)
 
 
-_NO_FLOAT8 = "quantized training is not supported; remove the key and model.converters"
-_NO_EXPERT = "mixture-of-experts models are not supported; set it to 1"
-_HELD_OUT = "validation uses the documents that data.held_out_fraction holds out; remove the key"
-_LOADER = "the loader prefetches automatically; remove the key, and set data.num_workers for streamed data"
+WITHOUT_EFFECT = (
+    *("job.print_config", "job.print_args"),  # every run writes its config.toml
+    "job.use_for_integration_test",
+    *("model.print_after_conversion", "quantize.*", "float8.*", "mx.*"),  # tune model.converters
+    "memory_estimation.disable_fake_mode",
+    "parallelism.expert_parallel_comm_backend",
+    "checkpoint.enable_ft_dataloader_checkpoints",  # a checkpoint stores the data position of all replica groups
+    "activation_checkpoint.memory_budget",  # the mode memory_budget is an error
+    "activation_checkpoint.preserve_rng_state",  # no layer uses random numbers
+    "comm.save_traces_file_prefix",  # hang reports are named by rank
+)
+"""Keys that are ignored, whatever their value."""
 
-TORCHTITAN_KEYS: dict[str, TorchtitanKey] = {
-    "job.print_config": TorchtitanKey("every run writes its config.toml", (ANY_VALUE,)),
-    "job.print_args": TorchtitanKey("every run writes its config.toml", (ANY_VALUE,)),
-    "job.use_for_integration_test": TorchtitanKey("used only by torchtitan's own tests", (ANY_VALUE,)),
+_OFF = TorchtitanKey("it is not supported; set it to false")
+_NO_EXPERT = TorchtitanKey("mixture-of-experts models are not supported; set it to 1", (1,))
+_HELD_OUT = TorchtitanKey(
+    "validation uses the documents that data.held_out_fraction holds out; remove the key", (), "validation.enable"
+)
+
+TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "job.save_config_file": TorchtitanKey("every run writes config.toml into its folder; remove the key", ("",)),
-    "job.custom_config_module": TorchtitanKey(
-        "options are defined in config/schema.py; add a field there and remove the key", ("",)
-    ),
+    "job.custom_config_module": TorchtitanKey("add options to config/schema.py and remove the key", ("",)),
     "experimental.*": TorchtitanKey("models and datasets are registered in MODELS and DATASETS; remove the key", ("",)),
-    "metrics.save_for_all_ranks": TorchtitanKey(
-        "rank 0 writes values reduced over all ranks; set it to false", (False,)
-    ),
-    "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json"),
+    "metrics.save_for_all_ranks": TorchtitanKey("rank 0 writes values reduced over all ranks; set it to false"),
+    "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json", ()),
     "model.converters": TorchtitanKey("quantized training is not supported; set it to []", ([],)),
-    "model.print_after_conversion": TorchtitanKey("model converters are not supported", (ANY_VALUE,)),
-    "quantize.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
-    "float8.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
-    "mx.*": TorchtitanKey(_NO_FLOAT8, (ANY_VALUE,)),
-    "memory_estimation.enable": TorchtitanKey(
-        "--comm.mode=fake_backend prints the memory estimate; set it to false", (False,)
-    ),
-    "memory_estimation.disable_fake_mode": TorchtitanKey(
-        "--comm.mode=fake_backend prints the memory estimate", (ANY_VALUE,)
-    ),
-    "optimizer.early_step_in_backward": TorchtitanKey(
-        "gradients are clipped before the optimizer step; set it to false", (False,)
-    ),
-    "training.gc_debug": TorchtitanKey("garbage collection time is always logged; set it to false", (False,)),
+    "memory_estimation.enable": TorchtitanKey("--comm.mode=fake_backend prints the estimate; set it to false"),
+    "optimizer.early_step_in_backward": TorchtitanKey("gradients are clipped before the step; set it to false"),
+    "training.gc_debug": TorchtitanKey("garbage collection time is always logged; set it to false"),
     "training.dataloader.num_workers": TorchtitanKey("set data.num_workers instead", (0,)),
-    "training.dataloader.*": TorchtitanKey(_LOADER, (False,)),
-    "validation.dataloader.*": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.dataset": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.dataset_path": TorchtitanKey(_HELD_OUT, tunes="validation.enable"),
-    "validation.seq_len": TorchtitanKey("validation uses training.seq_len; remove the key", tunes="validation.enable"),
-    "parallelism.enable_compiled_autograd": TorchtitanKey("it is not supported; set it to false", (False,)),
+    "training.dataloader.*": TorchtitanKey(
+        "the loader prefetches automatically; remove the key, and set data.num_workers for streamed data"
+    ),
+    "validation.dataloader.*": _HELD_OUT,
+    "validation.dataset": _HELD_OUT,
+    "validation.dataset_path": _HELD_OUT,
+    "validation.seq_len": TorchtitanKey("validation uses training.seq_len; remove the key", (), "validation.enable"),
+    "parallelism.enable_compiled_autograd": _OFF,
     "parallelism.disable_loss_parallel": TorchtitanKey(
-        "tensor parallelism always computes the loss on vocabulary shards; set it to false", (False,)
+        "tensor parallelism always computes the loss on vocabulary shards; set it to false"
     ),
-    "parallelism.expert_parallel_degree": TorchtitanKey(_NO_EXPERT, (1,)),
-    "parallelism.expert_tensor_parallel_degree": TorchtitanKey(_NO_EXPERT, (1,)),
-    "parallelism.expert_parallel_comm_backend": TorchtitanKey(_NO_EXPERT, (ANY_VALUE,)),
-    "checkpoint.initial_load_in_hf_quantized": TorchtitanKey(
-        "quantized weights are not supported; set it to false", (False,)
-    ),
-    "checkpoint.enable_ft_dataloader_checkpoints": TorchtitanKey(
-        "the checkpoint of the run stores the data position of all replica groups", (ANY_VALUE,)
-    ),
+    "parallelism.expert_parallel_degree": _NO_EXPERT,
+    "parallelism.expert_tensor_parallel_degree": _NO_EXPERT,
+    "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(
-        "selective checkpointing selects matrix products by operation; remove the key",
-        ([], ["moe.router.gate"]),
+        "selective checkpointing selects matrix products by operation; remove the key", ([], ["moe.router.gate"])
     ),
-    "activation_checkpoint.early_stop": TorchtitanKey("it is not supported; set it to false", (False,)),
-    "activation_checkpoint.memory_budget": TorchtitanKey("the mode memory_budget is not supported", (ANY_VALUE,)),
-    "activation_checkpoint.visualize_memory_budget_pareto": TorchtitanKey(
-        "it is not supported; set it to false", (False,)
-    ),
-    "activation_checkpoint.preserve_rng_state": TorchtitanKey("no layer uses random numbers", (ANY_VALUE,)),
+    "activation_checkpoint.early_stop": _OFF,
+    "activation_checkpoint.visualize_memory_budget_pareto": _OFF,
     "activation_checkpoint.determinism_check": TorchtitanKey('it is not supported; set it to "default"', ("default",)),
-    "activation_checkpoint.debug": TorchtitanKey("it is not supported; set it to false", (False,)),
-    "comm.save_traces_file_prefix": TorchtitanKey("hang reports are named by rank", (ANY_VALUE,)),
+    "activation_checkpoint.debug": _OFF,
     "fault_tolerance.should_quantize": TorchtitanKey(
-        "gradients are not quantized between replica groups; set it to false", (False,)
+        "gradients are not quantized between replica groups; set it to false"
     ),
-    "debug.moe_force_load_balance": TorchtitanKey(
-        "mixture-of-experts models are not supported; remove the key", (False,)
-    ),
+    "debug.moe_force_load_balance": TorchtitanKey("mixture-of-experts models are not supported; remove the key"),
 }
-
-_SWITCHED_OFF = (None, False, 1)
+"""Treatment of each key or pattern."""
 
 
 def _is_one_of(value: object, items: tuple[object, ...]) -> bool:

@@ -28,32 +28,24 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
         "MAX_STARTS_WITHOUT_PROGRESS": str(slurm.max_starts_without_progress),
         **{name: str(value) for name, value in slurm.environment.items()},
     }
-    command = [str(repository / "scripts" / "slurm" / "job.sh"), *_preemption(config), *arguments]
+    command = [str(repository / "scripts" / "slurm" / "job.sh"), "--preemption.requeue=true"]
+    if config.preemption.deadline_seconds is None:
+        command.append(f"--preemption.deadline_seconds={slurm.signal_seconds}")
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {option}" for option in _sbatch_options(config, folder=folder)),
-        *(f"#SBATCH {option}" for option in slurm.sbatch_options),
+        *(f"#SBATCH {option}" for option in (*_sbatch_options(config, folder=folder), *slurm.sbatch_options)),
         "",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
         *_setup(slurm.setup),
-        f"exec bash {shlex.join(command)}",
+        f"exec bash {shlex.join([*command, *arguments])}",  # the user's arguments take precedence
     ]
     return "\n".join(lines) + "\n"
 
 
-def _setup(lines: list[str]) -> list[str]:
-    """Returns the user's setup lines; a failing line ends the job without requeueing, since it would fail again."""
-    if not lines:
-        return []
+def _setup(commands: list[str]) -> list[str]:
+    """Returns the user's setup commands; one that fails ends the job without requeueing, since it would fail again."""
     failed = 'echo "job $SLURM_JOB_ID: slurm.setup failed, exit code $?: $BASH_COMMAND"; exit 2'
-    return ["set -eE", f"trap {shlex.quote(failed)} ERR", *lines, "set +eE; trap - ERR"]
-
-
-def _preemption(config: Config) -> Iterator[str]:
-    """Yields the preemption options that the job implies; the user's arguments come later and take precedence."""
-    yield "--preemption.requeue=true"
-    if config.preemption.deadline_seconds is None:
-        yield f"--preemption.deadline_seconds={config.slurm.signal_seconds}"
+    return ["set -eE", f"trap {shlex.quote(failed)} ERR", *commands, "set +eE; trap - ERR"] if commands else []
 
 
 def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:

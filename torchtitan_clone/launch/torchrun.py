@@ -72,24 +72,17 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Returns the launcher's options and the remaining arguments; ArgumentError names variables of run_train.sh."""
-    parser = argparse.ArgumentParser(
-        prog="torchtitan_clone.launch.torchrun", allow_abbrev=False, add_help=False, exit_on_error=False
-    )
-    count = _number("NGPU", low=1)
-    port = _number("MASTER_PORT", low=1, high=65535)
-    parser.add_argument("--nproc-per-node", type=count, required=True, help="number of processes on this node")
-    parser.add_argument(
-        "--nnodes", type=_number("NNODES", low=1), default=1, help="number of nodes; run this command on each"
-    )
-    rank = _number("NODE_RANK", low=0)
-    parser.add_argument("--node-rank", type=rank, default=0, help="index of this node; node 0 hosts the rendezvous")
-    parser.add_argument("--master-addr", default="127.0.0.1", help="address of node 0")
-    parser.add_argument("--master-port", type=port, default=29500, help="free port on node 0; unused with one node")
-    parser.add_argument("--log-rank", default="0", help="local ranks shown on the console, for example 0,1")
-    parser.add_argument("--log-folder", type=Path, help="folder that keeps the output of the other ranks")
-    parser.add_argument("--module", default="torchtitan_clone.train", help="module that each process runs")
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    parser.add_argument("--nproc-per-node", type=_number("NGPU", low=1), required=True)
+    parser.add_argument("--nnodes", type=_number("NNODES", low=1), default=1)
+    parser.add_argument("--node-rank", type=_number("NODE_RANK", low=0), default=0)
+    parser.add_argument("--master-addr", default="127.0.0.1")  # of node 0, which hosts the rendezvous
+    parser.add_argument("--master-port", type=_number("MASTER_PORT", low=1, high=65535), default=29500)
+    parser.add_argument("--log-rank", default="0")  # comma-separated local ranks shown on the console
+    parser.add_argument("--log-folder", type=Path)
+    parser.add_argument("--module", default="torchtitan_clone.train")
     options, arguments = parser.parse_known_args(argv)
-    for problem in _problems(options):
+    if problem := next(_problems(options), None):
         raise argparse.ArgumentError(None, problem)
     return options, arguments
 
@@ -169,9 +162,8 @@ def _launch(
         _log(f"workers killed by {stop.sigval.name}")
         return 128 + stop.sigval
     except (DistError, RendezvousError) as error:
-        reason = str(error).splitlines()[0]
         address = f"{options.master_addr}:{options.master_port}"
-        _log(f"rendezvous of {options.nnodes} nodes at {address} failed: {reason}")
+        _log(f"rendezvous of {options.nnodes} nodes at {address} failed: {str(error).splitlines()[0]}")
         return 1
     return _report(result, shown=_shown_ranks(options), log_folder=log_folder) if result.is_failed() else 0
 
@@ -194,7 +186,6 @@ def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folde
         rank=options.node_rank,
         timeout=900,
     )
-    shown = _shown_ranks(options)
     spec = WorkerSpec(
         role="default",
         local_world_size=options.nproc_per_node,
@@ -207,6 +198,7 @@ def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folde
         master_port=None if one_node else options.master_port,
         local_addr=rendezvous.local_addr,
     )
+    shown = _shown_ranks(options)
     to_files = {rank: Std.NONE if rank in shown else Std.ALL for rank in range(options.nproc_per_node)}
     return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=to_files))
 
@@ -223,14 +215,8 @@ def _forward_signals(agents: "list[SimpleElasticAgent]") -> NoReturn:
             forwarded.add(number)
             _log(f"{signal.Signals(number).name}: workers finish the current step and save; Ctrl-\\ kills them")
             for pid in pids:
-                _send(number, pid)
-
-
-def _send(number: int, pid: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return  # already exited
+                with contextlib.suppress(ProcessLookupError):  # it has exited
+                    os.kill(pid, number)
 
 
 def _report(result: "RunResult", *, shown: set[int], log_folder: Path) -> int:
@@ -245,18 +231,13 @@ def _report(result: "RunResult", *, shown: set[int], log_folder: Path) -> int:
         sys.stderr.write(_log_tail(result.failures[cause].local_rank, log_folder=log_folder))
     if codes[cause] != CONFIG_ERROR:
         order = sorted(codes, key=lambda rank: codes[rank] == -signal.SIGTERM)
-        failures = (f"rank {rank}: {_describe_exit(codes[rank])}" for rank in order)
-        _log(f"training failed; logs of ranks that are not shown: {log_folder}\n  " + "\n  ".join(failures))
-    return _exit_code(codes[cause])
+        failures = "".join(f"\n  rank {rank}: {_describe_exit(codes[rank])}" for rank in order)
+        _log(f"training failed; logs of ranks that are not shown: {log_folder}{failures}")
+    return codes[cause] if codes[cause] > 0 else 128 - codes[cause]  # as a shell reports a signal
 
 
 def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-
-
-def _exit_code(code: int) -> int:
-    """Returns the exit code as a shell reports it."""
-    return code if code > 0 else 128 - code
 
 
 def _log_tail(local_rank: int, *, log_folder: Path) -> str:

@@ -11,10 +11,7 @@ PEAK_BF16_TFLOPS = (
     (r"\bA[18]00\b", 312.0),  # NVIDIA A100 and A800 data sheets; the A800 differs in NVLink only
     (r"\bH[12]00 NVL\b", 835.5),  # NVIDIA H100 and H200 data sheets, NVL column: 1,671 with sparsity
     (r"\bH100 PCIe\b", 756.0),  # NVIDIA H100 white paper, PCIe column
-    (
-        r"\b(H100|H200|GH200)\b",
-        989.4,
-    ),  # NVIDIA H100 white paper and H200 and GH200 data sheets, SXM: 1,979 with sparsity
+    (r"\b(H100|H200|GH200)\b", 989.4),  # NVIDIA H100, H200 and GH200 data sheets, SXM: 1,979 with sparsity
     (r"\bH20\b", 148.0),  # NVIDIA H20 data sheet
     (r"\bGB200\b", 2500.0),  # NVIDIA GB200 NVL72 data sheet: 360 PFLOP/s with sparsity over 72 GPUs
     (r"\bB200\b", 2250.0),  # NVIDIA HGX B200 data sheet: 36 PFLOP/s with sparsity over 8 GPUs

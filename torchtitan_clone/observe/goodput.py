@@ -68,8 +68,8 @@ def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -
     written, last = _newest_rows(file)
     if not written:
         return Ledger(started=started)
-    sums = {name.removesuffix("_seconds"): value for name, value in written.items() if name != "goodput_percent"}
-    sums = {name: sums[name] for name in ("progress", *KINDS, "starts", "steps_thrown_away")}
+    sums = {name: written[f"{name}_seconds"] for name in ("progress", *KINDS)}
+    sums |= {name: written[name] for name in ("starts", "steps_thrown_away")}
     since = last["time"] - written["time"]
     steps_since = last["step"] - written["step"]
     steps_lost = max(0, last["step"] - resume_step) + lost

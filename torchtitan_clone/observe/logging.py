@@ -20,9 +20,7 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Returns "time message", or from WARNING on "time LEVEL [rank N] message"."""
         time = self.formatTime(record, self.datefmt)
-        label = ""
-        if record.levelno >= logging.WARNING:
-            label = f"{record.levelname} [rank {self.rank}] "
+        label = f"{record.levelname} [rank {self.rank}] " if record.levelno >= logging.WARNING else ""
         if self.color:
             time = f"{DIM}{time}{PLAIN}"
             label = label and f"{COLORS[record.levelno]}{label}{PLAIN}"

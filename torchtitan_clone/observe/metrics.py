@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
@@ -24,12 +24,12 @@ from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.goodput import EVENT, Ledger, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
-if TYPE_CHECKING:  # tensorboard takes 0.15 s to import
+if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
 
 Value = float | str | None
 """A column of a row; None stands for a number that is not finite."""
-V = TypeVar("V", bound=Value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,8 @@ class Row:
 
     def numbers(self) -> dict[str, float]:
         """Returns the numeric columns."""
-        return {key: value for key, value in self.values.items() if _is_number(value)}
+        numbers = {key: value for key, value in self.values.items() if isinstance(value, int | float)}
+        return {key: value for key, value in numbers.items() if not isinstance(value, bool)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,68 +80,49 @@ class StepRecord:
         return columns | {f"auxiliary/{name}": value for name, value in self.auxiliary.items()}
 
 
+@dataclass
 class _Interval:
-    """Counts the steps since the last logged step and the time they took."""
+    """The steps since the last logged step."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._steps = 0
-        self._data_seconds = 0.0
-
-    def add_step(self, *, data_seconds: float) -> None:
-        self._steps += 1
-        self._data_seconds += data_seconds
-
-    def mean_step_seconds(self) -> float:
-        return (time.perf_counter() - self._start) / self._steps
-
-    def mean_data_seconds(self) -> float:
-        return self._data_seconds / self._steps
-
-
-class Sink(Protocol):
-    """Destination of rows."""
-
-    def forget(self, *, after_step: int, lost: Collection[int]) -> None:
-        """Drops the rows after a step and those of the steps in `lost`; called before the first row."""
-        ...
-
-    def write(self, row: Row) -> None:
-        """Writes one row."""
-        ...
-
-    def close(self) -> None:
-        """Flushes and closes the sink."""
-        ...
+    start: float = field(default_factory=time.perf_counter)
+    num_steps: int = 0
+    data_seconds: float = 0.0
 
 
 class MetricsWriter:
-    """Logs metrics to the console and writes them to every sink; does nothing on ranks other than 0."""
+    """Logs metrics to the console and writes them to sinks in the run's `folder`; does nothing on ranks other than 0.
+
+    flops_per_token is that of the full model, tokens_per_step that of the global batch, peak_flops the sum over all
+    devices, or None if unknown, in which case MFU is not logged. run_config is sent to Weights & Biases. `started` is
+    the start of this process, in seconds since the epoch. Call `start` before logging.
+    """
 
     def __init__(
         self,
-        sinks: list[Sink],
+        metrics: Metrics,
         *,
-        active: bool,
-        file: Path,
-        started: float,
+        folder: Path,
+        rank: int,
         total_steps: int,
         tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
+        run_config: dict[str, object],
+        started: float,
     ) -> None:
-        self.sinks = sinks
+        self.active = rank == 0
+        self._file = folder / "metrics.jsonl"
+        self.sinks = _build_sinks(metrics, file=self._file, run_config=run_config) if self.active else []
         self.ledger = Ledger(started=started)
-        self.active = active
-        self._file = file
         self._started = started
         self._newest_step = 0
         self._interval = _Interval()
-        self.total_steps = total_steps
-        self.tokens_per_step = tokens_per_step
+        self._total_steps = total_steps
+        self._tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
-        self.bar: _ProgressBar | None = None
+        self._peak_flops = peak_flops
+        self._bar: tqdm | None = None
+        self._opened = contextlib.ExitStack()
 
     def start(self, *, after_step: int, lost: Collection[int] = ()) -> None:
         """Starts logging after `after_step`, once; `lost` are earlier steps that other replica groups repeated."""
@@ -150,7 +132,7 @@ class MetricsWriter:
         self.ledger = resumed_ledger(self._file, resume_step=after_step, lost=len(lost), started=self._started)
         self._forget(after_step, lost)
         if sys.stdout.isatty():
-            self.bar = _ProgressBar(self.total_steps, done=after_step)
+            self._bar = _show_bar(self._total_steps, done=after_step, opened=self._opened)
 
     def forget(self, *, after_step: int, lost: Collection[int] = ()) -> None:
         """Drops the rows after `after_step` and those of the steps in `lost`; cheap if there are none."""
@@ -168,42 +150,22 @@ class MetricsWriter:
 
     def observe_step(self, *, data_seconds: float) -> None:
         """Adds a step, logged or not, to the averaging interval; `data_seconds` is its wait for data."""
-        self._interval.add_step(data_seconds=data_seconds)
+        self._interval.num_steps += 1
+        self._interval.data_seconds += data_seconds
 
-    def log_step(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens_seen: int,
-        skipped_steps: int,
-        memory_gib: float,
-        auxiliary: Mapping[str, float] | None = None,
-    ) -> None:
-        """Logs a training step with its mean times since the last logged step; see StepRecord for the values."""
-        record = StepRecord(
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens_seen=tokens_seen,
-            step_seconds=self._interval.mean_step_seconds(),
-            data_seconds=self._interval.mean_data_seconds(),
-            memory_gib=memory_gib,
-            skipped_steps=skipped_steps,
-            auxiliary=auxiliary or {},
-        )
-        self.log(record)
-        self.restart_interval()
+    def mean_seconds(self) -> tuple[float, float]:
+        """Returns the mean time of the steps in the averaging interval, and their mean wait for data."""
+        interval = self._interval
+        seconds = time.perf_counter() - interval.start
+        return seconds / interval.num_steps, interval.data_seconds / interval.num_steps
 
     def log(self, record: StepRecord) -> None:
-        """Logs a training step."""
+        """Logs a training step and starts a new averaging interval."""
         if self.active:
             rates = self._rates(record)
-            logger.info(_step_line(record, rates=rates, total_steps=self.total_steps))
+            logger.info(_step_line(record, rates=rates, total_steps=self._total_steps))
             self._write(record.step, record.columns() | rates)
+        self.restart_interval()
 
     def log_validation(self, step: int, loss: float, **values: float) -> None:
         """Logs a validation after `step`; `values` are further columns, with their unit in the name."""
@@ -224,22 +186,21 @@ class MetricsWriter:
 
     def progress(self, step: int) -> None:
         """Updates the progress bar, if any; cheap enough for every step."""
-        if self.bar:
-            self.bar.move_to(step)
+        if self._bar:
+            self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
         """Closes the progress bar and all sinks."""
-        if self.bar:
-            self.bar.close()
+        self._opened.close()
         for sink in self.sinks:
             _ignore_disk_errors(sink.close)
 
     def _rates(self, record: StepRecord) -> dict[str, float]:
-        tokens_per_second = self.tokens_per_step / record.step_seconds
+        tokens_per_second = self._tokens_per_step / record.step_seconds
         flops_per_second = tokens_per_second * self.flops_per_token
         rates = {"tokens_per_second": tokens_per_second, "tflops_per_second": flops_per_second / 1e12}
-        if self.peak_flops is not None:
-            rates["mfu_percent"] = 100 * flops_per_second / self.peak_flops
+        if self._peak_flops is not None:
+            rates["mfu_percent"] = 100 * flops_per_second / self._peak_flops
         return rates
 
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
@@ -249,54 +210,18 @@ class MetricsWriter:
             _ignore_disk_errors(sink.write, row)
 
 
-def build_metrics(
-    metrics: Metrics,
-    *,
-    folder: Path,
-    rank: int,
-    total_steps: int,
-    tokens_per_step: int,
-    flops_per_token: float,
-    peak_flops: float | None,
-    run_config: dict[str, object],
-    started: float,
-) -> MetricsWriter:
-    """Builds the metrics writer of a run in its `folder`; call `start` before logging.
-
-    flops_per_token is that of the full model, tokens_per_step that of the global batch, peak_flops the sum over all
-    devices, or None if unknown, in which case MFU is not logged. run_config is sent to Weights & Biases. `started` is
-    the start of this process, in seconds since the epoch.
-    """
-    file = folder / "metrics.jsonl"
-    return MetricsWriter(
-        _build_sinks(metrics, file=file, run_config=run_config) if rank == 0 else [],
-        active=rank == 0,
-        file=file,
-        started=started,
-        total_steps=total_steps,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=flops_per_token,
-        peak_flops=peak_flops,
-    )
-
-
 def check_metrics(metrics: Metrics) -> None:
-    """ConfigError if a package that the options need is not installed."""
+    """Raises ConfigError if a package that the options need is not installed."""
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            'metrics.enable_wandb = true: the package wandb is not installed; pip install "torchtitan_clone[wandb]", '
-            "or set it to false"
-        )
+        remedy = 'pip install "torchtitan_clone[wandb]", or set it to false'
+        raise ConfigError(f"metrics.enable_wandb = true: the package wandb is not installed; {remedy}")
 
 
-def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list[Sink]:
+def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list["Sink"]:
     file.parent.mkdir(parents=True, exist_ok=True)
-    sinks: list[Sink] = [_JsonLines(file)]
-    if metrics.enable_tensorboard:
-        sinks.append(_TensorBoard(file.parent / metrics.save_tb_folder))
-    if metrics.enable_wandb:
-        sinks.append(_WeightsAndBiases(file.parent, run_config=run_config))
-    return sinks
+    tensorboard = [_TensorBoard(file.parent / metrics.save_tb_folder)] if metrics.enable_tensorboard else []
+    wandb = [_WeightsAndBiases(file.parent, run_config=run_config)] if metrics.enable_wandb else []
+    return [_JsonLines(file), *tensorboard, *wandb]
 
 
 class _JsonLines:
@@ -307,8 +232,13 @@ class _JsonLines:
         self.stream = file.open("a", encoding="utf-8")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
+        """Also drops the incomplete line of a killed process; replaces the file atomically."""
         self.stream.close()
-        _drop_rows(self.file, after_step=after_step, lost=lost)
+        lines = self.file.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
+        if dropped := len(lines) - len(kept):
+            logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
+            write_atomically(self.file, b"".join(kept))
         self.stream = self.file.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -320,10 +250,7 @@ class _JsonLines:
 
 
 class _TensorBoard:
-    """Writes event files; imports tensorboard (0.15 s) at the first row, after the first step.
-
-    Can drop rows after a step, but not single steps before it.
-    """
+    """Writes event files; can drop rows after a step, but not single steps before it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -337,7 +264,7 @@ class _TensorBoard:
 
     def write(self, row: Row) -> None:
         if self.writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # takes 0.15 s, so after the first step
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
         for key, value in row.numbers().items():
@@ -358,8 +285,11 @@ class _WeightsAndBiases:
     def __init__(self, folder: Path, *, run_config: dict[str, object]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        id_file = folder / "wandb_id"
+        if not id_file.exists():  # random, since a path would be the same on two machines
+            id_file.write_text(uuid.uuid4().hex[:16])
         self.run = wandb.init(
-            id=_wandb_id(folder / "wandb_id"),
+            id=id_file.read_text(),
             resume="allow",
             dir=folder,
             name=folder.name,
@@ -378,23 +308,18 @@ class _WeightsAndBiases:
         self.run.finish()
 
 
-class _ProgressBar:
-    """Shows a progress bar; log lines are written above it."""
+Sink = _JsonLines | _TensorBoard | _WeightsAndBiases
+"""Destination of rows. forget() drops the rows after a step and those of `lost` steps, before the next write()."""
 
-    def __init__(self, total_steps: int, *, done: int) -> None:
-        from tqdm import tqdm
-        from tqdm.contrib.logging import logging_redirect_tqdm
 
-        self.redirection = contextlib.ExitStack()
-        self.redirection.enter_context(logging_redirect_tqdm([logger]))
-        self.bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+def _show_bar(total_steps: int, *, done: int, opened: contextlib.ExitStack) -> "tqdm":
+    """Shows a progress bar until `opened` closes; log lines are written above it."""
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
-    def move_to(self, step: int) -> None:
-        self.bar.update(step - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.close()
-        self.redirection.close()
+    opened.enter_context(logging_redirect_tqdm([logger]))
+    bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
+    return opened.enter_context(bar)
 
 
 def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
@@ -405,17 +330,6 @@ def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
         logger.warning("metrics cannot be written: %s", error)
 
 
-def _drop_rows(file: Path, *, after_step: int, lost: Collection[int]) -> None:
-    """Drops rows, and the incomplete line of a killed process; replaces the file atomically."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
-    if len(kept) == len(lines):
-        return
-    count = len(lines) - len(kept)
-    logger.info("%s: dropped %s rows of steps that will be repeated", file, f"{count:,}")
-    write_atomically(file, b"".join(kept))
-
-
 def _step_of(line: bytes) -> float:
     """Returns the step of a line, or infinity if the line is not a row."""
     try:
@@ -424,30 +338,18 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def _wandb_id(file: Path) -> str:
-    """Returns the random id of a run folder, created once: a path would be the same on two machines."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:16])
-    return file.read_text()
-
-
-def _finite(value: V) -> V | None:
+def _finite(value: Value) -> Value:
     """Returns None for NaN and infinity, which JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_number(value: Value) -> TypeGuard[float]:
-    """Returns whether a column can be plotted."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _named(values: Mapping[str, float]) -> str:
-    shown = (f"{value:.4g}" if isinstance(value, float) else f"{value}" for value in values.values())
-    return "".join(f"  {key} {value}" for key, value in zip(values, shown, strict=True))
+    columns = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+    return "".join(f"  {column}" for column in columns)
 
 
 def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:
-    seconds_left = (total_steps - record.step) * record.step_seconds
+    time_left = timedelta(seconds=round((total_steps - record.step) * record.step_seconds))
     columns = [
         f"step {record.step:,}/{total_steps:,}",
         f"loss {record.loss:.4f}",
@@ -459,7 +361,7 @@ def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: i
         f"MFU {rates['mfu_percent']:.1f} %" if "mfu_percent" in rates else "",
         f"memory {record.memory_gib:.2f} GiB",
         f"data wait {record.data_seconds / record.step_seconds:.1%}",
-        f"ETA {timedelta(seconds=round(seconds_left))}",
+        f"ETA {time_left}",
         f"skipped {record.skipped_steps:,}" if record.skipped_steps else "",
     ]
     return "  ".join(filter(None, columns))

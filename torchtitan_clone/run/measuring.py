@@ -6,8 +6,8 @@ from dataclasses import asdict
 import torch
 
 from torchtitan_clone.observe.flops import peak_flops_per_second
-from torchtitan_clone.observe.memory import peak_memory_gib
-from torchtitan_clone.observe.metrics import MetricsWriter, build_metrics
+from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord
+from torchtitan_clone.observe.profiling import peak_memory_gib
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.run.outcome import StepResult
 from torchtitan_clone.run.plan import RunPlan
@@ -19,7 +19,7 @@ def build_run_metrics(plan: RunPlan, *, launch: Launch, device: torch.device, ag
     config = plan.config
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops_per_second(name, dtype=config.training.mixed_precision_param)
-    return build_metrics(
+    return MetricsWriter(
         config.metrics,
         folder=plan.output_folder,
         rank=launch.rank,
@@ -34,13 +34,17 @@ def build_run_metrics(plan: RunPlan, *, launch: Launch, device: torch.device, ag
 
 def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
     """Logs a committed step."""
-    metrics.log_step(
+    step_seconds, data_seconds = metrics.mean_seconds()
+    record = StepRecord(
         step=result.step,
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=state.engine.lr,
         tokens_seen=state.progress.tokens_seen,
-        skipped_steps=state.progress.skipped_steps,
+        step_seconds=step_seconds,
+        data_seconds=data_seconds,
         memory_gib=peak_memory_gib(state.engine.device),
+        skipped_steps=state.progress.skipped_steps,
         auxiliary=result.auxiliary,
     )
+    metrics.log(record)
