@@ -26,7 +26,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data import open_dataset
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

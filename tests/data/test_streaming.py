@@ -25,7 +25,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.data.token_store import is_held_out
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.testing.harness import run_ranks
 
 pytest.importorskip("datasets")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-IGNORE_INDEX = -100
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
