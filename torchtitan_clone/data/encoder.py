@@ -13,13 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from torchtitan_clone.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -36,14 +35,14 @@ def encode_batches(
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
     processes: list[_EncoderProcess] = []
-    thread_state = threading.local()
+    of_thread = threading.local()
 
     def start() -> None:
-        thread_state.process = _EncoderProcess(setup)
-        processes.append(thread_state.process)
+        of_thread.process = _EncoderProcess(setup)
+        processes.append(of_thread.process)
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return thread_state.process.encode(texts)
+        return of_thread.process.encode(texts)
 
     pending: deque[tuple[T, Future[Encoded]]] = deque()
     threads = ThreadPoolExecutor(num_processes, initializer=start)
@@ -93,32 +92,21 @@ class _EncoderProcess:
         self._process.stdin.flush()
 
 
-def _encode(backend: "tokenizers.Tokenizer", texts: Sequence[str], *, eos_id: int, dtype: str) -> Encoded:
-    tokens: list[int] = []
-    lengths: list[int] = []
-    for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
-        ids = encoding.ids
-        tokens += ids
-        tokens.append(eos_id)
-        lengths.append(len(ids) + 1)
-    return np.array(tokens, dtype=dtype), np.array(lengths, dtype=np.int64)
-
-
 def _serve() -> None:
     import tokenizers
 
-    requests = sys.stdin.buffer
-    answers = sys.stdout.buffer
-    content, eos_id, dtype = pickle.load(requests)
+    content, eos_id, dtype = pickle.load(sys.stdin.buffer)
     backend = tokenizers.Tokenizer.from_str(content)
     backend.encode_special_tokens = True  # to_str() does not save it
     while True:
         try:
-            texts = pickle.load(requests)
+            texts = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_encode(backend, texts, eos_id=eos_id, dtype=dtype), answers)
-        answers.flush()
+        documents = [[*encoding.ids, eos_id] for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        pickle.dump((np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ and counted; more than data.max_bad_rows of them are an error.
 """
 
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -13,6 +14,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
     import pyarrow
@@ -33,6 +36,9 @@ PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
 FIRST_BAD_ROWS = 5
 """Bad rows that the report lists."""
+
+_Entry = tuple[int, int, str]
+"""Size in bytes, time of last modification in ns, sha256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,3 +298,38 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
         kind = kind.value_type
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise ConfigError(f"{option}: the column of {file} holds {kind}, not strings; set it to another column.")
+
+
+def source_fingerprint(source: Source, *, listing: Path) -> str:
+    """Returns the hash of a source; the file `listing` caches the hash of each file, so that only changes are read."""
+    known = _read_listing(listing)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        entries = threads.map(lambda file: _entry(file, known=known.get(str(file))), source.files)
+        files = dict(zip(map(str, source.files), entries, strict=True))
+    if files != known:
+        write_atomically(listing, json.dumps(files).encode())
+    contents = [
+        (file.relative_to(source.root).as_posix(), size, digest)
+        for file, (size, _, digest) in zip(source.files, files.values(), strict=True)
+    ]
+    return digest_of([contents, source.text_key])
+
+
+def digest_of(value: object) -> str:
+    """Returns the sha256 of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _entry(file: Path, *, known: _Entry | None) -> _Entry:
+    status = file.stat()
+    if known is not None and known[:2] == (status.st_size, status.st_mtime_ns):
+        return known
+    with file.open("rb") as content:
+        return status.st_size, status.st_mtime_ns, hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _read_listing(listing: Path) -> dict[str, _Entry]:
+    try:
+        return {file: (size, time, digest) for file, (size, time, digest) in json.loads(listing.read_text()).items()}
+    except (FileNotFoundError, ValueError):  # without it, all files are read again
+        return {}

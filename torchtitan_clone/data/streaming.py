@@ -23,7 +23,6 @@ import numpy as np
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data.fingerprint import digest_of
 from torchtitan_clone.data.row_reader import (
     START,
     BatchSlice,
@@ -36,7 +35,7 @@ from torchtitan_clone.data.row_reader import (
     StreamState,
     ValidationReader,
 )
-from torchtitan_clone.data.sources import BadRows, text_of_row
+from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
 
