@@ -180,7 +180,7 @@ def test_default_options_open_the_standard_library(stdlib_cache):
     dataset = open_dataset(training=Training(), data=data, tokenizer=TOKENIZER)
     batch = next(train_loader(dataset, seq_len=2048))
     assert "def " in TOKENIZER.decode(batch.tokens_BT.flatten().tolist())
-    assert len(validation_loader(dataset, seq_len=2048)) >= 1
+    assert list(validation_loader(dataset, seq_len=2048))
 
 
 def test_replica_groups_share_a_batch_until_it_is_committed(local_dataset):

@@ -12,7 +12,7 @@ Terms:
     stream          A dataset of the Hugging Face hub is not stored: each row of the global batch is a stream of
                     documents, and a *cursor* is the position of a stream.
 
-Reading order: sources, tokenizer, encoder, token_store, permutation, packing, row_reader, token_dataset,
+Reading order: sources, tokenizer, encoder, token_store, packing, row_reader, token_dataset,
 streaming, loader.
 """
 

@@ -34,15 +34,16 @@ def encode_batches(
     Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
-    processes: list[_EncoderProcess] = []
+    processes: list[subprocess.Popen[bytes]] = []
     of_thread = threading.local()
 
     def start() -> None:
-        of_thread.process = _EncoderProcess(setup)
+        of_thread.process = _start_process()
         processes.append(of_thread.process)
+        pickle.dump(setup, of_thread.process.stdin)
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return of_thread.process.encode(texts)
+        return _encode(texts, process=of_thread.process)
 
     pending: deque[tuple[T, Future[Encoded]]] = deque()
     threads = ThreadPoolExecutor(num_processes, initializer=start)
@@ -57,39 +58,31 @@ def encode_batches(
     finally:
         threads.shutdown(cancel_futures=True)
         for process in processes:
-            process.close()
+            process.communicate()  # closes its input, so that it exits
 
 
-class _EncoderProcess:
+def _start_process() -> subprocess.Popen[bytes]:
     """Runs this file in a process: pickled texts in, pickled tokens out."""
+    # -P keeps this folder off sys.path, where its modules could shadow others. A new session: Ctrl-C must reach only
+    # the trainer.
+    return subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        start_new_session=True,
+    )
 
-    def __init__(self, setup: tuple[str, int, str]) -> None:
-        # -P keeps this folder off sys.path, where its modules could shadow others.
-        # A new session: Ctrl-C must reach only the trainer.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
-        )
-        self._send(setup)
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        assert self._process.stdout is not None
-        try:
-            self._send(texts)
-            return pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise RuntimeError(f"a tokenizer process failed with exit code {self._process.wait()}") from error
-
-    def close(self) -> None:
-        self._process.communicate()  # closes its input, so that it exits
-
-    def _send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(message, self._process.stdin)
-        self._process.stdin.flush()
+def _encode(texts: Sequence[str], *, process: subprocess.Popen[bytes]) -> Encoded:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump(texts, process.stdin)
+        process.stdin.flush()
+        return pickle.load(process.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        raise RuntimeError(f"a tokenizer process failed with exit code {process.wait()}") from error
 
 
 def _serve() -> None:

@@ -1,7 +1,4 @@
-"""The loaders that a trainer reads: a rank's rows of each global batch, and the state to resume from.
-
-Shapes: B rows, T tokens of a row (seq_len).
-"""
+"""The loaders that a trainer reads: a rank's rows of each global batch, and the state to resume from."""
 
 import logging
 import os
@@ -24,15 +21,7 @@ from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.row_reader import (
-    BatchSlice,
-    Dataset,
-    RowChunk,
-    RowReader,
-    StreamPosition,
-    StreamState,
-    slice_of_rank,
-)
+from torchtitan_clone.data.row_reader import Dataset, RowChunk, RowReader, StreamPosition, StreamState, slice_of_rank
 from torchtitan_clone.data.sources import find_source, hub_id
 from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
@@ -45,8 +34,6 @@ T = TypeVar("T")
 AllGatherObject = Callable[[object], list[Any]]
 """Returns the object that each rank passes in, in the order of the ranks; a collective."""
 
-WORKER_GRACE_SECONDS = 60
-"""Time from SIGTERM until a worker exits, should its trainer not have ended it before."""
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -64,13 +51,11 @@ class LoaderOptions:
     """Which rows a rank reads and how they are packed, in training and in validation."""
 
     seq_len: int
-    """Tokens per sequence."""
     document_masking: bool
     """Restart positions at every document, and do not predict the first token of a document from the previous one."""
     rank: int = 0
-    """Data-parallel rank."""
+    """Data-parallel rank, out of num_ranks."""
     num_ranks: int = 1
-    """Number of data-parallel ranks."""
     token_indices: Tensor | None = None
     """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
 
@@ -214,7 +199,7 @@ class Loader:
 
     def _read_batches(self) -> Iterator[tuple[Batch, list[StreamPosition]]]:
         reader = self._train_reader(self._slice, samples=self._samples, streams=self._streams)
-        return _read_batches(reader, batch_slice=self._slice, pack_rows=self._pack, num_workers=self._num_workers)
+        return _read_batches(reader, pack_rows=self._pack, num_workers=self._num_workers)
 
 
 class ValidationLoader:
@@ -228,17 +213,11 @@ class ValidationLoader:
         batch_slice = slice_of_rank(
             options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
         )
-        self._reader = dataset.validation_reader(batch_slice)
+        self._held_out_rows = dataset.validation_reader(batch_slice)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
 
-    def __len__(self) -> int:
-        """Number of batches of one pass; TypeError for hub data, whose length is unknown before it is read."""
-        if self._reader.num_batches is None:
-            raise TypeError("a streamed dataset has no length")
-        return self._reader.num_batches
-
     def __iter__(self) -> Iterator[Batch]:
-        for rows, padding in self._reader.read():
+        for rows, padding in self._held_out_rows():
             yield self._pack(rows, padding=padding)
 
 
@@ -251,9 +230,10 @@ def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int
 
 
 def _read_batches(
-    reader: RowReader, *, batch_slice: BatchSlice, pack_rows: Callable[..., Batch], num_workers: int
+    reader: RowReader, *, pack_rows: Callable[..., Batch], num_workers: int
 ) -> Iterator[tuple[Batch, list[StreamPosition]]]:
     """Yields each batch of a rank, and the positions after it of the streams that it is read from."""
+    batch_slice = reader.batch_slice
     num_workers = min(num_workers, len(batch_slice.rows))
     chunks = _start_reading(reader, num_workers=num_workers)
     while chunks_of_batch := list(islice(chunks, max(1, num_workers))):
@@ -305,6 +285,7 @@ def _init_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_SECONDS))
+    # After SIGTERM a worker has 60 s until it exits, should its trainer not have ended it before.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

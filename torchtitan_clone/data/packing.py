@@ -5,6 +5,7 @@ Shapes: B rows of the batch, T tokens of a row (seq_len).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -33,10 +34,8 @@ class Batch:
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
-        return [self._rows(slice(start, start + size)) for start in range(0, len(self.tokens_BT), size)]
-
-    def _rows(self, rows: slice) -> "Batch":
-        return self._map(lambda tensor: tensor[rows])._recount()
+        slices = [slice(start, start + size) for start in range(0, len(self.tokens_BT), size)]
+        return [self._map(itemgetter(rows))._recount() for rows in slices]
 
     def select_tokens(self, index_T: Tensor) -> "Batch":
         """Returns the batch with only these tokens of every row, and the documents of all tokens."""

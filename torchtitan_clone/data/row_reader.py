@@ -21,6 +21,8 @@ StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
 can hold it, and what comes back with lists for tuples is accepted."""
 RowChunk = tuple[np.ndarray, StreamPosition | None]
 """Rows [B, T + 1] and the stream position after them; None where the position follows from the number of samples."""
+HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
+"""Yields held-out rows [B, T + 1] of each global batch once, and how many of them, at the end, are padding."""
 
 START: Bookmark = (0, 0, None)
 
@@ -112,26 +114,16 @@ class RowReader(IterableDataset[RowChunk]):
     yields the given rows of each global batch; workers receive it pickled.
     """
 
-    def __init__(self, rows: range, *, read: Callable[[range], Iterator[RowChunk]]) -> None:
-        self._rows = rows
+    def __init__(self, batch_slice: BatchSlice, *, read: Callable[[range], Iterator[RowChunk]]) -> None:
+        self.batch_slice = batch_slice
         self._read = read
 
     def __iter__(self) -> Iterator[RowChunk]:
-        worker = get_worker_info()
-        if worker is None:
-            return self._read(self._rows)
-        first, last = _bounds(len(self._rows), index=worker.id, count=worker.num_workers)
-        return self._read(self._rows[first:last])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationReader:
-    """Reads a batch slice of the held-out rows."""
-
-    num_batches: int | None
-    """Number of global batches; None where only reading tells."""
-    read: Callable[[], Iterator[tuple[np.ndarray, int]]]
-    """Yields rows [B, T + 1] of each global batch, and how many of them, at the end, are padding."""
+        rows = self.batch_slice.rows
+        if worker := get_worker_info():
+            first, last = _bounds(len(rows), index=worker.id, count=worker.num_workers)
+            rows = rows[first:last]
+        return self._read(rows)
 
 
 class Dataset(Protocol):
@@ -140,7 +132,6 @@ class Dataset(Protocol):
     @property
     def identity(self) -> DatasetIdentity:
         """What determines the tokens."""
-        ...
 
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
@@ -149,8 +140,6 @@ class Dataset(Protocol):
 
         ConfigError if the dataset has no row.
         """
-        ...
 
-    def validation_reader(self, batch_slice: BatchSlice) -> ValidationReader:
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of the held-out rows; ConfigError if there is none."""
-        ...

@@ -247,31 +247,24 @@ def _json_type(value: object) -> str:
 
 
 def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
-    rest = b""
-    for block in _zstd_blocks(raw):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
     """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
     import zstandard
 
-    context = zstandard.ZstdDecompressor()
     frame = None
     block = b""
+    rest = b""
     while block := block or raw.read(1 << 17):
-        frame = frame or context.decompressobj()
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            text = frame.decompress(block)
+            *lines, rest = (rest + frame.decompress(block)).split(b"\n")
         except zstandard.ZstdError as error:
             raise OSError(str(error)) from error
-        yield text
+        yield from lines
         block = frame.unused_data
         frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("truncated within a frame")
+    yield rest
 
 
 def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:

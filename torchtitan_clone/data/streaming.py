@@ -5,8 +5,6 @@ Each row of the global batch is a *stream*: in epoch e, stream v of G reads the 
 that a stream has not used. The cursors are the complete state: which rank reads a stream does not matter. A rank reads
 the documents once for all its streams, and buffers those that a stream does not need yet. A *bookmark* is a place in
 the files from which reading can resume without starting at their beginning.
-
-Shapes: B rows, T tokens of a row (seq_len).
 """
 
 import copy
@@ -29,11 +27,11 @@ from torchtitan_clone.data.row_reader import (
     Bookmark,
     Cursor,
     DatasetIdentity,
+    HeldOutRows,
     RowChunk,
     RowReader,
     StreamPosition,
     StreamState,
-    ValidationReader,
 )
 from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
@@ -82,11 +80,11 @@ class HubDataset:
             # The number of streams has changed: all of them continue at the most advanced cursor.
             epoch, document, _ = max(streams.cursors)
             streams = StreamState(cursors=[(epoch, document, 0)] * size, bookmark=streams.bookmark)
-        return RowReader(batch_slice.rows, read=partial(self._read_train, start=streams, seq_len=batch_slice.seq_len))
+        return RowReader(batch_slice, read=partial(self._read_train, start=streams, seq_len=batch_slice.seq_len))
 
-    def validation_reader(self, batch_slice: BatchSlice) -> ValidationReader:
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of the held-out documents as one stream, from which every rank selects its rows."""
-        return ValidationReader(num_batches=None, read=partial(self._read_validation, batch_slice))
+        return partial(self._read_validation, batch_slice)
 
     def _read_train(self, rows: range, *, start: StreamState, seq_len: int) -> Iterator[RowChunk]:
         streams = {row: _TokenBuffer(start.cursors[row]) for row in rows}

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens of a row (seq_len).
 """
 
-import math
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +12,10 @@ from itertools import count
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.permutation import permute
-from torchtitan_clone.data.row_reader import (
-    BatchSlice,
-    DatasetIdentity,
-    RowChunk,
-    RowReader,
-    StreamState,
-    ValidationReader,
-)
+from torchtitan_clone.data.row_reader import BatchSlice, DatasetIdentity, HeldOutRows, RowChunk, RowReader, StreamState
 from torchtitan_clone.data.token_store import Split, TokenStore, corrupt_store_error
+
+PERMUTATION_ROUNDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +41,13 @@ class TokenDataset:
         """Returns a reader of shuffled epochs of the train split; ConfigError if it has no row."""
         num_rows = self._num_rows("train", seq_len=batch_slice.seq_len, remedy="add text")
         read = partial(self._read_train, batch_slice=batch_slice, num_rows=num_rows, seed=seed, samples=samples)
-        return RowReader(batch_slice.rows, read=read)
+        return RowReader(batch_slice, read=read)
 
-    def validation_reader(self, batch_slice: BatchSlice) -> ValidationReader:
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of the validation split in order; ConfigError if it has no row."""
         remedy = "raise data.held_out_fraction, set validation.enable to false"
         num_rows = self._num_rows("validation", seq_len=batch_slice.seq_len, remedy=remedy)
-        return ValidationReader(
-            num_batches=math.ceil(num_rows / batch_slice.global_batch_size),
-            read=partial(self._read_validation, batch_slice, num_rows=num_rows),
-        )
+        return partial(self._read_validation, batch_slice, num_rows=num_rows)
 
     def _num_rows(self, split: Split, *, seq_len: int, remedy: str) -> int:
         meta = self.store.meta
@@ -104,3 +95,34 @@ def rows_of_samples(samples: np.ndarray, *, num_rows: int, seed: int) -> np.ndar
         chosen = epochs == epoch
         rows[chosen] = permute(positions[chosen], n=num_rows, seed=seed, epoch=epoch)
     return rows
+
+
+def permute(positions: np.ndarray, *, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Maps positions in [0, n) one-to-one onto [0, n); seed and epoch select the permutation.
+
+    A Feistel network over pairs (left, right) with left < a and right < b, where a * b is slightly larger than n; a
+    result of n or more is mapped again. Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002.
+    """
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * PERMUTATION_ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8")
+    b = np.uint64(max(1, int(np.ceil(np.sqrt(n)))))
+    a = np.uint64(-(-n // int(b)))
+    result = _network(positions.astype(np.uint64), a=a, b=b, keys=keys)
+    while (outside := np.flatnonzero(result >= n)).size:
+        result[outside] = _network(result[outside], a=a, b=b, keys=keys)
+    return result.astype(np.int64)
+
+
+def _network(values: np.ndarray, *, a: np.uint64, b: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = np.divmod(values, b)
+    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + _mix(right ^ key_left) % a) % a
+        right = (right + _mix(left ^ key_right) % b) % b
+    return left * b + right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Hashes each value to 64 bits (multiplication wraps). Source: the finalizer of SplitMix64, OOPSLA 2014."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
