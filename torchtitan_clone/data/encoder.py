@@ -38,9 +38,8 @@ def encode_batches(
     of_thread = threading.local()
 
     def start() -> None:
-        of_thread.process = _start_process()
+        of_thread.process = _start_process(setup)
         processes.append(of_thread.process)
-        pickle.dump(setup, of_thread.process.stdin)
 
     def encode(texts: Sequence[str]) -> Encoded:
         return _encode(texts, process=of_thread.process)
@@ -61,17 +60,20 @@ def encode_batches(
             process.communicate()  # closes its input, so that it exits
 
 
-def _start_process() -> subprocess.Popen[bytes]:
+def _start_process(setup: tuple[str, int, str]) -> subprocess.Popen[bytes]:
     """Runs this file in a process: pickled texts in, pickled tokens out."""
     # -P keeps this folder off sys.path, where its modules could shadow others. A new session: Ctrl-C must reach only
     # the trainer.
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         start_new_session=True,
     )
+    assert process.stdin is not None
+    pickle.dump(setup, process.stdin)
+    return process
 
 
 def _encode(texts: Sequence[str], *, process: subprocess.Popen[bytes]) -> Encoded:

@@ -33,7 +33,6 @@ logger = logging.getLogger("torchtitan_clone")
 T = TypeVar("T")
 AllGatherObject = Callable[[object], list[Any]]
 """Returns the object that each rank passes in, in the order of the ranks; a collective."""
-
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -117,7 +116,8 @@ class Loader:
         self._streams: StreamState | None = None
         self._uncollected: list[StreamPosition] = []
         self._batch: Batch | None = None
-        self._batch_positions: list[StreamPosition] = []
+        self.stream_positions: list[StreamPosition] = []
+        """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
         self._batches = self._read_batches()
 
     def __iter__(self) -> "Loader":
@@ -136,7 +136,7 @@ class Loader:
             self._slice = batch_slice
             self._restart()
         if self._batch is None:
-            self._batch, self._batch_positions = next(self._batches)
+            self._batch, self.stream_positions = next(self._batches)
         return self._batch
 
     @property
@@ -145,11 +145,6 @@ class Loader:
         first = self._samples + self._slice.rows.start
         return range(first, first + self._slice.counted)
 
-    @property
-    def stream_positions(self) -> list[StreamPosition]:
-        """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
-        return self._batch_positions
-
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""
         self._uncollected = positions
@@ -157,7 +152,7 @@ class Loader:
     def commit(self) -> None:
         """Counts the current batch as consumed."""
         self._samples += self._slice.global_batch_size
-        self._uncollected = self._batch_positions
+        self._uncollected = self.stream_positions
         self._batch = None
 
     def state_dict(self) -> dict[str, object]:

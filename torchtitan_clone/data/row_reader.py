@@ -132,6 +132,7 @@ class Dataset(Protocol):
     @property
     def identity(self) -> DatasetIdentity:
         """What determines the tokens."""
+        ...
 
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
@@ -140,6 +141,8 @@ class Dataset(Protocol):
 
         ConfigError if the dataset has no row.
         """
+        ...
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of the held-out rows; ConfigError if there is none."""
+        ...

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_clone")
 
 T = TypeVar("T")
+_Entry = tuple[int, int, str]
+"""Size in bytes, time of last modification in ns, sha256."""
 
 PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
 FIRST_BAD_ROWS = 5
 """Bad rows that the report lists."""
-
-_Entry = tuple[int, int, str]
-"""Size in bytes, time of last modification in ns, sha256."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +75,8 @@ class BadRows:
 
     def report(self) -> str:
         """Returns the number of bad rows and a list of the first."""
-        more = self.count - len(self.first)
-        lines = [f"{self.count} unreadable row(s) of text:", *self.first, *([f"and {more} more"] if more else [])]
-        return "\n  ".join(lines)
+        more = [f"and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
+        return "\n  ".join([f"{self.count} unreadable row(s) of text:", *self.first, *more])
 
 
 def _reason(error: Exception) -> str:
@@ -165,8 +163,11 @@ def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
     if file.name.endswith(".parquet"):
         values = _parquet_values(file, text_key=text_key)
-        text_of_value = partial(_text_of_value, text_key=text_key)
-        return _read_rows(values, text_of=text_of_value, file=file, bad_rows=bad_rows)
+
+        def text_of(value: "pyarrow.Scalar") -> str:
+            return text_of_row({text_key: value.as_py()}, text_key=text_key)
+
+        return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         lines = _open_lines(raw, suffix=file.suffix)
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
@@ -219,10 +220,6 @@ def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, ba
 
 def _text_of_line(line: bytes, *, text_key: str) -> str:
     return text_of_row(json.loads(line.decode()), text_key=text_key) if line.strip() else ""
-
-
-def _text_of_value(value: "pyarrow.Scalar", *, text_key: str) -> str:
-    return text_of_row({text_key: value.as_py()}, text_key=text_key)
 
 
 def text_of_row(row: object, *, text_key: str) -> str:
@@ -287,8 +284,7 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
     if text_key not in schema.names:
         raise ConfigError(f"{option}: {file} has no such column; set it to one of {', '.join(schema.names)}.")
     kind = schema.field(text_key).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise ConfigError(f"{option}: the column of {file} holds {kind}, not strings; set it to another column.")
 

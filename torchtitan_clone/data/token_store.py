@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -37,8 +37,6 @@ from torchtitan_clone.files import sync_folder, write_atomically
 logger = logging.getLogger("torchtitan_clone")
 
 Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = ("train", "validation")
-
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 19
 """Text that a tokenizer process gets at a time."""
@@ -166,9 +164,9 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreK
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens"
-    held_out = f"{meta.tokens['validation']:,} tokens held out"
-    logger.info("prepared %s in %.1f s: %s, and %s", meta.source, time.perf_counter() - start, found, held_out)
+    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
+    found += f"{meta.tokens['validation']:,} tokens held out"
+    logger.info("prepared %s in %.1f s: %s", meta.source, time.perf_counter() - start, found)
     if meta.bad_rows:
         logger.warning("skipped %s", _bad_rows(meta, limit=data.max_bad_rows).report())
 
@@ -179,7 +177,7 @@ def _write_splits(
     """Tokenizes the source into the files of both splits, with at most a few batches in memory."""
     bad_rows = BadRows(limit=data.max_bad_rows)
     encoded = encode_batches(
-        _batches(source, bad_rows=bad_rows, held_out_fraction=held_out_fraction),
+        _batches(read_documents(source, bad_rows=bad_rows), held_out_fraction=held_out_fraction),
         tokenizer=tokenizer,
         dtype=_dtype(tokenizer.vocab_size),
         num_processes=data.prepare_processes if data.prepare_processes > 0 else len(os.sched_getaffinity(0)),
@@ -202,10 +200,9 @@ def _write_splits(
 
 
 def _batches(
-    source: Source, *, bad_rows: BadRows, held_out_fraction: float
+    documents: Iterator[tuple[str, int]], *, held_out_fraction: float
 ) -> Iterator[tuple[list[str], tuple[np.ndarray, int]]]:
     """Yields texts for one tokenizer process, which of them are held out, and the bytes of the source read so far."""
-    documents = read_documents(source, bad_rows=bad_rows)
     while batch := list(_take_characters(documents, BATCH_CHARACTERS)):
         held_out = np.array([is_held_out(text, fraction=held_out_fraction) for text, _ in batch])
         yield [text for text, _ in batch], (held_out, batch[-1][1])
@@ -289,17 +286,17 @@ def _open_store(folder: Path) -> TokenStore:
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise corrupt_store_error(folder, reason=f"meta.json: {error}") from error
     store = TokenStore(folder=folder, meta=meta)
-    for split in SPLITS:
-        _check_size(folder / f"{split}.tokens", items=meta.tokens[split], dtype=_dtype(meta.vocab_size))
-        _check_size(folder / f"{split}.offsets", items=meta.documents[split] + 1, dtype="int64")
+    for split in get_args(Split):
+        token_bytes = np.dtype(_dtype(meta.vocab_size)).itemsize
+        _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * token_bytes)
+        _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
         if store.offsets(split)[-1] != meta.tokens[split]:
             reason = f"the last offset of {split}.offsets is not the size of {split}.tokens"
             raise corrupt_store_error(folder, reason=reason)
     return store
 
 
-def _check_size(path: Path, *, items: int, dtype: str) -> None:
-    expected = items * np.dtype(dtype).itemsize
+def _check_size(path: Path, *, expected: int) -> None:
     size = path.stat().st_size if path.exists() else 0
     if size != expected:
         raise corrupt_store_error(path.parent, reason=f"{path.name} has {size:,} bytes, not {expected:,}")
