@@ -171,12 +171,12 @@ def _tokens_per_step(options: list[str]) -> int:
 def _loader_rate(*, seconds: float = 2.0) -> float:
     """Returns the tokens per second that the data loader delivers in this process without training."""
     from torchtitan_clone.config import load_config
-    from torchtitan_clone.data import LoaderOptions, build_tokenizer, build_train_loader, open_dataset
+    from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer, open_dataset
 
     config = load_config(["--training.seq_len=2048"])
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=build_tokenizer(None))
     options = LoaderOptions(seq_len=2048, document_masking=True)
-    loader = build_train_loader(dataset, options=options, seed=0, global_batch_size=16)
+    loader = Loader(dataset, options=options, seed=0, global_batch_size=16)
     next(loader)
     tokens, start = 0, time.process_time()
     while time.process_time() - start < seconds:

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of a row (SEQ_LEN).
 import numpy as np
 import torch
 
-from torchtitan_clone.data import Batch, Loader, LoaderOptions, build_train_loader, build_validation_loader
+from torchtitan_clone.data import Batch, Loader, LoaderOptions, ValidationLoader
 
 SEQ_LEN = 16
 GLOBAL_BATCH = 8
@@ -16,15 +16,15 @@ TENSORS = ("tokens_BT", "targets_BT", "positions_BT", "documents_BT")
 def train_loader(
     dataset, *, rank: int = 0, num_ranks: int = 1, seq_len: int = SEQ_LEN, document_masking: bool = True, **changes
 ) -> Loader:
-    """Builds a training loader; `changes` are arguments of build_train_loader."""
+    """Builds a training loader; `changes` are arguments of Loader."""
     options = LoaderOptions(seq_len=seq_len, document_masking=document_masking, rank=rank, num_ranks=num_ranks)
-    return build_train_loader(dataset, options=options, **{"seed": 0, "global_batch_size": GLOBAL_BATCH, **changes})
+    return Loader(dataset, options=options, **{"seed": 0, "global_batch_size": GLOBAL_BATCH, **changes})
 
 
 def validation_loader(dataset, *, rank: int = 0, num_ranks: int = 1, seq_len: int = SEQ_LEN, document_masking=True):
     """Builds a validation loader."""
     options = LoaderOptions(seq_len=seq_len, document_masking=document_masking, rank=rank, num_ranks=num_ranks)
-    return build_validation_loader(dataset, options=options, global_batch_size=GLOBAL_BATCH)
+    return ValidationLoader(dataset, options=options, global_batch_size=GLOBAL_BATCH)
 
 
 def next_batches(loader, count: int) -> list[Batch]:

@@ -9,8 +9,7 @@ import pytest
 
 from tests.data.corpora import open_corpus, write
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data.fingerprint import source_fingerprint
-from torchtitan_clone.data.sources import find_source
+from torchtitan_clone.data.sources import find_source, source_fingerprint
 
 
 def fingerprint(folder: Path, *, listing: Path) -> str:

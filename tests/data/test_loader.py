@@ -26,7 +26,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data import open_dataset
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -180,7 +180,7 @@ def test_default_options_open_the_standard_library(stdlib_cache):
     dataset = open_dataset(training=Training(), data=data, tokenizer=TOKENIZER)
     batch = next(train_loader(dataset, seq_len=2048))
     assert "def " in TOKENIZER.decode(batch.tokens_BT.flatten().tolist())
-    assert len(validation_loader(dataset, seq_len=2048)) >= 1
+    assert list(validation_loader(dataset, seq_len=2048))
 
 
 def test_replica_groups_share_a_batch_until_it_is_committed(local_dataset):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchtitan_clone.data.packing import pack
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX
 
 EOS = 0
 

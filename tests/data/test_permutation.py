@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchtitan_clone.data.permutation import permute
+from torchtitan_clone.data.token_dataset import permute
 
 
 def order(n: int, *, seed: int = 0, epoch: int = 0) -> np.ndarray:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX, build_loss
+from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.cross_entropy import build_loss
 
 B, T, D, V = 3, 20, 16, 101
 

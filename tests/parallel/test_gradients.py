@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX, build_loss
+from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.gradients import clip_gradients, sum_over_ranks

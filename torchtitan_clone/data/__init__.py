@@ -12,22 +12,14 @@ Terms:
     stream          A dataset of the Hugging Face hub is not stored: each row of the global batch is a stream of
                     documents, and a *cursor* is the position of a stream.
 
-Reading order: sources, tokenizer, encoder, fingerprint, token_store, permutation, packing, row_reader, token_dataset,
+Reading order: sources, tokenizer, encoder, token_store, packing, row_reader, token_dataset,
 streaming, loader.
 """
 
-from torchtitan_clone.data.loader import (
-    Loader,
-    LoaderOptions,
-    ValidationLoader,
-    build_train_loader,
-    build_validation_loader,
-    open_dataset,
-)
+from torchtitan_clone.data.loader import Loader, LoaderOptions, ValidationLoader, open_dataset
 from torchtitan_clone.data.packing import Batch
 from torchtitan_clone.data.row_reader import Dataset
 from torchtitan_clone.data.sources import DATASETS, describe_source
-from torchtitan_clone.data.streaming import merge_positions
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
@@ -39,9 +31,6 @@ __all__ = [
     "Tokenizer",
     "ValidationLoader",
     "build_tokenizer",
-    "build_train_loader",
-    "build_validation_loader",
     "describe_source",
-    "merge_positions",
     "open_dataset",
 ]

@@ -13,13 +13,12 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from torchtitan_clone.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -35,15 +34,15 @@ def encode_batches(
     Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
-    processes: list[_EncoderProcess] = []
-    thread_state = threading.local()
+    processes: list[subprocess.Popen[bytes]] = []
+    of_thread = threading.local()
 
     def start() -> None:
-        thread_state.process = _EncoderProcess(setup)
-        processes.append(thread_state.process)
+        of_thread.process = _start_process(setup)
+        processes.append(of_thread.process)
 
     def encode(texts: Sequence[str]) -> Encoded:
-        return thread_state.process.encode(texts)
+        return _encode(texts, process=of_thread.process)
 
     pending: deque[tuple[T, Future[Encoded]]] = deque()
     threads = ThreadPoolExecutor(num_processes, initializer=start)
@@ -58,67 +57,51 @@ def encode_batches(
     finally:
         threads.shutdown(cancel_futures=True)
         for process in processes:
-            process.close()
+            process.communicate()  # closes its input, so that it exits
 
 
-class _EncoderProcess:
+def _start_process(setup: tuple[str, int, str]) -> subprocess.Popen[bytes]:
     """Runs this file in a process: pickled texts in, pickled tokens out."""
-
-    def __init__(self, setup: tuple[str, int, str]) -> None:
-        # -P keeps this folder off sys.path, where its modules could shadow others.
-        # A new session: Ctrl-C must reach only the trainer.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,
-        )
-        self._send(setup)
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        assert self._process.stdout is not None
-        try:
-            self._send(texts)
-            return pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            raise RuntimeError(f"a tokenizer process failed with exit code {self._process.wait()}") from error
-
-    def close(self) -> None:
-        self._process.communicate()  # closes its input, so that it exits
-
-    def _send(self, message: object) -> None:
-        assert self._process.stdin is not None
-        pickle.dump(message, self._process.stdin)
-        self._process.stdin.flush()
+    # -P keeps this folder off sys.path, where its modules could shadow others. A new session: Ctrl-C must reach only
+    # the trainer.
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    pickle.dump(setup, process.stdin)
+    return process
 
 
-def _encode(backend: "tokenizers.Tokenizer", texts: Sequence[str], *, eos_id: int, dtype: str) -> Encoded:
-    tokens: list[int] = []
-    lengths: list[int] = []
-    for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
-        ids = encoding.ids
-        tokens += ids
-        tokens.append(eos_id)
-        lengths.append(len(ids) + 1)
-    return np.array(tokens, dtype=dtype), np.array(lengths, dtype=np.int64)
+def _encode(texts: Sequence[str], *, process: subprocess.Popen[bytes]) -> Encoded:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        pickle.dump(texts, process.stdin)
+        process.stdin.flush()
+        return pickle.load(process.stdout)
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
+        raise RuntimeError(f"a tokenizer process failed with exit code {process.wait()}") from error
 
 
 def _serve() -> None:
     import tokenizers
 
-    requests = sys.stdin.buffer
-    answers = sys.stdout.buffer
-    content, eos_id, dtype = pickle.load(requests)
+    content, eos_id, dtype = pickle.load(sys.stdin.buffer)
     backend = tokenizers.Tokenizer.from_str(content)
     backend.encode_special_tokens = True  # to_str() does not save it
     while True:
         try:
-            texts = pickle.load(requests)
+            texts = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_encode(backend, texts, eos_id=eos_id, dtype=dtype), answers)
-        answers.flush()
+        documents = [[*encoding.ids, eos_id] for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        pickle.dump((np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths), sys.stdout.buffer)
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""The loaders that a trainer reads: a rank's rows of each global batch, and the state to resume from.
-
-Shapes: B rows, T tokens of a row (seq_len).
-"""
+"""The loaders that a trainer reads: a rank's rows of each global batch, and the state to resume from."""
 
 import logging
 import os
@@ -11,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
@@ -23,15 +21,7 @@ from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.row_reader import (
-    BatchSlice,
-    Dataset,
-    RowChunk,
-    RowReader,
-    StreamPosition,
-    StreamState,
-    slice_of_rank,
-)
+from torchtitan_clone.data.row_reader import Dataset, RowChunk, RowReader, StreamPosition, StreamState, slice_of_rank
 from torchtitan_clone.data.sources import find_source, hub_id
 from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
@@ -43,9 +33,6 @@ logger = logging.getLogger("torchtitan_clone")
 T = TypeVar("T")
 AllGatherObject = Callable[[object], list[Any]]
 """Returns the object that each rank passes in, in the order of the ranks; a collective."""
-
-WORKER_GRACE_SECONDS = 60
-"""Time from SIGTERM until a worker exits, should its trainer not have ended it before."""
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -63,13 +50,11 @@ class LoaderOptions:
     """Which rows a rank reads and how they are packed, in training and in validation."""
 
     seq_len: int
-    """Tokens per sequence."""
     document_masking: bool
     """Restart positions at every document, and do not predict the first token of a document from the previous one."""
     rank: int = 0
-    """Data-parallel rank."""
+    """Data-parallel rank, out of num_ranks."""
     num_ranks: int = 1
-    """Number of data-parallel ranks."""
     token_indices: Tensor | None = None
     """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
 
@@ -84,88 +69,56 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dat
     return TokenDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
 
 
-def build_train_loader(
-    dataset: Dataset,
-    *,
-    options: LoaderOptions,
-    seed: int,
-    global_batch_size: int,
-    local_batch_size: int = 1,
-    num_workers: int = 0,
-    all_gather_object: AllGatherObject = lambda value: [value],
-) -> "Loader":
-    """Builds the loader of one rank's shuffled training rows.
-
-    Each rank's batch is padded to the same multiple of local_batch_size. `all_gather_object` is used to collect the
-    state of hub data from all ranks. ConfigError if the dataset has no row, or num_workers exceeds the rows of a rank.
-    """
-    slice_of_replica = partial(
-        slice_of_rank,
-        options.rank,
-        num_ranks=options.num_ranks,
-        global_batch_size=global_batch_size,
-        seq_len=options.seq_len,
-        multiple_of=local_batch_size,
-    )
-    if num_workers > (rows := len(slice_of_replica().rows)):
-        raise ConfigError(
-            f"data.num_workers = {num_workers}: more than the {rows} sequences of a global batch that each rank reads, "
-            f"which its workers divide among themselves; set it to at most {rows}."
-        )
-    return Loader(
-        dataset,
-        slice_of_replica=slice_of_replica,
-        packer=_Packer(eos_id=dataset.identity.eos_id, options=options),
-        seed=seed,
-        num_workers=num_workers,
-        all_gather_object=all_gather_object,
-    )
-
-
-def build_validation_loader(dataset: Dataset, *, options: LoaderOptions, global_batch_size: int) -> "ValidationLoader":
-    """Builds the loader of one rank's held-out rows; ConfigError if there is none. It reads in this process."""
-    batch_slice = slice_of_rank(
-        options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
-    )
-    packer = _Packer(eos_id=dataset.identity.eos_id, options=options)
-    return ValidationLoader(dataset, batch_slice=batch_slice, packer=packer)
-
-
 class Loader:
-    """Endless iterator over a rank's rows of each global batch.
+    """Endless iterator over a rank's shuffled training rows of each global batch.
 
-    Its state counts the batches that were committed, not what the loader or its workers have read ahead.
+    Each rank's batch is padded to the same multiple of local_batch_size. The state counts the batches that were
+    committed, not what the loader or its workers have read ahead. `all_gather_object` is used to collect the state of
+    hub data from all ranks. ConfigError if the dataset has no row, or num_workers exceeds the rows of a rank.
     """
 
     def __init__(
         self,
         dataset: Dataset,
         *,
-        slice_of_replica: Callable[..., BatchSlice],
-        packer: "_Packer",
+        options: LoaderOptions,
         seed: int,
-        num_workers: int,
-        all_gather_object: AllGatherObject,
+        global_batch_size: int,
+        local_batch_size: int = 1,
+        num_workers: int = 0,
+        all_gather_object: AllGatherObject = lambda value: [value],
     ) -> None:
-        self._dataset = dataset
-        self._slice_of_replica = slice_of_replica
-        self._packer = packer
-        self._seed = seed
+        self._slice_of_replica = partial(
+            slice_of_rank,
+            options.rank,
+            num_ranks=options.num_ranks,
+            global_batch_size=global_batch_size,
+            seq_len=options.seq_len,
+            multiple_of=local_batch_size,
+        )
+        self._slice = self._slice_of_replica()
+        if num_workers > (rows := len(self._slice.rows)):
+            raise ConfigError(
+                f"data.num_workers = {num_workers}: more than the {rows} sequences of a global batch that each rank "
+                f"reads, which its workers divide among themselves; set it to at most {rows}."
+            )
+        self._train_reader = partial(dataset.train_reader, seed=seed)
+        self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
         self._num_workers = num_workers
         self._all_gather_object = all_gather_object
-        self._replica = {"replica_index": 0, "num_replicas": 1}
+        self._order: dict[str, object] = {
+            **asdict(dataset.identity),
+            "seq_len": options.seq_len,
+            "document_masking": options.document_masking,
+            "seed": seed,
+        }
         self._samples = 0
         self._streams: StreamState | None = None
         self._uncollected: list[StreamPosition] = []
         self._batch: Batch | None = None
-        self._batch_positions: list[StreamPosition] = []
-        self._reader = self._open_reader()
-        self._order: dict[str, object] = {
-            **asdict(dataset.identity),
-            "seq_len": self._reader.batch_slice.seq_len,
-            "document_masking": packer.document_masking,
-            "seed": seed,
-        }
+        self.stream_positions: list[StreamPosition] = []
+        """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
+        self._batches = self._read_batches()
 
     def __iter__(self) -> "Loader":
         return self
@@ -177,26 +130,20 @@ class Loader:
 
     def next_batch(self, *, replica_index: int = 0, num_replicas: int = 1) -> Batch:
         """Returns the rank's rows of its replica group's slice of the next global batch; the same until `commit`."""
-        replica = {"replica_index": replica_index, "num_replicas": num_replicas}
-        if replica != self._replica:
+        batch_slice = self._slice_of_replica(replica_index=replica_index, num_replicas=num_replicas)
+        if batch_slice != self._slice:
             assert not self._uncollected, "call state_dict before the number of replica groups changes"
-            self._replica = replica
+            self._slice = batch_slice
             self._restart()
         if self._batch is None:
-            self._batch, self._batch_positions = self._reader.read()
+            self._batch, self.stream_positions = next(self._batches)
         return self._batch
 
     @property
     def sample_range(self) -> range:
         """Samples of the current batch that this rank trains on."""
-        batch_slice = self._reader.batch_slice
-        first = self._samples + batch_slice.rows.start
-        return range(first, first + batch_slice.counted)
-
-    @property
-    def stream_positions(self) -> list[StreamPosition]:
-        """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
-        return self._batch_positions
+        first = self._samples + self._slice.rows.start
+        return range(first, first + self._slice.counted)
 
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""
@@ -204,8 +151,8 @@ class Loader:
 
     def commit(self) -> None:
         """Counts the current batch as consumed."""
-        self._samples += self._reader.batch_slice.global_batch_size
-        self._uncollected = self._batch_positions
+        self._samples += self._slice.global_batch_size
+        self._uncollected = self.stream_positions
         self._batch = None
 
     def state_dict(self) -> dict[str, object]:
@@ -223,11 +170,10 @@ class Loader:
         ConfigError if the data or their order differ from the state's, unless allow_change.
         """
         streams = StreamState.from_plain(state)
-        order = self._order
-        changed = [key for key, value in order.items() if state.get(key) != value]
-        report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(order[key])}" for key in changed]
-        if streams is not None and len(streams.cursors) != self._reader.batch_slice.global_batch_size:
-            size = self._reader.batch_slice.global_batch_size
+        changed = {key: value for key, value in self._order.items() if state.get(key) != value}
+        report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(changed[key])}" for key in changed]
+        size = self._slice.global_batch_size
+        if streams is not None and len(streams.cursors) != size:
             report.append(f"training.global_batch_size was {len(streams.cursors)} and is {size}")
         if report and not allow_change:
             raise ConfigError(
@@ -244,71 +190,52 @@ class Loader:
         """Discards what was read beyond the committed samples."""
         self._uncollected = []
         self._batch = None
-        self._reader = self._open_reader()
+        self._batches = self._read_batches()
 
-    def _open_reader(self) -> "_BatchReader":
-        reader = self._dataset.train_reader(
-            self._slice_of_replica(**self._replica), seed=self._seed, samples=self._samples, streams=self._streams
-        )
-        return _BatchReader(reader, packer=self._packer, num_workers=self._num_workers)
+    def _read_batches(self) -> Iterator[tuple[Batch, list[StreamPosition]]]:
+        reader = self._train_reader(self._slice, samples=self._samples, streams=self._streams)
+        return _read_batches(reader, pack_rows=self._pack, num_workers=self._num_workers)
 
 
 class ValidationLoader:
     """Iterable over a rank's held-out rows; every iteration is one pass over all held-out documents.
 
-    The last global batch is padded with rows without targets, so that all ranks have the same number of batches.
+    The last global batch is padded with rows without targets, so that all ranks have the same number of batches. Reads
+    in this process. ConfigError if there is no held-out row.
     """
 
-    def __init__(self, dataset: Dataset, *, batch_slice: BatchSlice, packer: "_Packer") -> None:
-        self._reader = dataset.validation_reader(batch_slice)
-        self._packer = packer
-
-    def __len__(self) -> int:
-        """Number of batches of one pass; TypeError for hub data, whose length is unknown before it is read."""
-        if self._reader.num_batches is None:
-            raise TypeError("a streamed dataset has no length")
-        return self._reader.num_batches
+    def __init__(self, dataset: Dataset, *, options: LoaderOptions, global_batch_size: int) -> None:
+        batch_slice = slice_of_rank(
+            options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
+        )
+        self._held_out_rows = dataset.validation_reader(batch_slice)
+        self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
 
     def __iter__(self) -> Iterator[Batch]:
-        for rows, padding in self._reader:
-            yield self._packer.pack(rows, padding=padding)
+        for rows, padding in self._held_out_rows():
+            yield self._pack(rows, padding=padding)
 
 
-class _Packer:
+def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
     """Packs rows, into pinned memory if there is a GPU."""
-
-    def __init__(self, *, eos_id: int, options: LoaderOptions) -> None:
-        self.document_masking = options.document_masking
-        self._eos_id = eos_id
-        self._token_indices = options.token_indices
-        self._pin = torch.cuda.is_available()
-
-    def pack(self, rows: np.ndarray, *, padding: int = 0) -> Batch:
-        batch = pack(rows, eos_id=self._eos_id, document_masking=self.document_masking, padding=padding)
-        batch = batch if self._token_indices is None else batch.select_tokens(self._token_indices)
-        return batch.pin_memory() if self._pin else batch
+    batch = pack(rows, eos_id=eos_id, document_masking=options.document_masking, padding=padding)
+    if options.token_indices is not None:
+        batch = batch.select_tokens(options.token_indices)
+    return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-class _BatchReader:
-    """Reads a rank's batches one after another, in this process or in workers that read ahead."""
-
-    def __init__(self, reader: RowReader, *, packer: _Packer, num_workers: int) -> None:
-        self.batch_slice = reader.batch_slice
-        self._rows = reader
-        self._packer = packer
-        self._num_workers = min(num_workers, len(self.batch_slice.rows))
-        self._chunks: Iterator[RowChunk] | None = None
-
-    def read(self) -> tuple[Batch, list[StreamPosition]]:
-        """Returns the next batch, and the positions after it of the streams that it is read from."""
-        if self._chunks is None:
-            self._chunks = _start_reading(self._rows, num_workers=self._num_workers)
-        chunks = [next(self._chunks) for _ in range(max(1, self._num_workers))]
-        rows = np.concatenate([tokens for tokens, _ in chunks])
-        filler = np.repeat(rows[-1:], self.batch_slice.size - len(rows), axis=0)
-        padding = self.batch_slice.size - self.batch_slice.counted
-        batch = self._packer.pack(np.concatenate([rows, filler]), padding=padding)
-        return batch, [position for _, position in chunks if position is not None]
+def _read_batches(
+    reader: RowReader, *, pack_rows: Callable[..., Batch], num_workers: int
+) -> Iterator[tuple[Batch, list[StreamPosition]]]:
+    """Yields each batch of a rank, and the positions after it of the streams that it is read from."""
+    batch_slice = reader.batch_slice
+    num_workers = min(num_workers, len(batch_slice.rows))
+    chunks = _start_reading(reader, num_workers=num_workers)
+    while chunks_of_batch := list(islice(chunks, max(1, num_workers))):
+        rows = np.concatenate([tokens for tokens, _ in chunks_of_batch])
+        filler = np.repeat(rows[-1:], batch_slice.size - len(rows), axis=0)
+        batch = pack_rows(np.concatenate([rows, filler]), padding=batch_slice.size - batch_slice.counted)
+        yield batch, [position for _, position in chunks_of_batch if position is not None]
 
 
 def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]:
@@ -353,6 +280,7 @@ def _init_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_GRACE_SECONDS))
+    # After SIGTERM a worker has 60 s until it exits, should its trainer not have ended it before.
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(60))
     signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

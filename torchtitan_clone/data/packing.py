@@ -4,13 +4,14 @@ Shapes: B rows of the batch, T tokens of a row (seq_len).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_clone.ops.cross_entropy import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,39 +34,28 @@ class Batch:
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
-        return [self._slice(start, start + size) for start in range(0, len(self.tokens_BT), size)]
+        slices = [slice(start, start + size) for start in range(0, len(self.tokens_BT), size)]
+        return [self._map(itemgetter(rows))._recount() for rows in slices]
 
     def select_tokens(self, index_T: Tensor) -> "Batch":
         """Returns the batch with only these tokens of every row, and the documents of all tokens."""
-        targets_BT = self.targets_BT[:, index_T]
-        return Batch(
-            tokens_BT=self.tokens_BT[:, index_T],
-            targets_BT=targets_BT,
-            positions_BT=self.positions_BT[:, index_T],
-            documents_BT=self.documents_BT,
-            num_targets=int((targets_BT != IGNORE_INDEX).sum()),
-        )
-
-    def _slice(self, start: int, stop: int) -> "Batch":
-        num_targets = int((self.targets_BT[start:stop] != IGNORE_INDEX).sum())
-        return self._map(lambda tensor: tensor[start:stop], num_targets=num_targets)
+        selected = self._map(lambda tensor: tensor[:, index_T])
+        return replace(selected, documents_BT=self.documents_BT)._recount()
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device, asynchronously if it is in pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True), num_targets=self.num_targets)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """Copies the batch to pinned memory, from which a GPU can copy asynchronously."""
-        return self._map(Tensor.pin_memory, num_targets=self.num_targets)
+        return self._map(Tensor.pin_memory)
 
-    def _map(self, change: Callable[[Tensor], Tensor], *, num_targets: int) -> "Batch":
-        return Batch(
-            tokens_BT=change(self.tokens_BT),
-            targets_BT=change(self.targets_BT),
-            positions_BT=change(self.positions_BT),
-            documents_BT=None if self.documents_BT is None else change(self.documents_BT),
-            num_targets=num_targets,
-        )
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+    def _recount(self) -> "Batch":
+        return replace(self, num_targets=int((self.targets_BT != IGNORE_INDEX).sum()))
 
 
 def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0) -> Batch:

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens of a row (seq_len).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
 can hold it, and what comes back with lists for tuples is accepted."""
 RowChunk = tuple[np.ndarray, StreamPosition | None]
 """Rows [B, T + 1] and the stream position after them; None where the position follows from the number of samples."""
+HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
+"""Yields held-out rows [B, T + 1] of each global batch once, and how many of them, at the end, are padding."""
 
 START: Bookmark = (0, 0, None)
 
@@ -43,9 +45,8 @@ class StreamState:
         """Returns the position in a loader's state; None where it holds none."""
         if "cursors" not in state:
             return None
-        cursors: list[Cursor] = [(epoch, document, token) for epoch, document, token in state["cursors"]]
-        epoch, document, place = state.get("bookmark", START)
-        return cls(cursors=cursors, bookmark=(epoch, document, place))
+        cursors = [(epoch, document, token) for epoch, document, token in state["cursors"]]
+        return cls(cursors=cursors, bookmark=tuple(state.get("bookmark", START)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,36 +110,20 @@ def _bounds(length: int, *, index: int, count: int) -> tuple[int, int]:
 class RowReader(IterableDataset[RowChunk]):
     """Yields the rows of one batch slice for one global batch after another, without end.
 
-    In a worker process, yields that worker's rows of the slice: the rows of all workers in order are the slice.
+    In a worker process, yields that worker's rows of the slice: the rows of all workers in order are the slice. `read`
+    yields the given rows of each global batch; workers receive it pickled.
     """
 
-    def __init__(self, batch_slice: BatchSlice) -> None:
+    def __init__(self, batch_slice: BatchSlice, *, read: Callable[[range], Iterator[RowChunk]]) -> None:
         self.batch_slice = batch_slice
-
-    def read(self, rows: range) -> Iterator[RowChunk]:
-        """Yields these rows of each global batch."""
-        raise NotImplementedError
+        self._read = read
 
     def __iter__(self) -> Iterator[RowChunk]:
         rows = self.batch_slice.rows
-        worker = get_worker_info()
-        if worker is None:
-            return self.read(rows)
-        first, last = _bounds(len(rows), index=worker.id, count=worker.num_workers)
-        return self.read(rows[first:last])
-
-
-class ValidationReader(Protocol):
-    """Reads a batch slice of the held-out rows; each iteration is one pass."""
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of global batches of a pass; None where only reading tells."""
-        ...
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        """Yields rows [B, T + 1] of each global batch, and how many of them, at the end, are padding."""
-        ...
+        if worker := get_worker_info():
+            first, last = _bounds(len(rows), index=worker.id, count=worker.num_workers)
+            rows = rows[first:last]
+        return self._read(rows)
 
 
 class Dataset(Protocol):
@@ -158,6 +143,6 @@ class Dataset(Protocol):
         """
         ...
 
-    def validation_reader(self, batch_slice: BatchSlice) -> ValidationReader:
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         """Returns a reader of the held-out rows; ConfigError if there is none."""
         ...

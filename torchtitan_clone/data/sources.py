@@ -6,25 +6,33 @@ and counted; more than data.max_bad_rows of them are an error.
 """
 
 import gzip
+import hashlib
 import io
 import json
 import logging
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
     import pyarrow
 
 logger = logging.getLogger("torchtitan_clone")
+
+T = TypeVar("T")
+_Entry = tuple[int, int, str]
+"""Size in bytes, time of last modification in ns, sha256."""
 
 PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
@@ -50,11 +58,11 @@ class BadRows:
     count: int = 0
     first: list[str] = field(default_factory=list)
 
-    def add(self, place: str, *, reason: str) -> None:
+    def add(self, place: str, *, error: Exception) -> None:
         """Counts the row at a place; ConfigError if that is one too many."""
         self.count += 1
         if self.count <= FIRST_BAD_ROWS:
-            self.first.append(f"{place}: {reason}")
+            self.first.append(f"{place}: {_reason(error)}")
         self.check()
 
     def check(self) -> None:
@@ -67,9 +75,14 @@ class BadRows:
 
     def report(self) -> str:
         """Returns the number of bad rows and a list of the first."""
-        more = self.count - len(self.first)
-        lines = [f"{self.count} unreadable row(s) of text:", *self.first, *([f"and {more} more"] if more else [])]
-        return "\n  ".join(lines)
+        more = [f"and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
+        return "\n  ".join([f"{self.count} unreadable row(s) of text:", *self.first, *more])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON ({error.msg}, column {error.colno})"
+    return f"not UTF-8 ({error.reason})" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def stdlib_source() -> Source:
@@ -104,40 +117,30 @@ def describe_source(training: Training) -> str:
 def find_source(training: Training) -> Source:
     """Returns the local files that the options name; ConfigError if there are none."""
     if training.dataset_path is not None:
-        source = _path_source(Path(training.dataset_path), text_key=training.text_key)
-    elif training.dataset in DATASETS:
-        source = DATASETS[training.dataset]()
+        option = f"training.dataset_path = {toml_like(training.dataset_path)}"
+        source = _path_source(Path(training.dataset_path), option=option, text_key=training.text_key)
     else:
-        raise ConfigError(
-            f"training.dataset = {toml_like(training.dataset)}: unknown dataset; set it to one of "
-            f"{', '.join(sorted(DATASETS | HUB_DATASETS))} or to a dataset of the Hugging Face hub such as "
-            '"org/name", or set training.dataset_path to your own files.'
-        )
+        option = f"training.dataset = {toml_like(training.dataset)}"
+        if training.dataset not in DATASETS:
+            raise ConfigError(
+                f"{option}: unknown dataset; set it to one of {', '.join(sorted(DATASETS | HUB_DATASETS))} or to a "
+                'dataset of the Hugging Face hub such as "org/name", or set training.dataset_path to your own files.'
+            )
+        source = DATASETS[training.dataset]()
     if not source.files:
-        raise ConfigError(
-            f"{_option(training)}: no files to read in {source.root}; add text files, or set another path."
-        )
+        raise ConfigError(f"{option}: no files to read in {source.root}; add text files, or set another path.")
     return source
 
 
-def _option(training: Training) -> str:
-    if training.dataset_path is not None:
-        return f"training.dataset_path = {toml_like(training.dataset_path)}"
-    return f"training.dataset = {toml_like(training.dataset)}"
-
-
-def _path_source(path: Path, *, text_key: str) -> Source:
+def _path_source(path: Path, *, option: str, text_key: str) -> Source:
     if path.is_dir():
         return Source(name=str(path), root=path, files=tuple(_files_below(path)), text_key=text_key)
     if path.is_file():
         return Source(name=str(path), root=path.parent, files=(path,), text_key=text_key)
-    raise ConfigError(
-        f"training.dataset_path = {toml_like(str(path))}: no such file or folder (current folder: {Path.cwd()}); "
-        "set it to an existing one."
-    )
+    raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); set it to an existing one.")
 
 
-def _files_below(root: Path, *, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
     """Returns all files below root, sorted by path, except hidden ones."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
@@ -159,9 +162,15 @@ def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, 
 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
     if file.name.endswith(".parquet"):
-        return _read_parquet(file, text_key=text_key, bad_rows=bad_rows)
+        values = _parquet_values(file, text_key=text_key)
+
+        def text_of(value: "pyarrow.Scalar") -> str:
+            return text_of_row({text_key: value.as_py()}, text_key=text_key)
+
+        return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        return _read_jsonl(raw, file=file, text_key=text_key, bad_rows=bad_rows)
+        lines = _open_lines(raw, suffix=file.suffix)
+        return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
     return _read_text(raw, file=file, bad_rows=bad_rows)
 
 
@@ -175,7 +184,7 @@ def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]
             yield piece.decode()
         except UnicodeDecodeError as error:
             bad_line = line + piece.count(b"\n", 0, error.start)
-            bad_rows.add(f"{file}:{bad_line}", reason=f"not UTF-8 ({error.reason})")
+            bad_rows.add(f"{file}:{bad_line}", error=error)
         line += piece.count(b"\n")
 
 
@@ -183,8 +192,7 @@ def _pieces(raw: BinaryIO) -> Iterator[bytes]:
     """Splits at the last line end within each PIECE_BYTES, or at the next one if there is none."""
     while piece := raw.read(PIECE_BYTES):
         if len(piece) == PIECE_BYTES:
-            end = piece.rfind(b"\n") + 1
-            if end:
+            if end := piece.rfind(b"\n") + 1:
                 raw.seek(end - len(piece), io.SEEK_CUR)
                 piece = piece[:end]
             else:
@@ -192,64 +200,26 @@ def _pieces(raw: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-def _read_jsonl(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
+def _open_lines(raw: BinaryIO, *, suffix: str) -> Iterable[bytes]:
+    if suffix == ".gz":
+        return gzip.open(raw)
+    return _zstd_lines(raw) if suffix == ".zst" else raw
+
+
+def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, bad_rows: BadRows) -> Iterator[str]:
     number = 0
     try:
-        for number, line in enumerate(_open_lines(raw, file=file), start=1):
+        for number, row in enumerate(rows, start=1):
             try:
-                if line.strip():
-                    yield _parse_row(line, text_key=text_key)
+                yield text_of(row)
             except (ValueError, RecursionError) as error:
-                bad_rows.add(f"{file}:{number}", reason=str(error))
+                bad_rows.add(f"{file}:{number}", error=error)
     except (EOFError, OSError, zlib.error) as error:
-        raise ConfigError(
-            f"{file}: the compressed data is corrupt after line {number} ({error}); replace the file."
-        ) from error
+        raise ConfigError(f"{file}: the data is corrupt after row {number} ({error}); replace the file.") from error
 
 
-def _open_lines(raw: BinaryIO, *, file: Path) -> Iterable[bytes]:
-    if file.suffix == ".gz":
-        return gzip.open(raw)
-    return _zstd_lines(raw) if file.suffix == ".zst" else raw
-
-
-def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
-    rest = b""
-    for block in _zstd_blocks(raw):
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
-    yield rest
-
-
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
-    import zstandard
-
-    context = zstandard.ZstdDecompressor()
-    frame = None
-    block = b""
-    while block := block or raw.read(1 << 17):
-        frame = frame or context.decompressobj()
-        try:
-            text = frame.decompress(block)
-        except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        yield text
-        block = frame.unused_data
-        frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("truncated within a frame")
-
-
-def _parse_row(line: bytes, *, text_key: str) -> str:
-    """Returns the text of one .jsonl row; ValueError with the reason if it has none."""
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from error
-    return text_of_row(row, text_key=text_key)
+def _text_of_line(line: bytes, *, text_key: str) -> str:
+    return text_of_row(json.loads(line.decode()), text_key=text_key) if line.strip() else ""
 
 
 def text_of_row(row: object, *, text_key: str) -> str:
@@ -273,50 +243,82 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _read_parquet(file: Path, *, text_key: str, bad_rows: BadRows) -> Iterator[str]:
+def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
+    """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
+    import zstandard
+
+    frame = None
+    block = b""
+    rest = b""
+    while block := block or raw.read(1 << 17):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        try:
+            *lines, rest = (rest + frame.decompress(block)).split(b"\n")
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        yield from lines
+        block = frame.unused_data
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("truncated within a frame")
+    yield rest
+
+
+def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
         _check_column(parquet.schema_arrow, file=file, text_key=text_key)
         for batch in parquet.iter_batches(batch_size=256, columns=[text_key]):
-            for value in batch.column(0):
-                number += 1
-                try:
-                    yield _text_of_value(value, text_key=text_key)
-                except ValueError as error:
-                    bad_rows.add(f"{file}:{number}", reason=str(error))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{file}: not a complete parquet file, corrupt after row {number} ({error}); replace it."
-        ) from error
+            yield from batch.column(0)
+    except pyarrow.ArrowException as error:
+        raise OSError(f"not a complete parquet file: {error}") from error
 
 
 def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> None:
     import pyarrow.types as types
 
+    option = f"training.text_key = {toml_like(text_key)}"
     if text_key not in schema.names:
-        raise ConfigError(
-            f"training.text_key = {toml_like(text_key)}: {file} has no such column; set it to one of "
-            f"{', '.join(schema.names)}."
-        )
+        raise ConfigError(f"{option}: {file} has no such column; set it to one of {', '.join(schema.names)}.")
     kind = schema.field(text_key).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise ConfigError(
-            f"training.text_key = {toml_like(text_key)}: the column of {file} holds {kind}, not strings; set it to "
-            "another column."
-        )
+        raise ConfigError(f"{option}: the column of {file} holds {kind}, not strings; set it to another column.")
 
 
-def _text_of_value(value: "pyarrow.Scalar", *, text_key: str) -> str:
+def source_fingerprint(source: Source, *, listing: Path) -> str:
+    """Returns the hash of a source; the file `listing` caches the hash of each file, so that only changes are read."""
+    known = _read_listing(listing)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        entries = threads.map(lambda file: _entry(file, known=known.get(str(file))), source.files)
+        files = dict(zip(map(str, source.files), entries, strict=True))
+    if files != known:
+        write_atomically(listing, json.dumps(files).encode())
+    contents = [
+        (file.relative_to(source.root).as_posix(), size, digest)
+        for file, (size, _, digest) in zip(source.files, files.values(), strict=True)
+    ]
+    return digest_of([contents, source.text_key])
+
+
+def digest_of(value: object) -> str:
+    """Returns the sha256 of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _entry(file: Path, *, known: _Entry | None) -> _Entry:
+    status = file.stat()
+    if known is not None and known[:2] == (status.st_size, status.st_mtime_ns):
+        return known
+    with file.open("rb") as content:
+        return status.st_size, status.st_mtime_ns, hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _read_listing(listing: Path) -> dict[str, _Entry]:
     try:
-        text = value.as_py()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason})") from error
-    if text is None:
-        raise ValueError(f"{text_key!r} holds null, not a string")
-    return text
+        return {file: (size, time, digest) for file, (size, time, digest) in json.loads(listing.read_text()).items()}
+    except (FileNotFoundError, ValueError):  # without it, all files are read again
+        return {}

@@ -5,15 +5,14 @@ Each row of the global batch is a *stream*: in epoch e, stream v of G reads the 
 that a stream has not used. The cursors are the complete state: which rank reads a stream does not matter. A rank reads
 the documents once for all its streams, and buffers those that a stream does not need yet. A *bookmark* is a place in
 the files from which reading can resume without starting at their beginning.
-
-Shapes: B rows, T tokens of a row (seq_len).
 """
 
 import copy
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
@@ -22,19 +21,19 @@ import numpy as np
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data.fingerprint import digest_of
 from torchtitan_clone.data.row_reader import (
     START,
     BatchSlice,
     Bookmark,
     Cursor,
     DatasetIdentity,
+    HeldOutRows,
     RowChunk,
     RowReader,
     StreamPosition,
     StreamState,
 )
-from torchtitan_clone.data.sources import BadRows, text_of_row
+from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
 
@@ -72,7 +71,7 @@ class HubDataset:
 
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
-    ) -> "_StreamReader":
+    ) -> RowReader:
         """Returns a reader of the rows after a position; their order is the dataset's, whatever the seed."""
         size = batch_slice.global_batch_size
         if streams is None:
@@ -81,13 +80,61 @@ class HubDataset:
             # The number of streams has changed: all of them continue at the most advanced cursor.
             epoch, document, _ = max(streams.cursors)
             streams = StreamState(cursors=[(epoch, document, 0)] * size, bookmark=streams.bookmark)
-        return _StreamReader(self, batch_slice=batch_slice, start=streams)
+        return RowReader(batch_slice, read=partial(self._read_train, start=streams, seq_len=batch_slice.seq_len))
 
-    def validation_reader(self, batch_slice: BatchSlice) -> "_HeldOutReader":
-        """Returns a reader of the held-out rows."""
-        return _HeldOutReader(dataset=self, batch_slice=batch_slice)
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
+        """Returns a reader of the held-out documents as one stream, from which every rank selects its rows."""
+        return partial(self._read_validation, batch_slice)
 
-    def read_epoch(self, bookmark: Bookmark, *, split: Split) -> Iterator[DocumentChunk]:
+    def _read_train(self, rows: range, *, start: StreamState, seq_len: int) -> Iterator[RowChunk]:
+        streams = {row: _TokenBuffer(start.cursors[row]) for row in rows}
+        bookmarks: deque[Bookmark] = deque()
+        chunks = self._read_epochs(start.bookmark)
+        while True:
+            while any(stream.size <= seq_len for stream in streams.values()):
+                bookmark, texts = next(chunks)
+                bookmarks.append(bookmark)
+                self._distribute(texts, bookmark=bookmark, streams=streams, num_streams=len(start.cursors))
+            tokens = np.stack([stream.pop_row(seq_len) for stream in streams.values()])
+            cursors = [stream.cursor for stream in streams.values()]
+            while len(bookmarks) > 1 and bookmarks[1][:2] <= min(cursors)[:2]:
+                bookmarks.popleft()
+            yield tokens, (list(zip(rows, cursors, strict=True)), bookmarks[0])
+
+    def _read_validation(self, batch_slice: BatchSlice) -> Iterator[tuple[np.ndarray, int]]:
+        rows = self._held_out_rows(batch_slice.seq_len)
+        while batch := list(islice(rows, batch_slice.global_batch_size)):
+            selected = [batch[min(index, len(batch) - 1)] for index in batch_slice.rows]
+            yield np.stack(selected), sum(index >= len(batch) for index in batch_slice.rows)
+
+    def _held_out_rows(self, seq_len: int) -> Iterator[np.ndarray]:
+        stream = _TokenBuffer((0, 0, 0))
+        for bookmark, texts in self._read_epoch(START, split="validation"):
+            self._distribute(texts, bookmark=bookmark, streams={0: stream}, num_streams=1)
+            while stream.size > seq_len:
+                yield stream.pop_row(seq_len)
+
+    def _distribute(
+        self, texts: list[str | None], *, bookmark: Bookmark, streams: "dict[int, _TokenBuffer]", num_streams: int
+    ) -> None:
+        """Tokenizes the documents that belong to these streams, and appends each to its stream."""
+        epoch, first, _ = bookmark
+        found = [
+            (document, row, text)
+            for document, text in enumerate(texts, start=first)
+            if text is not None and (row := (document + epoch) % num_streams) in streams
+        ]
+        encoded = self.tokenizer.encode_batch([text for *_, text in found])
+        for (document, row, _), ids in zip(found, encoded, strict=True):
+            tokens = np.array([*ids, self.tokenizer.eos_id], dtype=np.int64)
+            streams[row].append(tokens, epoch=epoch, document=document)
+
+    def _read_epochs(self, bookmark: Bookmark) -> Iterator[DocumentChunk]:
+        while True:
+            yield from self._read_epoch(bookmark, split="train")
+            bookmark = (bookmark[0] + 1, 0, None)
+
+    def _read_epoch(self, bookmark: Bookmark, *, split: Split) -> Iterator[DocumentChunk]:
         """Yields the documents from a bookmark to the end of its epoch, in chunks.
 
         Skips what is not in the split or cannot be read; ConfigError if that is a complete epoch.
@@ -116,16 +163,11 @@ class HubDataset:
                 f"(now {self.held_out_fraction})."
             )
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each document, eos included."""
-        eos_id = self.tokenizer.eos_id
-        return [np.array([*ids, eos_id], dtype=np.int64) for ids in self.tokenizer.encode_batch(texts)]
-
     def _text(self, row: object, *, place: str, split: Split, bad_rows: BadRows) -> str | None:
         try:
             text = text_of_row(row, text_key=self.text_key)
         except ValueError as error:
-            bad_rows.add(place, reason=str(error))
+            bad_rows.add(place, error=error)
             return None
         in_split = is_held_out(text, fraction=self.held_out_fraction) == (split == "validation")
         return text if text and in_split else None
@@ -182,105 +224,25 @@ class _TokenBuffer:
             self.size += len(unused)
 
     def pop_row(self, seq_len: int) -> np.ndarray:
-        """Removes the next seq_len tokens; returns them and the one after, which is also the next row's first."""
+        """Removes the next seq_len of more tokens; returns them and the one after, which is the next row's first."""
         pieces: list[np.ndarray] = []
-        length = 0
-        for _, tokens in self._documents:
-            pieces.append(tokens)
-            length += len(tokens)
-            if length > seq_len:
-                break
-        self._discard(seq_len)
-        return np.concatenate(pieces)[: seq_len + 1]
-
-    def _discard(self, num_tokens: int) -> None:
-        self.size -= num_tokens
-        while num_tokens:
+        missing = seq_len
+        while missing:
             (epoch, document, token), tokens = self._documents.popleft()
-            if len(tokens) > num_tokens:
-                self._documents.appendleft(((epoch, document, token + num_tokens), tokens[num_tokens:]))
-            num_tokens -= min(num_tokens, len(tokens))
-
-
-class _StreamReader(RowReader):
-    """Yields rows of streams without end, each with the cursors of the streams and a bookmark before all of them."""
-
-    def __init__(self, dataset: HubDataset, *, batch_slice: BatchSlice, start: StreamState) -> None:
-        super().__init__(batch_slice)
-        self._dataset = dataset
-        self._start = start
-
-    def read(self, rows: range) -> Iterator[RowChunk]:
-        streams = {row: _TokenBuffer(self._start.cursors[row]) for row in rows}
-        bookmarks: deque[Bookmark] = deque()
-        chunks = self._chunks()
-        seq_len = self.batch_slice.seq_len
-        while True:
-            while any(stream.size <= seq_len for stream in streams.values()):
-                bookmark, texts = next(chunks)
-                bookmarks.append(bookmark)
-                self._distribute(texts, bookmark=bookmark, streams=streams)
-            tokens = np.stack([stream.pop_row(seq_len) for stream in streams.values()])
-            cursors = [stream.cursor for stream in streams.values()]
-            while len(bookmarks) > 1 and bookmarks[1][:2] <= min(cursors)[:2]:
-                bookmarks.popleft()
-            yield tokens, (list(zip(rows, cursors, strict=True)), bookmarks[0])
-
-    def _chunks(self) -> Iterator[DocumentChunk]:
-        bookmark = self._start.bookmark
-        while True:
-            yield from self._dataset.read_epoch(bookmark, split="train")
-            bookmark = (bookmark[0] + 1, 0, None)
-
-    def _distribute(self, texts: list[str | None], *, bookmark: Bookmark, streams: dict[int, _TokenBuffer]) -> None:
-        """Tokenizes the documents that belong to these streams, and appends each to its stream."""
-        epoch, first, _ = bookmark
-        found: list[tuple[int, int, str]] = []
-        for document, text in enumerate(texts, start=first):
-            row = (document + epoch) % self.batch_slice.global_batch_size
-            if text is not None and row in streams:
-                found.append((document, row, text))
-        for (document, row, _), tokens in zip(found, self._dataset.encode([text for *_, text in found]), strict=True):
-            streams[row].append(tokens, epoch=epoch, document=document)
+            pieces.append(tokens[:missing])
+            if len(tokens) > missing:
+                self._documents.appendleft(((epoch, document, token + missing), tokens[missing:]))
+            missing -= len(pieces[-1])
+        self.size -= seq_len
+        return np.concatenate([*pieces, self._documents[0][1][:1]])
 
 
 def merge_positions(positions: Iterable[StreamPosition]) -> StreamState:
     """Merges the positions of all ranks: the cursor of every stream, and a bookmark before all of them."""
     cursors: dict[int, Cursor] = {}
     bookmarks: list[Bookmark] = []
-    for cursors_of_rank, bookmark in positions:
+    for cursors_of_rank, (epoch, document, place) in positions:
         cursors |= {row: (epoch, document, token) for row, (epoch, document, token) in cursors_of_rank}
-        epoch, document, place = bookmark
         bookmarks.append((epoch, document, place))
     first = min(bookmarks, key=lambda bookmark: bookmark[:2])
     return StreamState(cursors=[cursors[row] for row in sorted(cursors)], bookmark=first)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HeldOutReader:
-    """Yields all held-out documents once, as one stream from which every rank selects its rows."""
-
-    dataset: HubDataset
-    batch_slice: BatchSlice
-
-    @property
-    def num_batches(self) -> int | None:
-        """None: the number of held-out tokens is unknown before they are read."""
-        return None
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        rows = self._all_rows()
-        while batch := list(islice(rows, self.batch_slice.global_batch_size)):
-            indices = np.array(self.batch_slice.rows)
-            padding = int(np.count_nonzero(indices >= len(batch)))
-            yield np.stack([batch[index] for index in np.minimum(indices, len(batch) - 1)]), padding
-
-    def _all_rows(self) -> Iterator[np.ndarray]:
-        stream = _TokenBuffer((0, 0, 0))
-        for (epoch, first, _), texts in self.dataset.read_epoch(START, split="validation"):
-            held_out = [(document, text) for document, text in enumerate(texts, start=first) if text is not None]
-            encoded = self.dataset.encode([text for _, text in held_out])
-            for (document, _), tokens in zip(held_out, encoded, strict=True):
-                stream.append(tokens, epoch=epoch, document=document)
-            while stream.size > self.batch_slice.seq_len:
-                yield stream.pop_row(self.batch_slice.seq_len)

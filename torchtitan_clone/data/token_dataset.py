@@ -3,17 +3,19 @@
 Shapes: B rows, T tokens of a row (seq_len).
 """
 
-import math
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.permutation import permute
-from torchtitan_clone.data.row_reader import BatchSlice, DatasetIdentity, RowChunk, RowReader, StreamState
+from torchtitan_clone.data.row_reader import BatchSlice, DatasetIdentity, HeldOutRows, RowChunk, RowReader, StreamState
 from torchtitan_clone.data.token_store import Split, TokenStore, corrupt_store_error
+
+PERMUTATION_ROUNDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,50 +38,53 @@ class TokenDataset:
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
     ) -> RowReader:
-        """Returns a reader of the batches after `samples` samples; ConfigError if the split has no row."""
-        self._check_length("train", seq_len=batch_slice.seq_len, remedy="add text")
-        return _ShuffledReader(self.store, batch_slice=batch_slice, seed=seed, samples=samples)
+        """Returns a reader of shuffled epochs of the train split; ConfigError if it has no row."""
+        num_rows = self._num_rows("train", seq_len=batch_slice.seq_len, remedy="add text")
+        read = partial(self._read_train, batch_slice=batch_slice, num_rows=num_rows, seed=seed, samples=samples)
+        return RowReader(batch_slice, read=read)
 
-    def validation_reader(self, batch_slice: BatchSlice) -> "_HeldOutReader":
-        """Returns a reader of the held-out rows; ConfigError if there is none."""
+    def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
+        """Returns a reader of the validation split in order; ConfigError if it has no row."""
         remedy = "raise data.held_out_fraction, set validation.enable to false"
-        self._check_length("validation", seq_len=batch_slice.seq_len, remedy=remedy)
-        return _HeldOutReader(store=self.store, batch_slice=batch_slice)
+        num_rows = self._num_rows("validation", seq_len=batch_slice.seq_len, remedy=remedy)
+        return partial(self._read_validation, batch_slice, num_rows=num_rows)
 
-    def _check_length(self, split: Split, *, seq_len: int, remedy: str) -> None:
-        if not num_rows(self.store, split=split, seq_len=seq_len):
-            meta = self.store.meta
-            raise ConfigError(
-                f"training.seq_len = {seq_len}: a sequence takes training.seq_len + 1 = {seq_len + 1:,} tokens, and "
-                f"the {split} split of {meta.source} has {meta.tokens[split]:,} in {meta.documents[split]:,} "
-                f"documents; {remedy}, or lower training.seq_len."
-            )
+    def _num_rows(self, split: Split, *, seq_len: int, remedy: str) -> int:
+        meta = self.store.meta
+        if num_rows := max(0, meta.tokens[split] - 1) // seq_len:
+            return num_rows
+        raise ConfigError(
+            f"training.seq_len = {seq_len}: a sequence takes training.seq_len + 1 = {seq_len + 1:,} tokens, and the "
+            f"{split} split of {meta.source} has {meta.tokens[split]:,} in {meta.documents[split]:,} documents; "
+            f"{remedy}, or lower training.seq_len."
+        )
 
+    def _read_train(
+        self, rows: range, *, batch_slice: BatchSlice, num_rows: int, seed: int, samples: int
+    ) -> Iterator[RowChunk]:
+        tokens = self.store.tokens("train")
+        for first in count(samples, batch_slice.global_batch_size):
+            indices = rows_of_samples(np.arange(first + rows.start, first + rows.stop), num_rows=num_rows, seed=seed)
+            yield self._rows(tokens, indices=indices, seq_len=batch_slice.seq_len), None
 
-class _Rows:
-    """A split as rows: windows of seq_len + 1 tokens, each starting at the last token of the previous one."""
+    def _read_validation(self, batch_slice: BatchSlice, *, num_rows: int) -> Iterator[tuple[np.ndarray, int]]:
+        tokens = self.store.tokens("validation")
+        for first in range(0, num_rows, batch_slice.global_batch_size):
+            indices = first + np.array(batch_slice.rows)
+            rows = self._rows(tokens, indices=np.minimum(indices, num_rows - 1), seq_len=batch_slice.seq_len)
+            yield rows, int(np.count_nonzero(indices >= num_rows))
 
-    def __init__(self, store: TokenStore, *, split: Split, seq_len: int) -> None:
-        self._store = store
-        self._tokens = store.tokens(split)
-        self._seq_len = seq_len
-        self.count = num_rows(store, split=split, seq_len=seq_len)
+    def _rows(self, tokens: np.ndarray, *, indices: np.ndarray, seq_len: int) -> np.ndarray:
+        """Returns windows of tokens [B, T + 1], each starting at the last token of the previous one.
 
-    def read(self, indices: np.ndarray) -> np.ndarray:
-        """Returns rows [B, T + 1]; ConfigError if the file holds an id that the tokenizer does not have."""
-        length = self._seq_len
-        rows = np.stack([self._tokens[start : start + length + 1] for start in (indices * length).tolist()])
-        if (highest := rows.max()) >= self._store.meta.vocab_size:
-            raise corrupt_store_error(
-                self._store.folder,
-                reason=f"it holds token id {highest}, and the tokenizer has {self._store.meta.vocab_size} ids",
-            )
+        ConfigError if there is an id that the tokenizer does not have.
+        """
+        rows = np.stack([tokens[start : start + seq_len + 1] for start in (indices * seq_len).tolist()])
+        vocab_size = self.store.meta.vocab_size
+        if (highest := rows.max()) >= vocab_size:
+            reason = f"it holds token id {highest}, and the tokenizer has {vocab_size} ids"
+            raise corrupt_store_error(self.store.folder, reason=reason)
         return rows
-
-
-def num_rows(store: TokenStore, *, split: Split, seq_len: int) -> int:
-    """Returns the number of complete rows in a split."""
-    return max(0, store.meta.tokens[split] - 1) // seq_len
 
 
 def rows_of_samples(samples: np.ndarray, *, num_rows: int, seed: int) -> np.ndarray:
@@ -92,38 +97,32 @@ def rows_of_samples(samples: np.ndarray, *, num_rows: int, seed: int) -> np.ndar
     return rows
 
 
-class _ShuffledReader(RowReader):
-    """Yields shuffled epochs of the train split without end, starting at a sample."""
+def permute(positions: np.ndarray, *, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Maps positions in [0, n) one-to-one onto [0, n); seed and epoch select the permutation.
 
-    def __init__(self, store: TokenStore, *, batch_slice: BatchSlice, seed: int, samples: int) -> None:
-        super().__init__(batch_slice)
-        self._store = store
-        self._seed = seed
-        self._samples = samples
+    A Feistel network over pairs (left, right) with left < a and right < b, where a * b is slightly larger than n; a
+    result of n or more is mapped again. Source: J. Black and P. Rogaway, Ciphers with Arbitrary Finite Domains, 2002.
+    """
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * PERMUTATION_ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8")
+    b = np.uint64(max(1, int(np.ceil(np.sqrt(n)))))
+    a = np.uint64(-(-n // int(b)))
+    result = _network(positions.astype(np.uint64), a=a, b=b, keys=keys)
+    while (outside := np.flatnonzero(result >= n)).size:
+        result[outside] = _network(result[outside], a=a, b=b, keys=keys)
+    return result.astype(np.int64)
 
-    def read(self, rows: range) -> Iterator[RowChunk]:
-        source = _Rows(self._store, split="train", seq_len=self.batch_slice.seq_len)
-        for first in count(self._samples, self.batch_slice.global_batch_size):
-            samples = np.arange(first + rows.start, first + rows.stop)
-            yield source.read(rows_of_samples(samples, num_rows=source.count, seed=self._seed)), None
+
+def _network(values: np.ndarray, *, a: np.uint64, b: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = np.divmod(values, b)
+    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + _mix(right ^ key_left) % a) % a
+        right = (right + _mix(left ^ key_right) % b) % b
+    return left * b + right
 
 
-@dataclass(frozen=True, kw_only=True)
-class _HeldOutReader:
-    """Yields the validation split once, in order."""
-
-    store: TokenStore
-    batch_slice: BatchSlice
-
-    @property
-    def num_batches(self) -> int:
-        """Number of global batches, the last one padded."""
-        rows = num_rows(self.store, split="validation", seq_len=self.batch_slice.seq_len)
-        return math.ceil(rows / self.batch_slice.global_batch_size)
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        source = _Rows(self.store, split="validation", seq_len=self.batch_slice.seq_len)
-        for first in range(0, source.count, self.batch_slice.global_batch_size):
-            indices = np.arange(first + self.batch_slice.rows.start, first + self.batch_slice.rows.stop)
-            padding = int(np.count_nonzero(indices >= source.count))
-            yield source.read(np.minimum(indices, source.count - 1)), padding
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Hashes each value to 64 bits (multiplication wraps). Source: the finalizer of SplitMix64, OOPSLA 2014."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -19,9 +19,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -29,16 +30,13 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data
 from torchtitan_clone.data.encoder import encode_batches
-from torchtitan_clone.data.fingerprint import digest_of, source_fingerprint
-from torchtitan_clone.data.sources import BadRows, Source, read_documents
+from torchtitan_clone.data.sources import BadRows, Source, digest_of, read_documents, source_fingerprint
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
 Split = Literal["train", "validation"]
-SPLITS: tuple[Split, ...] = ("train", "validation")
-
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 19
 """Text that a tokenizer process gets at a time."""
@@ -101,7 +99,8 @@ def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenS
     Call it before process groups start: it can take long, and the other processes of the node wait for it.
     ConfigError if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
     """
-    cache = cache_folder(data)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(user_cache, "torchtitan_clone") if data.cache_folder is None else Path(data.cache_folder)
     work_dir = cache / "sources" / digest_of([source.name, str(source.root.resolve())])[:16]
     try:
         with _locked(work_dir, source=source):
@@ -114,26 +113,22 @@ def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenS
                 held_out_fraction=data.held_out_fraction,
             )
             folder = cache / "stores" / digest_of(asdict(key))[:16]
-            partial = work_dir / "partial"
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(work_dir / "partial", ignore_errors=True)
             if not folder.exists():
-                _make_store(source, tokenizer=tokenizer, data=data, key=key, partial=partial)
-                _commit(partial, folder)
+                _make_store(source, tokenizer=tokenizer, data=data, key=key, folder=work_dir / "partial")
+                _commit(work_dir / "partial", folder)
         store = _open_store(folder)
     except OSError as error:
         raise ConfigError(
             f"data.cache_folder = {toml_like(str(cache))}: preparing {source.name} there failed: {error}; set it to a "
             "folder that can be written, with enough space."
         ) from error
-    BadRows(limit=data.max_bad_rows, count=store.meta.bad_rows, first=store.meta.first_bad_rows).check()
+    _bad_rows(store.meta, limit=data.max_bad_rows).check()
     return store
 
 
-def cache_folder(data: Data) -> Path:
-    """Returns data.cache_folder, or torchtitan_clone in the user's cache folder."""
-    if data.cache_folder is not None:
-        return Path(data.cache_folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtitan_clone"
+def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
+    return BadRows(limit=limit, count=meta.bad_rows, first=meta.first_bad_rows)
 
 
 @contextmanager
@@ -149,86 +144,75 @@ def _locked(work_dir: Path, *, source: Source) -> Iterator[None]:
         yield
 
 
-def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, partial: Path) -> None:
-    partial.mkdir()
+def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, folder: Path) -> None:
+    folder.mkdir()
     start = time.perf_counter()
-    bad_rows = BadRows(limit=data.max_bad_rows)
+    write = partial(_write_splits, source, tokenizer=tokenizer, data=data, key=key, folder=folder)
     try:
-        writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
-        if data.held_out_fraction and not writers["validation"].documents and writers["train"].documents > 1:
-            # Too few documents for one to be held out by chance: hold out the one with the lowest hash.
-            data = replace(data, held_out_fraction=_lowest_hash(source, limit=data.max_bad_rows))
-            bad_rows = BadRows(limit=data.max_bad_rows)
-            writers = _write_splits(source, tokenizer=tokenizer, data=data, bad_rows=bad_rows, partial=partial)
-        meta = StoreMeta(
-            **asdict(key),
-            source=f"{source.name} ({source.root})",
-            tokens={split: writer.tokens for split, writer in writers.items()},
-            documents={split: writer.documents for split, writer in writers.items()},
-            bad_rows=bad_rows.count,
-            first_bad_rows=bad_rows.first,
-        )
-        if not sum(meta.documents.values()):
+        meta = write(held_out_fraction=data.held_out_fraction)
+        if data.held_out_fraction and min(meta.documents.values()) == 0 and max(meta.documents.values()) > 1:
+            # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
+            documents = read_documents(source, bad_rows=BadRows(limit=data.max_bad_rows))
+            meta = write(held_out_fraction=min(_hash(text) for text, _ in documents))
+        if not meta.documents["train"]:  # there is only one document, or copies of one
+            meta = write(held_out_fraction=0.0)
+        if not meta.documents["train"]:
             raise ConfigError(
                 f"training data {source.name}: no text in {source.root}; set training.dataset_path to text files."
             )
-        write_atomically(partial / "meta.json", json.dumps(asdict(meta), indent=2).encode())
+        write_atomically(folder / "meta.json", json.dumps(asdict(meta), indent=2).encode())
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-    _log_summary(meta, bad_rows=bad_rows, seconds=time.perf_counter() - start)
+    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
+    found += f"{meta.tokens['validation']:,} tokens held out"
+    logger.info("prepared %s in %.1f s: %s", meta.source, time.perf_counter() - start, found)
+    if meta.bad_rows:
+        logger.warning("skipped %s", _bad_rows(meta, limit=data.max_bad_rows).report())
 
 
 def _write_splits(
-    source: Source, *, tokenizer: Tokenizer, data: Data, bad_rows: BadRows, partial: Path
-) -> dict[Split, "_SplitWriter"]:
+    source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, folder: Path, held_out_fraction: float
+) -> StoreMeta:
     """Tokenizes the source into the files of both splits, with at most a few batches in memory."""
-    writers: dict[Split, _SplitWriter] = {split: _SplitWriter(partial, split) for split in SPLITS}
+    bad_rows = BadRows(limit=data.max_bad_rows)
     encoded = encode_batches(
-        _batches(source, bad_rows=bad_rows, held_out_fraction=data.held_out_fraction),
+        _batches(read_documents(source, bad_rows=bad_rows), held_out_fraction=held_out_fraction),
         tokenizer=tokenizer,
         dtype=_dtype(tokenizer.vocab_size),
         num_processes=data.prepare_processes if data.prepare_processes > 0 else len(os.sched_getaffinity(0)),
     )
-    with _progress(source) as report, closing(encoded):
+    train = _SplitWriter(folder, "train")
+    validation = _SplitWriter(folder, "validation")
+    with closing(train), closing(validation), _progress(source) as report, closing(encoded):
         for (held_out, bytes_read), tokens, lengths in encoded:
-            for writer, chosen in ((writers["train"], ~held_out), (writers["validation"], held_out)):
-                writer.append(tokens[np.repeat(chosen, lengths)], lengths[chosen])
+            train.append(tokens[np.repeat(~held_out, lengths)], lengths[~held_out])
+            validation.append(tokens[np.repeat(held_out, lengths)], lengths[held_out])
             report(bytes_read)
-    for writer in writers.values():
-        writer.close()
-    if not writers["train"].documents:  # all documents of a small source may be held out
-        _exchange_splits(partial)
-        writers = {"train": writers["validation"], "validation": writers["train"]}
-    return writers
-
-
-def _exchange_splits(partial: Path) -> None:
-    for kind in ("tokens", "offsets"):
-        (partial / f"train.{kind}").rename(partial / "exchange")
-        (partial / f"validation.{kind}").rename(partial / f"train.{kind}")
-        (partial / "exchange").rename(partial / f"validation.{kind}")
+    return StoreMeta(
+        **asdict(key),
+        source=f"{source.name} ({source.root})",
+        tokens={"train": train.tokens, "validation": validation.tokens},
+        documents={"train": train.documents, "validation": validation.documents},
+        bad_rows=bad_rows.count,
+        first_bad_rows=bad_rows.first,
+    )
 
 
 def _batches(
-    source: Source, *, bad_rows: BadRows, held_out_fraction: float
+    documents: Iterator[tuple[str, int]], *, held_out_fraction: float
 ) -> Iterator[tuple[list[str], tuple[np.ndarray, int]]]:
     """Yields texts for one tokenizer process, which of them are held out, and the bytes of the source read so far."""
-    texts: list[str] = []
-    held_out: list[bool] = []
-    size = 0
-    bytes_read = 0
-    for text, bytes_read in read_documents(source, bad_rows=bad_rows):
-        texts.append(text)
-        held_out.append(is_held_out(text, fraction=held_out_fraction))
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
-            yield texts, (np.array(held_out), bytes_read)
-            texts = []
-            held_out = []
-            size = 0
-    if texts:
-        yield texts, (np.array(held_out), bytes_read)
+    while batch := list(_take_characters(documents, BATCH_CHARACTERS)):
+        held_out = np.array([is_held_out(text, fraction=held_out_fraction) for text, _ in batch])
+        yield [text for text, _ in batch], (held_out, batch[-1][1])
+
+
+def _take_characters(documents: Iterator[tuple[str, int]], size: int) -> Iterator[tuple[str, int]]:
+    """Yields documents until they have `size` characters."""
+    while size > 0 and (document := next(documents, None)):
+        size -= len(document[0])
+        yield document
 
 
 def is_held_out(text: str, *, fraction: float) -> bool:
@@ -241,16 +225,12 @@ def _hash(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def _lowest_hash(source: Source, *, limit: int) -> float:
-    return min(_hash(text) for text, _ in read_documents(source, bad_rows=BadRows(limit=limit)))
-
-
 class _SplitWriter:
     """Writes documents to the two files of a split."""
 
-    def __init__(self, partial: Path, split: Split) -> None:
-        self._tokens = (partial / f"{split}.tokens").open("wb")
-        self._offsets = (partial / f"{split}.offsets").open("wb")
+    def __init__(self, folder: Path, split: Split) -> None:
+        self._tokens = (folder / f"{split}.tokens").open("wb")
+        self._offsets = (folder / f"{split}.offsets").open("wb")
         self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
         self.tokens = 0
         self.documents = 0
@@ -263,7 +243,8 @@ class _SplitWriter:
 
     def close(self) -> None:
         for file in (self._tokens, self._offsets):
-            _sync(file)
+            file.flush()
+            os.fsync(file.fileno())
             file.close()
 
 
@@ -286,35 +267,17 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
         yield report
 
 
-def _log_summary(meta: StoreMeta, *, bad_rows: BadRows, seconds: float) -> None:
-    logger.info(
-        "prepared %s in %.1f s: %s documents, %s tokens, and %s tokens held out",
-        meta.source,
-        seconds,
-        f"{sum(meta.documents.values()):,}",
-        f"{meta.tokens['train']:,}",
-        f"{meta.tokens['validation']:,}",
-    )
-    if bad_rows.count:
-        logger.warning("skipped %s", bad_rows.report())
-
-
-def _commit(partial: Path, folder: Path) -> None:
+def _commit(prepared: Path, folder: Path) -> None:
     """Renames a complete store into place."""
-    sync_folder(partial)
+    sync_folder(prepared)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.rename(folder)
+        prepared.rename(folder)
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(partial)  # the same content, prepared at the same time from another path
+        shutil.rmtree(prepared)  # the same content, prepared at the same time from another path
     sync_folder(folder.parent)
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _open_store(folder: Path) -> TokenStore:
@@ -323,18 +286,17 @@ def _open_store(folder: Path) -> TokenStore:
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise corrupt_store_error(folder, reason=f"meta.json: {error}") from error
     store = TokenStore(folder=folder, meta=meta)
-    for split in SPLITS:
-        _check_size(folder / f"{split}.tokens", items=meta.tokens[split], dtype=_dtype(meta.vocab_size))
-        _check_size(folder / f"{split}.offsets", items=meta.documents[split] + 1, dtype="int64")
+    for split in get_args(Split):
+        token_bytes = np.dtype(_dtype(meta.vocab_size)).itemsize
+        _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * token_bytes)
+        _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
         if store.offsets(split)[-1] != meta.tokens[split]:
-            raise corrupt_store_error(
-                folder, reason=f"the last offset of {split}.offsets is not the size of {split}.tokens"
-            )
+            reason = f"the last offset of {split}.offsets is not the size of {split}.tokens"
+            raise corrupt_store_error(folder, reason=reason)
     return store
 
 
-def _check_size(path: Path, *, items: int, dtype: str) -> None:
-    expected = items * np.dtype(dtype).itemsize
+def _check_size(path: Path, *, expected: int) -> None:
     size = path.stat().st_size if path.exists() else 0
     if size != expected:
         raise corrupt_store_error(path.parent, reason=f"{path.name} has {size:,} bytes, not {expected:,}")

@@ -57,12 +57,25 @@ def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
             "with the tokenizer of a Hugging Face model, or leave it unset for the tokenizer of this package."
         )
     content = path.read_bytes()
-    backend = _parse(content, path=path)
+    try:
+        backend = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:
+        raise _invalid_file_error(path, kind="tokenizer", error=error) from error
+    backend.encode_special_tokens = True
+    backend.no_truncation()
+    backend.no_padding()
     return Tokenizer(
         backend=backend,
         vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        eos_id=_eos_id(backend, folder=folder),
+        eos_id=_eos_id(backend, path=folder / CONFIG_FILE),
         fingerprint=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def _invalid_file_error(path: Path, *, kind: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"model.hf_assets_path = {toml_like(str(path.parent))}: {path.name} is not a valid {kind} ({error}); correct "
+        "the file, or download it again."
     )
 
 
@@ -75,43 +88,20 @@ def tokenizer_files(hf_assets_path: str | None) -> dict[str, bytes]:
     return found | {CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
 
 
-def _parse(content: bytes, *, path: Path) -> tokenizers.Tokenizer:
+def _eos_id(backend: tokenizers.Tokenizer, *, path: Path) -> int:
+    """Returns the id of the eos_token in a tokenizer_config.json: a string, or an object with the string "content"."""
     try:
-        backend = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:
-        raise ConfigError(
-            f"model.hf_assets_path = {toml_like(str(path.parent))}: {path.name} is not a valid tokenizer ({error}); "
-            "download the file again."
-        ) from error
-    backend.encode_special_tokens = True
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _eos_id(backend: tokenizers.Tokenizer, *, folder: Path) -> int:
-    token = _eos_token(folder / CONFIG_FILE)
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise _invalid_file_error(path, kind="JSON file", error=error) from error
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
     eos_id = None if token is None else backend.token_to_id(token)
     if eos_id is None:
         special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
         found = "has no eos_token" if token is None else f"names the eos_token {token!r}, which has no id"
         raise ConfigError(
-            f"model.hf_assets_path = {toml_like(str(folder))}: {CONFIG_FILE} {found}, but documents need a separator; "
-            f'set "eos_token" in it to one of the special tokens: {", ".join(special[:20]) or "none"}.'
+            f"model.hf_assets_path = {toml_like(str(path.parent))}: {path.name} {found}, but documents need a "
+            f'separator; set "eos_token" in it to one of the special tokens: {", ".join(special[:20]) or "none"}.'
         )
     return eos_id
-
-
-def _eos_token(path: Path) -> str | None:
-    """Returns the eos_token of a tokenizer_config.json: a string, or an object whose "content" is the string."""
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"model.hf_assets_path = {toml_like(str(path.parent))}: {path.name} is not valid JSON ({error}); correct "
-            "it, or download the file again."
-        ) from error
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    return token.get("content") if isinstance(token, dict) else token

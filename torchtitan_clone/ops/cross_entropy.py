@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-IGNORE_INDEX = -100
+from torchtitan_clone.ops import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.data import (
-    Dataset,
-    Loader,
-    LoaderOptions,
-    ValidationLoader,
-    build_train_loader,
-    build_validation_loader,
-)
+from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoader
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.parallel.mesh import batch_rank, context_rank
 from torchtitan_clone.run.plan import RunPlan
@@ -35,7 +28,7 @@ def open_loaders(
         num_ranks=plan.degrees.data,
         token_indices=tokens_of_rank(plan, rank=rank),
     )
-    loader = build_train_loader(
+    loader = Loader(
         dataset,
         options=options,
         seed=config.debug.seed,
@@ -49,7 +42,7 @@ def open_loaders(
     if not config.validation.enable:
         return loader, None
     rows = config.validation.local_batch_size * plan.degrees.data
-    return loader, build_validation_loader(dataset, options=options, global_batch_size=rows)
+    return loader, ValidationLoader(dataset, options=options, global_batch_size=rows)
 
 
 def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:
