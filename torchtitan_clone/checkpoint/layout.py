@@ -83,15 +83,14 @@ def _plans(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[Plan]:
 
 def _without_replicas(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[dict[str, TensorShard]]:
     """Keeps every shard on one of the ranks that hold it: the one that has the fewest bytes to write so far."""
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    holders: dict[tuple[str, TensorShard], list[int]] = {}
     for rank, shards in enumerate(shards_of_ranks):
         for name, shard in shards.items():
-            holders.setdefault((name, shard.offset), []).append(rank)
+            holders.setdefault((name, shard), []).append(rank)
     written: list[dict[str, TensorShard]] = [{} for _ in shards_of_ranks]
     written_bytes = [0] * len(written)
-    for (name, _), ranks in holders.items():
+    for (name, shard), ranks in holders.items():
         rank = min(ranks, key=written_bytes.__getitem__)
-        shard = shards_of_ranks[rank][name]
         written[rank][name] = shard
         written_bytes[rank] += prod(shard.size) * shard.dtype.itemsize
     return written
@@ -113,11 +112,14 @@ def _plan_file(shards: Mapping[str, TensorShard], *, rank: int) -> Plan:
 def _index(plans: Sequence[Plan]) -> str:
     """Returns the content of `index.json`; the "parts" of a tensor are offset, size, file and first byte of shards."""
     tensors: dict[str, TensorShard] = {}
-    parts: dict[str, list[tuple[object, ...]]] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], str, int]]] = {}
     for plan in plans:
         for placement in plan.placements:
             shard = tensors[placement.name] = placement.shard
             parts.setdefault(placement.name, []).append((shard.offset, shard.size, plan.file, placement.begin))
+    for name, shard in tensors.items():
+        elements = sum(prod(size) for _, size, *_ in parts[name])
+        assert elements == prod(shard.global_shape), f"{name}: shards hold {elements} of {shard.global_shape}"
     index = {
         name: {"dtype": NAMES[shard.dtype], "shape": shard.global_shape, "parts": parts[name]}
         for name, shard in tensors.items()
