@@ -18,7 +18,8 @@ def test_rows_of_steps_follow_from_the_plan(corpus, tmp_path):
     assert [row["skipped_steps"] for row in steps] == [0] * 4
     assert [row["lr"] for row in steps] == pytest.approx([config.optimizer.lr * step / 4 for step in range(1, 5)])
     for row in steps:
-        flops = row["tokens_per_second"] * plan.flops_per_token
-        assert row["tflops_per_second"] == pytest.approx(flops / 1e12, rel=1e-2)
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(plan.tokens_per_step)
+        flops = plan.tokens_per_step * plan.flops_per_token
+        assert row["tflops_per_second"] * row["step_seconds"] == pytest.approx(flops / 1e12)
         assert "mfu_percent" not in row  # the peak of a CPU is unknown
         assert row["memory_gib"] > 0
