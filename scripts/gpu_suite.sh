@@ -8,7 +8,7 @@ PYTHON="${PYTHON:-python3}"
 FOLDER="${1:-outputs/gpu_suite}"
 mkdir -p "$FOLDER"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-"$PYTHON" -m pytest tests/gpu 2>&1 | tee "$FOLDER/tests.log" | tail -n 15
+"$PYTHON" -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/data/test_packing.py 2>&1 | tee "$FOLDER/tests.log" | tail -n 15
 MODEL=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
     --model.args.vocab_size=32768 --training.seq_len=2048 --training.local_batch_size=8 --training.loss_chunk_tokens=4096)
 "$PYTHON" benchmarks/trainer.py --rounds 3 --steps 15 --dtype bfloat16 --json "$FOLDER/eager.json" -- "${MODEL[@]}" \

@@ -1,14 +1,22 @@
-"""Fixtures that several tests share."""
+"""Fixtures that several tests share, and the order in which files of tests run."""
+
+from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.testing.runs import make_corpus
+from torchtitan_clone.testing.runs import make_corpus, make_short_documents
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Returns a folder of real text."""
     return make_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory):
+    """Returns short documents, so that attention is masked; rows of the other corpus rarely hold two documents."""
+    return make_short_documents(tmp_path_factory.mktemp("short") / "corpus")
 
 
 LONG = (
@@ -20,9 +28,14 @@ LONG = (
     "parallel",
     "checkpoint",
 )
-"""Files and folders that take longest, the longest first."""
+"""Files and folders of tests that take longest, the longest first."""
 
 
 def pytest_collection_modifyitems(items):
-    """Runs long files first: workers run one file after another, and end together if the last ones are short."""
-    items.sort(key=lambda item: next((place for place, name in enumerate(LONG) if name in item.path.parts), len(LONG)))
+    """Runs long files first: a worker runs complete files, so that workers finish together if the last are short."""
+    items.sort(key=lambda item: rank_of_file(item.path.relative_to(Path(__file__).parent)))
+
+
+def rank_of_file(path):
+    """Returns the index in LONG of a file or of its folder; files that are not there come last."""
+    return LONG.index(path.parts[0]) if path.parts[0] in LONG else len(LONG)

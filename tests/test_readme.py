@@ -30,7 +30,7 @@ AT_ONCE = "scripts/lighthouse.py"
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """Code blocks of a page in one of these languages."""
+    """Returns the code blocks of a page in one of these languages."""
     found = re.findall(r"^```(\w+)[^\n]*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [text for language, text in found if language in languages]
 
@@ -48,7 +48,7 @@ TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
 GPUS = {"llama3_70b": 64, "llama3_405b": 512}
 """Number of GPUs that a file is written for, if it is not 8."""
-# Training commands as they stand take minutes; these keep each to seconds.
+# Training commands of the documentation run for minutes; these options limit each to seconds.
 SMALL = [
     "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.seq_len=64", "--training.local_batch_size=2",
     "--validation.steps=1", "--model.args.dim=64", "--model.args.n_heads=8",
@@ -88,7 +88,7 @@ def shortened(command: str) -> str:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Environment variables of a command: this Python, and caches in the folder."""
+    """Returns the environment variables of a command: this Python, and caches in the folder."""
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["XDG_CACHE_HOME"] = str(folder / "cache")
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
@@ -127,7 +127,7 @@ def test_python_examples(name, tmp_path):
 
 @pytest.mark.parametrize("name", TERMINALS)
 def test_replica_groups_in_several_terminals(name, workplace):
-    """The lighthouse in one terminal, the replica groups in the others."""
+    """Runs the lighthouse in one terminal, the replica groups in the others."""
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     # Of so few steps one group would train all, while the other starts.
@@ -153,7 +153,7 @@ def test_replica_groups_in_several_terminals(name, workplace):
 
 @pytest.mark.parametrize("file", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda file: file.name)
 def test_train_configs_resolve_and_train(file, workplace, tmp_path):
-    """Each file as it stands passes every check on its GPUs, and trains with a small model on text that is here."""
+    """Checks each shipped file on its GPUs, and trains it with a small model on local text."""
     tokenizer = ROOT / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
     ranks = GPUS.get(file.stem, 8)
     words = [f"--job.config_file={file}", f"--model.hf_assets_path={tokenizer}", f"--job.dump_folder={tmp_path}"]

@@ -1,4 +1,4 @@
-"""Private names of torch and torchft stand in torch_compat.py only, and each is still needed.
+"""Private names of torch and torchft are used in torch_compat.py only, and each is still needed.
 
 A test below fails when torch has a public name instead, or when the private one is gone: then change torch_compat.py.
 """
@@ -31,7 +31,7 @@ def is_private(name: str) -> bool:
 
 
 def imported_names(tree: ast.Module) -> dict[str, str]:
-    """Dotted origin of each name that a file imports."""
+    """Returns the dotted origin of each name that a file imports."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -43,7 +43,7 @@ def imported_names(tree: ast.Module) -> dict[str, str]:
 
 @cache
 def own_attributes() -> set[str]:
-    """Private attributes that the package defines itself, without those that torch_compat uses."""
+    """Returns private attributes that the package defines itself, without those that torch_compat uses."""
     found: set[str] = set()
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -62,7 +62,7 @@ def private_imports(tree: ast.Module) -> Iterator[str]:
 
 
 def private_attributes(tree: ast.Module) -> Iterator[str]:
-    """Private attributes of anything but self, cls, and modules and classes that are not of the libraries."""
+    """Yields private attributes of anything but self, cls, and modules and classes that are not of the libraries."""
     origins = imported_names(tree)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
     for node in ast.walk(tree):
@@ -89,7 +89,7 @@ def is_other_module(origin: str | None) -> bool:
 
 
 def overridden_methods(tree: ast.Module) -> Iterator[str]:
-    """Private methods of classes of the libraries that a class overrides."""
+    """Yields private methods of classes of the libraries that a class overrides."""
     origins = imported_names(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
@@ -301,5 +301,5 @@ def test_oldest_torch_has_no_public_timeout_setter() -> None:
 
 def test_wrappers_still_put_their_names_into_parameters() -> None:
     module = torch.compile(torch_compat.checkpoint_wrapper(torch.nn.Linear(1, 1)))
-    names = {part for name, _ in module.named_parameters() for part in name.split(".")}
+    names = {component for name, _ in module.named_parameters() for component in name.split(".")}
     assert set(torch_compat.WRAPPER_NAMES) < names

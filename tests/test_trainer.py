@@ -1,4 +1,4 @@
-"""Complete runs in real processes: training, stopping, resuming, and skipped steps."""
+"""Tests of trainer.py and train.py: complete runs in real processes that stop, resume and skip steps."""
 
 import signal
 from itertools import count, pairwise
@@ -47,8 +47,8 @@ def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path, world_size
         return options(corpus, tmp_path / name, training__steps=80, checkpoint__interval=10, **changes)
 
     common = {"world_size": world_size, "log_folder": tmp_path}
-    assert train(run("whole"), **common)[0] == 0
-    expected = losses(tmp_path / "whole")
+    assert train(run("uninterrupted"), **common)[0] == 0
+    expected = losses(tmp_path / "uninterrupted")
     assert list(expected) == list(range(1, 81))
 
     stopped = Ranks(run("stopped"), **common)
@@ -102,14 +102,14 @@ def test_data_parallel_losses_equal_those_of_one_rank(corpus, tmp_path, world_si
 
 
 def test_a_run_resumes_on_another_number_of_ranks(corpus, tmp_path):
-    assert train(options(corpus, tmp_path / "whole", training__steps=9), log_folder=tmp_path)[0] == 0
+    assert train(options(corpus, tmp_path / "uninterrupted", training__steps=9), log_folder=tmp_path)[0] == 0
     for steps, world_size in ((3, 2), (6, 1), (9, 4)):
         argv = options(corpus, tmp_path / "moving", training__steps=steps, training__local_batch_size=2)
         code, output = train(argv, world_size=world_size, log_folder=tmp_path)
         assert code == 0, output
     # The learning rate depends on training.steps, so only what does not is compared: the data and the tokens.
     assert [row["tokens_seen"] for row in rows(tmp_path / "moving") if "loss" in row] == [
-        row["tokens_seen"] for row in rows(tmp_path / "whole") if "loss" in row
+        row["tokens_seen"] for row in rows(tmp_path / "uninterrupted") if "loss" in row
     ]
 
 

@@ -1,4 +1,4 @@
-"""Persistent buffers: plain tensors of any dtype under "model/", saved once and loaded on any mesh."""
+"""Tests of loading.py, layout.py and hf.py with persistent buffers of any dtype, on any mesh."""
 
 import json
 
@@ -89,7 +89,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """One step of four ranks, and an export of its weights."""
+    """Returns the folder of one step of four ranks, with an export of its weights."""
     folder = tmp_path_factory.mktemp("saved")
     options = {"last_save_model_only": True, "export_dtype": "bfloat16"}
     assert run_ranks(save_state, 4, folder, options)[0] == [None, None]

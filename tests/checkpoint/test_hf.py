@@ -1,4 +1,4 @@
-"""Folders of weights: written from and read into tensors that ranks hold parts of, in every way."""
+"""Weights of all ranks are exported to and imported from folders of files."""
 
 import json
 import os
@@ -28,15 +28,15 @@ from torchtitan_clone.testing.harness import run_ranks
 
 FILES = {CONFIG_FILE: b'{"model_type": "x"}', "tokenizer.json": b"{}"}
 PLACEMENTS = {
-    "rows": lambda whole: [Shard(0) if whole.ndim else Replicate()],
-    "columns": lambda whole: [Shard(whole.ndim - 1) if whole.ndim else Replicate()],
-    "copies": lambda _whole: [Replicate()],
+    "rows": lambda tensor: [Shard(0) if tensor.ndim else Replicate()],
+    "columns": lambda tensor: [Shard(tensor.ndim - 1) if tensor.ndim else Replicate()],
+    "copies": lambda _tensor: [Replicate()],
 }
 UNCHANGED = {name: [Piece(source=name, shape=tuple(t.shape))] for name, t in mixed_tensors().items()}
 
 
 def split(tensors, how):
-    """What this rank holds: its part by a placement; or every other tensor, as under a pipeline."""
+    """Returns what this rank holds: its shard by a placement, or every other tensor, as under a pipeline."""
     if how == "stages":
         rank, size = dist.get_rank(), dist.get_world_size()
         return {name: tensor for i, (name, tensor) in enumerate(tensors.items()) if i % size == rank}
@@ -51,7 +51,7 @@ def split(tensors, how):
     return {name: distribute_tensor(tensor, mesh, PLACEMENTS[how](tensor)) for name, tensor in tensors.items()}
 
 
-def whole(tensor):
+def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -64,7 +64,7 @@ def export_and_fill(how_written, how_read, folder, dtype):
         return report, {}
     filled = split({name: torch.zeros_like(tensor) for name, tensor in mixed_tensors().items()}, how_read)
     open_weight_folder(folder).fill(filled, pieces=UNCHANGED)
-    return report, {name: whole(tensor) for name, tensor in filled.items()}
+    return report, {name: full(tensor) for name, tensor in filled.items()}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def export_and_fill(how_written, how_read, folder, dtype):
         ("rows and columns", "copies", 4),
     ],
 )
-def test_tensors_of_ranks_come_back_in_another_split(tmp_path, how_written, how_read, world_size):
+def test_tensors_are_read_back_in_another_layout(tmp_path, how_written, how_read, world_size):
     folder = tmp_path / "hf" / "step-3"
     answers = run_ranks(export_and_fill, world_size, how_written, how_read, folder, torch.float32)
     expected = {name: t.float() if t.is_floating_point() else t for name, t in mixed_tensors().items()}
@@ -91,7 +91,7 @@ def test_tensors_of_ranks_come_back_in_another_split(tmp_path, how_written, how_
     assert_same(found, expected)
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     filled = {name: tensor for _, some in answers for name, tensor in some.items()}
-    # Read into the types they had: what was narrower than float32 comes back exactly, a double is rounded.
+    # Read into the original types: exact for types narrower than float32; a double is rounded.
     originals = mixed_tensors()
     assert_same(filled, {name: tensor.to(originals[name].dtype) for name, tensor in expected.items()})
 
@@ -109,13 +109,13 @@ def export_to_a_full_disk(folder, limit):
 
 
 def test_a_full_disk_of_one_rank_is_reported_by_all_and_leaves_nothing(tmp_path):
-    """The rank still takes what others send it, so that nobody waits for ever."""
+    """The rank still receives what others send, so that none of them waits forever."""
     for report in run_ranks(export_to_a_full_disk, 3, tmp_path / "hf" / "step-1", 150):
         assert "File too large" in report.error
     assert list((tmp_path / "hf").iterdir()) == []
 
 
-def test_a_folder_is_replaced_whole(tmp_path):
+def test_a_folder_is_replaced_as_a_unit(tmp_path):
     entries = [entry_for("a", dtype=torch.float32, shape=(4,)), entry_for("b", dtype=torch.bool, shape=(3,))]
     values = {"a": torch.arange(4.0), "b": torch.tensor([True, False, True])}
     folder = tmp_path / "out"
@@ -169,7 +169,7 @@ def test_folders_with_and_without_an_index(tmp_path):
         (lambda folder: os.truncate(folder / "two.safetensors", 0), "two.safetensors cannot be read"),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, damage, fragment):
+def test_an_incomplete_folder_is_refused(tmp_path, damage, fragment):
     folder = make_folder(tmp_path / "x")
     damage(folder)
     with pytest.raises(ConfigError, match=fragment):

@@ -125,7 +125,7 @@ def train_with_slow_copies(argv):
 
 @pytest.fixture(scope="module")
 def weights_by_step(corpus, tmp_path_factory):
-    """A weight after each of five steps of two ranks, where training waits for every save."""
+    """Returns a weight after each of five steps of two ranks, where training waits for every save."""
     folder = tmp_path_factory.mktemp("weights")
     changes = {"checkpoint__async_mode": "disabled", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
     argv = options(corpus, folder, training__steps=5, **changes)

@@ -1,4 +1,4 @@
-"""Which steps are saved, and which of these are permanent."""
+"""Tests of manager.py: which steps are saved, and which of these are permanent."""
 
 import pytest
 

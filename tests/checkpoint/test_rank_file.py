@@ -1,4 +1,4 @@
-"""Every mode writes the same files, also without memory for staging."""
+"""Tests of rank_file.py and staging.py: every mode writes the same files, also without memory for staging."""
 
 import resource
 

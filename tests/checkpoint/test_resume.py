@@ -105,7 +105,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two steps that have no equal files."""
+    """Returns a folder with two steps that have no equal files."""
     folder = tmp_path_factory.mktemp("saved")
     save(folder, [5], world_size=3, config="five")
     save(folder, [10], world_size=2, config="ten")
@@ -114,14 +114,14 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory):
-    """A step with the same shapes and number of ranks as step 10."""
+    """Returns a step with the same shapes and number of ranks as step 10."""
     folder = tmp_path_factory.mktemp("twin")
     save(folder, [9], world_size=2, config="two")
     return folder / "step-9"
 
 
 def copies(saved, folder, count):
-    """Copies of the saved steps."""
+    """Yields copies of the saved steps."""
     for number in range(count):
         shutil.copytree(saved, folder / str(number))
         yield folder / str(number)

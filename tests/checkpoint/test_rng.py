@@ -1,4 +1,4 @@
-"""Every rank resumes with its own random state."""
+"""Tests of resume.py: every rank resumes with its own random state."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torchtitan_clone.testing.harness import run_ranks
 
 
 def save_and_draw(folder, mode):
-    """What this rank draws after a save."""
+    """Returns what this rank draws after a save."""
     with rank_of_a_group():
         torch.manual_seed(torch.distributed.get_rank())
         torch.rand(7)
@@ -20,7 +20,7 @@ def save_and_draw(folder, mode):
 
 
 def resume_and_draw(folder):
-    """What this rank draws after resuming."""
+    """Returns what this rank draws after resuming."""
     with rank_of_a_group():
         torch.manual_seed(100 + torch.distributed.get_rank())
         manager = build_manager(folder, make_state(step=0))

@@ -7,7 +7,7 @@ from torchtitan_clone.testing.harness import run_ranks
 
 
 def report_and_collect(reporting):
-    """Some ranks report; what rank 0 collects, or its error, and the outcome that every rank is told."""
+    """Returns what rank 0 collects from the ranks that report, or its error, and the outcome on each rank."""
     import torch.distributed as dist
 
     with rank_of_a_group():

@@ -1,4 +1,4 @@
-"""Writers that die, hang or are stopped, and files that cannot grow."""
+"""Tests of writer.py and saving.py with writer processes that die, hang or are stopped, and files that cannot grow."""
 
 import os
 import resource
@@ -97,7 +97,7 @@ def save_forever(folder, pid_file, options):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 

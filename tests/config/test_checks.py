@@ -1,4 +1,4 @@
-"""A violated rule of the tables gives exactly one message with value, rule and remedy."""
+"""Tests of checks.py and remedies.py: a violated rule gives exactly one message with value, rule and remedy."""
 
 import pytest
 

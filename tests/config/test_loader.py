@@ -1,4 +1,4 @@
-"""load_config: precedence, extends, strictness, and errors that name file and line."""
+"""Tests of loader.py and sources.py: precedence, extends, unknown keys, and errors that name file and line."""
 
 from pathlib import Path
 

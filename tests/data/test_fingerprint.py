@@ -1,4 +1,4 @@
-"""The fingerprint of a source depends on names and contents, not on the location of its files."""
+"""Tests of sources.py: a fingerprint depends on names and contents, not on the location of the files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The shuffled order is a permutation for every size, differs by seed and epoch, and has no visible structure."""
+"""Tests of token_dataset.py: the shuffled order is a permutation for every size and has no visible structure."""
 
 import numpy as np
 import pytest

@@ -44,7 +44,7 @@ def _offline(tmp_path, monkeypatch):
 
 @pytest.fixture
 def dataset(tmp_path):
-    """The dataset org/name, of three files."""
+    """Returns the folder of the dataset org/name, which has three files."""
     shards = {f"org/name/{n}.jsonl": jsonl(ROWS[n * 100 : (n + 1) * 100]) for n in range(3)}
     write(tmp_path, shards)
     return hub()

@@ -14,7 +14,7 @@ from torchtitan_clone.testing.runs import options, train
 
 @pytest.fixture
 def port():
-    """A port on which no server listens."""
+    """Returns a port on which no server listens."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""A run without replica groups, and what a machine needs for replica groups."""
+"""A run without replica groups, and what replica groups require of a machine."""
 
 import socket
 import sys

@@ -39,14 +39,14 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def synchronous(corpus, tmp_path_factory):
-    """Losses of one run without replica groups."""
+    """Returns the losses of one run without replica groups."""
     folder = tmp_path_factory.mktemp("synchronous")
     assert train(options(corpus, folder, **SMALL), log_folder=folder)[0] == 0
     return losses(folder)
 
 
 def means_of_ten_steps(curve: dict[int, float]) -> list[float]:
-    """Mean loss of every ten steps."""
+    """Returns the mean loss of every ten steps."""
     assert sorted(curve) == list(range(1, STEPS + 1))
     return [mean(curve[step] for step in range(first, first + 10)) for first in range(1, STEPS, 10)]
 
@@ -120,7 +120,7 @@ NUM_STEPS = 4 * ROUND
 
 
 def growth(*, step: int, group: int) -> torch.Tensor:
-    """Change of the two weights of a group in a step."""
+    """Returns the change of the two weights of a group in a step."""
     return torch.tensor([0.1 * step, 0.2 * (group + 1) ** 2 + 0.01 * step], dtype=torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""Replica groups on streamed data: every stream resumes at its position, whichever group reads it."""
+"""Tests of quorum.py and recovery.py with streamed data: every stream resumes at its position in any group."""
 
 import pytest
 
@@ -16,7 +16,7 @@ ROWS, STEPS, ROUND = 12, 60, 5
 
 @pytest.fixture(scope="module")
 def changes(tmp_path_factory):
-    """Options of a run that streams three files for several epochs."""
+    """Returns options of a run that streams three files for several epochs."""
     rows = texts(300)
     files: dict[str, bytes | str] = {
         f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)
@@ -33,14 +33,14 @@ def changes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(corpus, tmp_path_factory, changes):
-    """Folder of one uninterrupted run without replica groups."""
+    """Returns the folder of one uninterrupted run without replica groups."""
     folder = tmp_path_factory.mktemp("single")
     assert train(options(corpus, folder, **changes), log_folder=folder)[0] == 0
     return folder
 
 
 def cursors(folder):
-    """Final positions of all streams."""
+    """Returns the final positions of all streams."""
     progress = expected_progress(Checkpoint(), folder=folder / "run" / "checkpoint")
     assert progress is not None
     assert progress.step == STEPS

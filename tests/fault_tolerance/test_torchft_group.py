@@ -1,4 +1,8 @@
-"""Replica groups in real processes: the losses equal those of a single run, also after kills, hangs and NaNs."""
+"""Replica groups in real processes: the losses equal those of one run without them, also after kills, hangs and NaNs.
+
+Tests of torchft_group.py and of what it consists of: attempt_log.py, collectives.py, connection.py, quorum.py and
+recovery.py.
+"""
 
 import math
 import signal
@@ -21,7 +25,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    """Losses of one uninterrupted run without replica groups."""
+    """Returns the losses of one uninterrupted run without replica groups."""
     folder = tmp_path_factory.mktemp("single")
     assert train(options(corpus, folder, **SMALL), log_folder=folder)[0] == 0
     return losses(folder)
@@ -149,36 +153,3 @@ def test_groups_below_the_minimum_wait_for_peers_and_the_lighthouse(corpus, tmp_
         assert {line["num_replicas"] for line in attempts} == {2}
         assert len(attempts) <= STEPS + 4  # no samples are used up while it waits
         assert "no progress for" not in cluster.log  # waiting is not reported as a hang
-
-
-def test_a_mismatched_or_duplicate_group_is_rejected(corpus, tmp_path):
-    """A group with the id of another is rejected too if it was suspended, taken for dead, and replaced."""
-    with Cluster(corpus, tmp_path, groups=2, pace=0.03, **{**SMALL, "training__steps": 80}) as cluster:
-
-        def is_rejected(group) -> bool:
-            cluster.watch_over(until=lambda: group.codes != [None])
-            return group.codes == [2]
-
-        cluster.start(0)
-        cluster.watch_over(until=lambda: cluster.step_of(0) > 5)
-        cluster.env["TORCHFT_TIMEOUT_SEC"] = "5"
-        for group, changes in {1: {"optimizer__lr": 1e-4}, 2: {"fault_tolerance__replica_id": 0}}.items():
-            cluster.start(group, **changes)
-            assert is_rejected(cluster.running.pop(group))
-        assert "error: replica groups were started with different options" in cluster.log_of(1)
-        assert "$TORCHFT_TIMEOUT_SEC = 5 overrides fault_tolerance.process_group_timeout_ms" in cluster.log_of(1)
-        same = "error: two replica groups have the same fault_tolerance.replica_id: "
-        assert f"{same}[0, 0]" in cluster.log_of(2)
-        del cluster.env["TORCHFT_TIMEOUT_SEC"]
-        cluster.start(1)
-        cluster.watch_over(until=lambda: cluster.log_of(1).count("healed from another") == 1)
-        cluster.running[1].signal(signal.SIGSTOP)
-        cluster.start(2, fault_tolerance__replica_id=1)
-        cluster.watch_over(until=lambda: "healed from another" in cluster.log_of(2))
-        old = cluster.running.pop(1)
-        old.signal(signal.SIGCONT)
-        assert is_rejected(old)
-        assert f"{same}[0, 1, 1]" in cluster.log_of(1)
-        cluster.watch_over()
-        assert cluster.finished == {0: [0], 2: [0]}
-        assert cluster.step_of(0) == 80

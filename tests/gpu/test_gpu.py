@@ -1,4 +1,4 @@
-"""What only a GPU can show; `scripts/gpu_suite.sh` runs these. One process, one device."""
+"""What only a GPU can show; scripts/gpu_suite.sh runs these tests. One process, one device."""
 
 import json
 import signal
@@ -43,14 +43,14 @@ def test_resume_is_bitwise(corpus, tmp_path):
         changes = {"debug__deterministic": True, "training__steps": 60, "checkpoint__interval": 10}
         return options(corpus, tmp_path / name, **changes)
 
-    assert train(run("whole"), log_folder=tmp_path, env=GPU)[0] == 0
+    assert train(run("uninterrupted"), log_folder=tmp_path, env=GPU)[0] == 0
     killed = Ranks(run("killed"), world_size=1, log_folder=tmp_path, env=GPU)
     wait_for_step(tmp_path / "killed", 15)
     killed.signal(signal.SIGKILL)
     killed.join()
     code, output = train(run("killed"), log_folder=tmp_path, env=GPU)
     assert code == 0, output
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ REPO = Path(__file__).parents[2]
 
 @pytest.fixture
 def python(tmp_path) -> Path:
-    """A fake Python that prints its arguments and passes the check of the environment."""
+    """Returns a fake Python that prints its arguments and passes the check of the environment."""
     file = tmp_path / "python"
     file.write_text('#!/bin/sh\necho "WORLD_SIZE=$WORLD_SIZE $*"\n')
     file.chmod(0o755)

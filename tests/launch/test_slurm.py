@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm with two nodes on this machine: preempted, timed out, cancelled and resumed."""
+"""Tests of scripts/slurm/job.sh on a real Slurm with two nodes on this machine: preemption, time limits, resuming."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(corpus, tmp_path_factory):
-    """Losses of an uninterrupted run."""
+    """Returns the losses of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert train(run_options(corpus, folder), world_size=4, log_folder=folder)[0] == 0
     return losses(folder)

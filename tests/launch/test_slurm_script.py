@@ -1,4 +1,4 @@
-"""The batch script that submit.py prints; needs no cluster."""
+"""The batch script that scripts/slurm/submit.py prints; needs no cluster."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Signals, exit codes and output of the launcher."""
+"""Tests of torchrun.py and worker.py: signals, exit codes and output of the launcher."""
 
 import os
 import signal

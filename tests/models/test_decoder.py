@@ -1,4 +1,4 @@
-"""The decoder that families share: auxiliary terms, stages, groups, buffers."""
+"""Tests of decoder.py and feed_forward.py: auxiliary terms, pipeline stages, FSDP groups and buffers."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Summing(SwiGLU):
 
 
 def build_block(args, layer):
-    """Without auxiliary terms in the first layer, like families whose first layers are dense."""
+    """Builds a block, in the first layer without auxiliary terms, like families whose first layers are dense."""
     attention = Attention(dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim)
     feed_forward = Summing if layer else SwiGLU
     return TransformerBlock(args, attention=attention, feed_forward=feed_forward(dim=args.dim, hidden_dim=24))
@@ -62,7 +62,7 @@ def inputs():
     return tokens_BT, keywords
 
 
-def test_auxiliary_sums_come_back_beside_the_loss():
+def test_auxiliary_sums_are_returned_beside_the_loss():
     model = build()
     tokens_BT, keywords = inputs()
     found = []
@@ -81,8 +81,8 @@ def test_auxiliary_sums_come_back_beside_the_loss():
 @pytest.mark.parametrize("cut", [1, 3])
 def test_stages_pass_the_sums_on(cut):
     tokens_BT, keywords = inputs()
-    whole = build()
-    expected = whole(tokens_BT, **keywords)
+    complete = build()
+    expected = complete(tokens_BT, **keywords)
     (expected * torch.tensor([1.0, 0.1, 0.01])).sum().backward()
     first, last = build(), build()
     first.keep_modules(MODULES[: cut + 1])
@@ -92,9 +92,9 @@ def test_stages_pass_the_sums_on(cut):
     out = last(*passed, **keywords)
     assert torch.equal(out, expected)
     (out * torch.tensor([1.0, 0.1, 0.01])).sum().backward()
-    gradients = {name: p.grad for part in (first, last) for name, p in part.named_parameters()}
-    assert set(gradients) == {name for name, _ in whole.named_parameters()}
-    assert all(torch.equal(gradients[name], p.grad) for name, p in whole.named_parameters())
+    gradients = {name: p.grad for stage in (first, last) for name, p in stage.named_parameters()}
+    assert set(gradients) == {name for name, _ in complete.named_parameters()}
+    assert all(torch.equal(gradients[name], p.grad) for name, p in complete.named_parameters())
 
 
 def test_without_auxiliary_terms_the_loss_is_a_scalar():
@@ -106,7 +106,7 @@ def test_without_auxiliary_terms_the_loss_is_a_scalar():
     assert model(tokens_BT, **keywords).shape == (2, 7, 16)
 
 
-def test_buffers_are_state_and_are_made_real():
+def test_buffers_are_state_and_are_initialized():
     with torch.device("meta"):
         model = build()
     assert "inv_freq" not in named_state(model)
@@ -123,7 +123,7 @@ def test_buffers_are_state_and_are_made_real():
 
 
 def described(model):
-    """The groups by the names of their modules."""
+    """Returns the FSDP groups by the names of their modules."""
     names = {module: name for name, module in model.named_modules()}
     return [
         ([names[module] for module in group.modules], group.is_block, group.starts_backward, group.is_lookup)
@@ -145,7 +145,7 @@ def test_groups_for_fsdp():
     assert described(stage) == [blocks[3], (["norm"], False, True, False)]
 
 
-def test_names_of_parameters_stay_when_modules_go():
+def test_names_of_parameters_remain_when_modules_are_removed():
     model, stage = build(), build()
     stage.keep_modules(["layers.2", "output"])
     assert isinstance(stage.layers, nn.ModuleDict)

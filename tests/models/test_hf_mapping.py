@@ -1,4 +1,4 @@
-"""Rules between our tensors and the hub's: what each stands for, and both ways through files and shards."""
+"""Rules between our tensors and those of the hub, in both directions, through files and shards."""
 
 import json
 
@@ -36,13 +36,13 @@ SHAPES = {
 
 
 def ours():
-    """Values for all of our tensors."""
+    """Returns values for all of our tensors."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def theirs():
-    """The same as the hub has them, by indexing."""
+    """Returns the same values as the hub has them, by indexing."""
     t = {name.removeprefix("layers.7."): tensor for name, tensor in ours().items()}
     found = {f"mlp.experts.{e}.up_proj.weight": t["per_expert"][e] for e in range(E)}
     found |= {
@@ -81,7 +81,7 @@ def test_a_name_without_a_rule_is_an_error():
 
 
 def sharded(tensors, dim):
-    """Each as a shard of all ranks along a dimension, or a copy where it has none."""
+    """Returns each tensor as a shard of all ranks along a dimension, or as a copy where it has none."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         name: distribute_tensor(tensor, mesh, [Shard(dim) if dim < tensor.ndim else Replicate()])

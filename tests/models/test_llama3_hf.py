@@ -1,4 +1,4 @@
-"""Llama 3's names and arguments against those of transformers."""
+"""Tests of llama3/hf.py and hf.py: names and arguments against those of transformers."""
 
 from dataclasses import replace
 
@@ -18,14 +18,14 @@ SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, h
 
 
 @pytest.mark.parametrize("flavor", SPEC.flavors)
-def test_config_goes_to_transformers_and_back(flavor):
+def test_config_round_trips_through_transformers(flavor):
     args = SPEC.flavors[flavor]
     theirs = LlamaConfig(**hf.to_config(args))
     assert theirs.head_dim == args.head_dim
     for config in (hf.to_config(args), theirs.to_dict()):
         values = hf.from_config(config)
         assert values == hf.arguments(args)
-        # What a user would write into [model.args]; that scaling is unset, TOML has no word for.
+        # What a user would write into [model.args]; TOML cannot express that scaling is unset.
         given = {key: value for key, value in values.items() if value is not None}
         again = overlay(SPEC.flavors["debugmodel"], given, where="model.args")
         assert hf.arguments(again) == values
@@ -46,7 +46,7 @@ def test_what_may_be_skipped_in_a_file():
     assert not hf.is_leftover("lm_head.weight", tied=False)
 
 
-def test_a_bare_config_means_what_transformers_takes_it_for():
+def test_a_bare_config_has_the_defaults_of_transformers():
     bare = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -57,7 +57,7 @@ def test_a_bare_config_means_what_transformers_takes_it_for():
     assert hf.from_config(bare) == hf.from_config(LlamaConfig(**bare).to_dict())
 
 
-def test_published_configs_of_both_ages_are_read():
+def test_published_configs_of_both_versions_are_read():
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     args = replace(SMALL, rope_scaling=RopeScaling(factor=8.0))
     common = {key: value for key, value in hf.to_config(args).items() if not key.startswith("rope")}
@@ -78,7 +78,7 @@ def test_published_configs_of_both_ages_are_read():
         ({"hidden_size": None}, "hidden_size is missing"),
     ],
 )
-def test_what_the_model_cannot_be_is_refused(changes, fragment):
+def test_unsupported_values_are_refused(changes, fragment):
     config = {key: value for key, value in (hf.to_config(SMALL) | changes).items() if value is not None}
     with pytest.raises(ConfigError, match=fragment):
         hf.from_config(config)

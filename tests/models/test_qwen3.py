@@ -1,4 +1,4 @@
-"""Qwen3 against transformers' implementation of the same weights."""
+"""Tests of qwen3/model.py against transformers' Qwen3 with the same weights."""
 
 from dataclasses import replace
 
@@ -45,12 +45,3 @@ def test_bad_arguments_are_named():
     assert "n_kv_heads 3 does not divide n_heads 4" in replace(ARGS, n_kv_heads=3).violations()[0]
     assert "head_dim = 31 must be even" in replace(ARGS, head_dim=31).violations()[0]
     assert "hidden_dim = 0" in replace(ARGS, hidden_dim=0).violations()[0]
-
-
-def test_flops_count_heads_of_their_own_size():
-    """6 for each parameter in a product, and 12 x layers x heads x head dim x tokens for attention."""
-    parameters = SPEC.state_on_meta(ARGS)
-    flops = SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=128, frozen_layers=0)
-    size = sum(p.numel() for p in parameters.values()) - 97 * 64
-    assert flops == 6 * size + 12 * 3 * 4 * 32 * 128
-    assert flops > SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=128, frozen_layers=1)

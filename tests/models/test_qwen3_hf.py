@@ -17,7 +17,7 @@ SMALL = Qwen3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidd
 
 
 @pytest.mark.parametrize("flavor", SPEC.flavors)
-def test_config_goes_to_transformers_and_back(flavor):
+def test_config_round_trips_through_transformers(flavor):
     args = SPEC.flavors[flavor]
     theirs = Qwen3Config(**hf.to_config(args))
     assert theirs.head_dim == args.head_dim
@@ -36,7 +36,7 @@ def test_tensors_are_those_of_transformers(tied):
     assert_tensors_are(SPEC, args, theirs)
 
 
-def test_a_bare_config_means_what_transformers_takes_it_for():
+def test_a_bare_config_has_the_defaults_of_transformers():
     bare = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -58,7 +58,7 @@ def test_a_bare_config_means_what_transformers_takes_it_for():
         ({"intermediate_size": None}, "intermediate_size is missing"),
     ],
 )
-def test_what_the_model_cannot_be_is_refused(changes, fragment):
+def test_unsupported_values_are_refused(changes, fragment):
     config = {key: value for key, value in (hf.to_config(SMALL) | changes).items() if value is not None}
     with pytest.raises(ConfigError, match=fragment):
         hf.from_config(config)

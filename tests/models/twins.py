@@ -8,7 +8,7 @@ from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 
 
 def twin_of(spec, model, args):
-    """transformers' model with the weights of ours."""
+    """Returns transformers' model with the weights of ours."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
     sources = sources_of(spec.hub_pieces(state))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
@@ -20,7 +20,7 @@ def twin_of(spec, model, args):
 
 
 def assert_logits_equal(spec, args, *, tokens=200):
-    """The logits of two rows, to rounding."""
+    """Asserts that both models give the same logits for two rows, up to rounding."""
     torch.manual_seed(0)
     model = spec.build(args)
     for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def assert_logits_equal(spec, args, *, tokens=200):
 
 
 def assert_tensors_are(spec, args, theirs):
-    """The names and shapes that an export has are those of transformers."""
+    """Asserts that an export has the names and shapes of transformers' tensors."""
     sources = sources_of(spec.hub_pieces(spec.state_on_meta(args)))
     found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
     assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}

@@ -1,11 +1,13 @@
 """Goodput over restarts."""
 
 import json
+import signal
 import time
 
 import pytest
 
 from torchtitan_clone.observe.goodput import EVENT, KINDS, Ledger, resumed_ledger
+from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 
 
 def write_rows(file, *rows: dict) -> None:
@@ -63,3 +65,34 @@ def test_time_after_a_complete_run_is_not_waiting(tmp_path):
     file = tmp_path / "metrics.jsonl"
     write_rows(file, goodput_row(step=10, time=1000.0, progress=80.0, complete=True))
     assert resumed_ledger(file, resume_step=10, lost=0, started=5000.0).row()["waiting_seconds"] == 0
+
+
+def test_the_ledger_accounts_for_all_time_over_restarts(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=60, checkpoint__interval=10, checkpoint__last_save_in_hf=True)
+    start = time.time()
+    run = Ranks(argv, world_size=2, log_folder=tmp_path)
+    wait_for_step(tmp_path, 15)
+    run.signal(signal.SIGKILL)
+    run.join()
+    killed_after = max(losses(tmp_path))
+    first_row, *_, last_row = rows(tmp_path)
+    killed = time.time()
+    time.sleep(1.5)
+    restarted = time.time()
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    end = time.time()
+    assert code == 0
+    ledger = [row for row in rows(tmp_path) if row.get("event") == "goodput"][-1]
+    assert ledger["complete"]
+    assert ledger["starts"] == 2
+    assert ledger["steps_thrown_away"] == killed_after - killed_after // 10 * 10
+    assert restarted - killed < ledger["waiting_seconds"] < end - last_row["time"]
+    assert ledger["start_up_seconds"] > 0.1
+    blocked = {"checkpoint saved": "blocked_seconds", "weights exported": "seconds"}
+    saving = [row[blocked[row["event"]]] for row in rows(tmp_path) if row.get("event") in blocked]
+    assert ledger["saving_seconds"] == pytest.approx(sum(saving), rel=0.01)
+    total = ledger["progress_seconds"] + sum(ledger[f"{kind}_seconds"] for kind in KINDS)
+    assert ledger["time"] - first_row["time"] < total < end - start
+    assert ledger["goodput_percent"] == pytest.approx(100 * ledger["progress_seconds"] / total)
+    assert f"goodput {ledger['goodput_percent']:.1f} %" in output
+    assert "over 2 starts" in output

@@ -1,4 +1,4 @@
-"""Traces and memory snapshots at the configured steps."""
+"""Traces and memory snapshots at the configured steps, and peak memory."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan_clone.config.schema import Profiling
-from torchtitan_clone.observe.profiling import Profiler
+from torchtitan_clone.observe.profiling import Profiler, peak_memory_gib
 
 
 def train(profiler, steps: int) -> None:
@@ -45,3 +45,10 @@ def test_memory_snapshots_at_their_step_and_on_out_of_memory(tmp_path):
         torch.empty(2**50, device="cuda")
     snapshots = sorted(file.name for file in (tmp_path / "memory_snapshot" / "step-2").iterdir())
     assert snapshots == ["rank0_memory.pickle", "rank0_out_of_memory.pickle"]
+
+
+def test_peak_memory_of_the_process_includes_a_freed_buffer():
+    buffer = bytearray(2**28)
+    buffer[:: 2**12] = b"x" * len(range(0, 2**28, 2**12))  # touches every page
+    del buffer
+    assert peak_memory_gib(torch.device("cpu")) > 0.25

@@ -65,7 +65,7 @@ class Reader:
 
 
 def boxes(shape):
-    """All boxes that start at an even index and are up to three long."""
+    """Returns all boxes that start at an even index and are up to three long."""
     sides = [[(first, size) for first in range(0, n, 2) for size in (0, 1, 3) if first + size <= n] for n in shape]
     return product(*sides)
 
@@ -104,7 +104,7 @@ def test_sources_are_assembled_from_boxes_of_the_target(pieces, sources):
 
 
 def test_two_targets_share_a_source():
-    """Gate and up of every expert in one tensor, interleaved, and the other way round than ours."""
+    """Gate and up of every expert are one tensor, interleaved and in the opposite order of ours."""
     fused = torch.arange(E * D * 2 * F).reshape(E, D, 2 * F)
     shares = [(slice(None), slice(None), slice(i, None, 2)) for i in range(2)]
     pieces = {

@@ -1,4 +1,4 @@
-"""Several optimizers in one container, their settings and learning rates, and the state by name."""
+"""Tests of container.py and optimizers.py: several optimizers, their settings, and their state by name."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_state_by_name_restores_training_exactly():
 
 
 def container_of(model, **options):
-    """The container over all parameters of `model`; groups are given as dicts."""
+    """Returns the container over all parameters of `model`; groups are given as dicts."""
     groups = [OptimizerGroup(**group) for group in options.pop("groups", [])]
     return build_optimizer(Optimizer(groups=groups, **options), named_parameters=dict(model.named_parameters()))
 
@@ -180,7 +180,7 @@ def test_groups_leave_the_names_of_the_state_as_they_are():
 
 @pytest.mark.parametrize("groups", [[], [{"pattern": "0.*", "name": "Adam"}, {"pattern": "2.*", "lr": 0.02}]])
 def test_state_loads_into_another_container(groups):
-    """The tensors themselves, in any order; training continues as if nothing had happened."""
+    """The tensors are loaded themselves, in any order; training continues bit-identically."""
     model, twin = small_model(), small_model()
     container = container_of(model, lr=0.01, groups=groups)
     train(model, container, 3)
@@ -205,7 +205,7 @@ def test_a_parameter_without_a_gradient_has_state_too():
 
 @pytest.mark.parametrize("parameters", [{}, {"frozen": nn.Parameter(torch.ones(2, 2), requires_grad=False)}])
 def test_a_rank_may_have_nothing_to_train(parameters):
-    """Nor a parameter that a pattern matches, which other ranks may have."""
+    """A pattern may match no parameter of this rank, if other ranks have one."""
     optimizer = Optimizer(lr=0.5, groups=[OptimizerGroup(pattern="layers.*")])
     container = build_optimizer(optimizer, named_parameters=parameters)
     container.set_lr_factor(0.5)

@@ -1,4 +1,4 @@
-"""Which group a parameter belongs to, the settings it has there, and what is refused before a run starts."""
+"""Which group a parameter belongs to, the settings it has there, what is refused, and runs with two optimizers."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim import OPTIMIZERS, OptimizerKind, find_optimizer_errors
 from torchtitan_clone.optim.groups import resolve_groups
+from torchtitan_clone.testing import runs
 
 SHAPES = {"tok_embeddings.weight": (64, 8)}
 SHAPES |= {
@@ -23,7 +24,7 @@ VECTORS = [name for name, shape in SHAPES.items() if len(shape) == 1]
 
 
 def options(*groups, **changes):
-    """The table with these groups, each a dict."""
+    """Returns the [optimizer] table with these groups, each a dict."""
     return Optimizer(groups=[OptimizerGroup(**group) for group in groups], **changes)
 
 
@@ -134,7 +135,7 @@ def test_what_cannot_be_trained_is_refused(changed, expected):
 
 @pytest.fixture
 def muon():
-    """An optimizer that takes matrices only, entered for the time of a test."""
+    """Registers an optimizer for matrices only, for the duration of a test."""
     OPTIMIZERS["Muon"] = OptimizerKind(
         build=torch.optim.Muon,
         arguments=lambda settings: {"lr": settings.lr, "momentum": settings.beta1},
@@ -163,3 +164,23 @@ def test_groups_stand_in_the_file_as_tables(tmp_path: Path):
     )
     groups = [OptimizerGroup(pattern="norm*", lr=2.0), OptimizerGroup(pattern="*.w1", name="Adam", beta1=0.5)]
     assert load_config([f"--job.config_file={file}"]).optimizer == Optimizer(lr=1.0, groups=groups)
+
+
+TWO_OPTIMIZERS = "[{pattern='layers.0.*', name='Adam', lr=1e-2, weight_decay=0.5}, {pattern='norm.weight', beta1=0.5}]"
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 2}
+
+
+def test_groups_train_on_a_pipeline_as_on_one_rank_and_resume_exactly(corpus, tmp_path):
+    def run(name, world_size, **changes):
+        defaults = {"training__steps": 6, "optimizer__groups": TWO_OPTIMIZERS, "lr_scheduler__min_lr_factor": 1.0}
+        argv = runs.options(corpus, tmp_path / name, **defaults | changes)
+        code, output = runs.train(argv, world_size=world_size, log_folder=tmp_path)
+        assert code == 0, output
+        return [*runs.losses(tmp_path / name).values()]
+
+    expected = run("one", 1)
+    assert run("default", 1, optimizer__groups="[]") != pytest.approx(expected, rel=1e-3)
+    uninterrupted = run("pipeline", 2, **PIPELINE)
+    assert uninterrupted == pytest.approx(expected, rel=1e-5)
+    run("resumed", 2, **PIPELINE, training__steps=3)
+    assert run("resumed", 2, **PIPELINE) == uninterrupted

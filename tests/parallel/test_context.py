@@ -1,4 +1,4 @@
-"""Context parallelism against one device: attention alone, whole models with all that composes, and memory."""
+"""Context parallelism against one device: attention, gradients with all other axes, memory, and communication."""
 
 import itertools
 import json
@@ -6,12 +6,10 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import check_gradients
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.ops import blockwise_attention as blockwise
-from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
 from torchtitan_clone.parallel.context import HeadExchange, KeyExchange, LocalStarts, local_tokens
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
@@ -19,58 +17,8 @@ from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, tr
 METHODS = ["allgather", "alltoall", "ring"]
 
 
-def dense(q, k, v, documents):
-    """Plain attention with the whole mask."""
-    T = q.shape[1]
-    sees = torch.ones(T, T, dtype=torch.bool).tril()[None]
-    if documents is not None:
-        sees = sees & (documents[:, :, None] == documents[:, None, :])
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*parts, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
-
-
-def inputs(T, *, document_length, dtype=torch.float32):
-    """Queries, keys, values with grouped heads, a gradient of the result, and documents."""
-    torch.manual_seed(0)
-    q, k, v, grad = (torch.randn(2, T, heads, 16).to(dtype) for heads in (8, 4, 4, 8))
-    documents = (torch.rand(2, T) < 1 / document_length).cumsum(1).int() if document_length else None
-    return q, k, v, grad, documents
-
-
-def result_and_gradients(attention, q, k, v, grad):
-    """What attention gives for these, and the gradients by q, k and v."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def distance(got, expected):
-    """Norm of the difference over the norm."""
-    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
-@pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])
-def test_attention_in_blocks_equals_dense_attention(T, document_length):
-    q, k, v, grad, documents = inputs(T, document_length=document_length)
-    starts = document_starts(documents)
-    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
-    expected = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
-    assert max(map(distance, got, expected)) < 1e-6
-
-
-def test_attention_in_blocks_rounds_no_worse_than_dense_attention_in_bf16():
-    q, k, v, grad, documents = inputs(1500, document_length=400)
-    starts = document_starts(documents)
-    exact = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
-    q, k, v, grad = (x.bfloat16() for x in (q, k, v, grad))
-    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
-    usual = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
-    for mine, theirs, right in zip(got, usual, exact, strict=True):
-        assert distance(mine, right) < 1.1 * distance(theirs, right)
-
-
 def exchanged(method, documents, *, group):
-    """A rank's attention by this method, for its part of q, k and v."""
+    """Returns this rank's attention by a method, for its shard of q, k and v."""
     split = {"rank": group.rank(), "degree": group.size(), "method": method}
     if method == "alltoall":
         core, mask = HeadExchange(CoreAttention(), group=group), DocumentMask()(documents)
@@ -81,17 +29,17 @@ def exchanged(method, documents, *, group):
 
 
 def attention_distances(cases):
-    """Largest distance of result and gradients on this rank from dense attention, for each case."""
+    """Returns the largest distance of result and gradients on this rank from dense attention, for each case."""
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, []
     for method, T, document_length in cases:
-        *whole, documents = inputs(T, document_length=document_length)
-        expected = result_and_gradients(lambda *x: dense(*x, documents), *whole)  # noqa: B023, called at once
+        *tensors, documents = inputs(T, document_length=document_length)
+        expected = result_and_gradients(lambda *x: dense(*x, documents), *tensors)  # noqa: B023, called at once
         pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=method)
-        mine = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+        own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         attention = exchanged(method, documents, group=group)
-        got = result_and_gradients(attention, *(x[:, mine] for x in whole))
-        found.append(max(distance(part, right[:, mine]) for part, right in zip(got, expected, strict=True)))
+        got = result_and_gradients(attention, *(x[:, own] for x in tensors))
+        found.append(max(distance(shard, right[:, own]) for shard, right in zip(got, expected, strict=True)))
     return found
 
 
@@ -106,8 +54,8 @@ def test_every_exchange_equals_dense_attention(world_size):
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_share_every_token_and_the_work(degree, method):
-    parts = [local_tokens(48, rank=rank, degree=degree, method=method) for rank in range(degree)]
-    tokens = [[index for piece in part for index in piece] for part in parts]
+    pieces_of_ranks = [local_tokens(48, rank=rank, degree=degree, method=method) for rank in range(degree)]
+    tokens = [[index for piece in pieces for index in piece] for pieces in pieces_of_ranks]
     assert sorted(itertools.chain(*tokens)) == list(range(48))
     if method != "alltoall":
         assert len({sum(indices) for indices in tokens}) == 1
@@ -131,7 +79,7 @@ COMBINATIONS = {
         )
         for method, ranks, mask in itertools.product(METHODS, [2, 4], MASKS)
     },
-    # The last row has no targets: alone in the last micro-batch, it leaves this rank nothing to learn.
+    # The last row has no targets: the last micro-batch consists of it and gives this rank no gradient.
     "accumulate": (2, {CP: 2, METHOD: "ring", ROWS: 1}),
     "fsdp": (4, {CP: 2, METHOD: "ring", ROWS: 2}),
     "hsdp": (4, {CP: 2, REPLICATE: 2, METHOD: "alltoall"}),
@@ -156,7 +104,7 @@ def test_gradients_equal_one_device(corpus, tmp_path, name):
 
 
 def saved_bytes(argv):
-    """Bytes that the forward up to the loss keeps for backward on this rank, weights left out."""
+    """Returns the bytes that the forward up to the loss keeps for backward on this rank, without weights."""
     from torchtitan_clone.config import load_config
     from torchtitan_clone.parallel.mesh import build_mesh
     from torchtitan_clone.parallel.runtime import Launch, process_group
@@ -199,12 +147,12 @@ def test_activations_fall_with_the_degree(corpus, tmp_path, method):
         )  # fmt: skip
         return max(run_ranks(saved_bytes, degree, argv))
 
-    whole = measured(1)
+    unsharded = measured(1)
     for degree in (2, 4):
-        assert measured(degree) == pytest.approx(whole / degree, rel=0.05)
+        assert measured(degree) == pytest.approx(unsharded / degree, rel=0.05)
 
 
-def test_a_run_trains_and_validates_as_on_one_device_and_in_bf16(corpus, tmp_path):
+def test_losses_equal_those_of_one_device_in_fp32_and_in_bf16(corpus, tmp_path):
     changes = {"validation__enable": True, "validation__freq": 5, "validation__steps": 2, "metrics__log_freq": 1}
     for name, world_size, parallel in (("one", 1, {}), ("split", 2, {CP: 2, METHOD: "ring"})):
         argv = options(corpus, tmp_path / name, **changes, **parallel)
@@ -218,18 +166,6 @@ def test_a_run_trains_and_validates_as_on_one_device_and_in_bf16(corpus, tmp_pat
     code, output = train(argv, world_size=2, log_folder=tmp_path / "bf16")
     assert code == 0, output
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
-
-
-def test_no_block_is_larger_than_it_may_be():
-    """Nothing of the size of all scores: the largest mask of a long row is that of one block."""
-    documents = torch.zeros(1, 1 << 16, dtype=torch.int32)
-    like, row = torch.empty(1, 1), (range(1 << 16),)
-    largest_queries, largest_keys = blockwise._BLOCK_SIZES["cpu"]
-    blocks = list(blockwise._blocks(row, row, document_starts(documents), like=like))
-    assert max(len(block.queries.index) for block in blocks) == largest_queries
-    assert max(len(block.index) for block in blocks) == largest_keys
-    masked = sum(not (block.is_full or block.is_triangle) for block in blocks)
-    assert masked <= 2 * (1 << 16) / largest_queries
 
 
 def test_a_sequence_of_64k_tokens_runs_on_four_ranks(tmp_path):
@@ -248,8 +184,8 @@ def test_a_sequence_of_64k_tokens_runs_on_four_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_keys_and_values_travel_and_their_heads_once(corpus, tmp_path, method):
-    """Bytes over the context axis in one step of one micro-batch, against what the method has to send."""
+def test_each_method_sends_only_what_it_must(corpus, tmp_path, method):
+    """Compares the bytes over the context axis in one step of one micro-batch with what the method has to send."""
     # Beside a data axis, because torch gives axes of the same ranks one group.
     changes = {CP: 2, METHOD: method, MODE: "none", ROWS: 4, "training__steps": 2, **SPLIT_HEADS}
     changes |= {"debug__trace_collectives": True, "checkpoint__enable": False}
@@ -272,7 +208,7 @@ def test_only_keys_and_values_travel_and_their_heads_once(corpus, tmp_path, meth
         "ring": dict.fromkeys(("send", "recv"), layers * 3 * 2 * tensor),
     }[method]
     assert found == expected
-    # And a simulated run says the same.
+    # A simulated run predicts the same bytes.
     code, text = train([*argv, "--comm.mode=fake_backend"], log_folder=tmp_path, env={"WORLD_SIZE": "4"})
     assert code == 0, text
     simulated = [line.split() for line in text.splitlines() if line.startswith("cp ")]

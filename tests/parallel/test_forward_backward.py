@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.parallel.schedules import needs_split_backward
+from tests.marks import needs_split_backward
 from torchtitan_clone.config import Degrees
 from torchtitan_clone.config.schema import Comm, Parallelism
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
@@ -104,7 +104,7 @@ def outcome(step, parameters, microbatches):
 
 
 def on_one_device(auxiliary):
-    """The same in plain PyTorch: one backward of the weighted sum."""
+    """Returns the same in plain PyTorch: one backward of the weighted sum."""
     model, rows = RoutedDecoder(auxiliary), batch(0, ROWS)
     out = model(rows.tokens_BT, positions_BT=None, targets_BT=rows.targets_BT, loss_fn=loss_sum) / (ROWS * TOKENS)
     (out @ torch.tensor([1.0, *auxiliary.values()]) if auxiliary else out).backward()

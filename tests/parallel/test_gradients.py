@@ -1,4 +1,7 @@
-"""Gradients of the parallelized model against plain PyTorch on one device, with uneven numbers of targets."""
+"""Gradients of the parallelized model equal those of plain PyTorch on one device, with uneven numbers of targets.
+
+Tests of gradients.py, apply.py, fsdp.py and activation.py.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -26,7 +29,7 @@ TIED = {"model__args__tied_embeddings": True}
 
 
 def masked(batch, *, first_row, tokens=None):
-    """The batch with another share of targets masked in every row, the first of them; the eighth has none left."""
+    """Returns the batch with a different share of targets masked in every row; the eighth row has none left."""
     tokens = torch.arange(batch.targets_BT.shape[1]) if tokens is None else tokens
     for index, row in enumerate(batch.targets_BT, start=first_row):
         row[tokens < 10 * index] = IGNORE_INDEX
@@ -66,7 +69,7 @@ def parallel_gradients(argv, **parallelism):
 
 
 def plain_gradients(argv):
-    """The same with nothing but torch."""
+    """Returns the same, computed by plain PyTorch."""
     config = load_config(argv)
     launch = Launch.from_environment()
     plan = preflight.resolve(config, world_size=1, device_type="cpu")
@@ -89,7 +92,7 @@ def expected_gradients(argv):
 
 
 def check_gradients(argv, *, world_size, run=parallel_gradients):
-    """Loss, gradient norm and every gradient of the ranks, of which each may have a part of the model."""
+    """Compares loss, gradient norm and every gradient; a rank may have some layers of the model only."""
     plain = [a for a in argv if not a.startswith(("--job", "--parallelism", "--compile", "--activation"))]
     plain = [a for a in plain if not a.startswith("--training.local_batch_size")] + ["--training.local_batch_size=1"]
     expected_loss, expected_norm, expected = expected_gradients(tuple(plain))

@@ -1,4 +1,4 @@
-"""Combinations of parallelism train to the numbers of one device: a part of the matrix of scripts/parity.py."""
+"""Tests of apply.py: combinations of parallelism train like one device; some of the cases of scripts/parity.py."""
 
 import pytest
 
@@ -10,7 +10,7 @@ CASES = all_cases()
 
 @pytest.fixture(scope="module")
 def references():
-    """Of one device, by what changes its mathematics."""
+    """Caches losses of one device, by the options that change its mathematics."""
     return {}
 
 

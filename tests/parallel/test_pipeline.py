@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.parallel.schedules import needs_split_backward
+from tests.marks import needs_split_backward
 from tests.parallel.test_gradients import check_gradients, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
@@ -25,7 +25,7 @@ UNEVEN = [
 
 
 def pipelined(corpus, folder, schedule="1F1B", *, degree=2, **changes):
-    """Options of six layers in a pipeline; a rank has all its rows in one pass."""
+    """Returns options of six layers in a pipeline; a rank has all its rows in one pass."""
     if "\n" in schedule:
         folder.mkdir(exist_ok=True)
         (folder / "schedule.csv").write_text(schedule)
@@ -91,7 +91,7 @@ def gradients_with_resharding(argv):
 
 @needs_split_backward
 def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_path):
-    """The reason for the rule; where this fails, torch supports it and the rule can go."""
+    """Shows the reason for the rule; where this fails, torch supports the combination and the rule can go."""
     argv = pipelined(corpus, tmp_path, "ZBVZeroBubble", **ALWAYS)
     with pytest.raises(ConfigError, match="torch loses those of weights that were freed"):
         preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
@@ -103,8 +103,8 @@ def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_pa
 
 def test_mixed_precision_crosses_stages_as_in_one_process(corpus, tmp_path):
     argv = pipelined(corpus, tmp_path, "Interleaved1F1B", training__mixed_precision_param="bfloat16")
-    alone = [a for a in argv if not a.startswith(("--parallelism", "--training.local"))]
-    ((loss, norm, expected),) = run_ranks(parallel_gradients, 1, [*alone, "--training.local_batch_size=1"])
+    on_one_rank = [a for a in argv if not a.startswith(("--parallelism", "--training.local"))]
+    ((loss, norm, expected),) = run_ranks(parallel_gradients, 1, [*on_one_rank, "--training.local_batch_size=1"])
     for loss_of_pipeline, norm_of_pipeline, gradients in run_ranks(parallel_gradients, 2, argv):
         assert loss_of_pipeline == pytest.approx(loss, rel=1e-5)
         assert norm_of_pipeline == pytest.approx(norm, rel=1e-3)
@@ -118,13 +118,13 @@ VALIDATED = {"validation__enable": True, "validation__freq": 3, "data__held_out_
 
 
 def logged(folder, *names):
-    """Values of the named metrics, in the order of the log."""
+    """Returns values of the named metrics, in the order of the log."""
     return [row[name] for row in rows(folder) for name in names if name in row]
 
 
 @pytest.fixture(scope="module")
 def one_rank(corpus, tmp_path_factory):
-    """A run on one rank, with validation after every third step."""
+    """Returns a run on one rank, with validation after every third step."""
     folder = tmp_path_factory.mktemp("one_rank")
     argv = options(corpus, folder, model__args__n_layers=6, **STEADY, **VALIDATED)
     code, output = train(argv, log_folder=folder)

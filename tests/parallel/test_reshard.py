@@ -21,13 +21,13 @@ def mesh_of(*degrees):
 
 
 def value(index):
-    """A tensor whose size no number of ranks divides, of one of several dtypes."""
+    """Returns a tensor of one of several dtypes, whose size no number of ranks divides."""
     kind = (torch.float32, torch.bfloat16, torch.int64)[index % 3]
     return (torch.arange(ROWS * 5).reshape(ROWS, 5) + 100 * index).to(kind)
 
 
 def transfer_through_meshes():
-    """From halves of the tensors on pairs of ranks, through columns and replicas, to rows on all ranks."""
+    """Transfers halves of the tensors on pairs of ranks, through columns and replicas, to rows on all ranks."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=CPU):
         rank = dist.get_rank()
         pipeline, flat, copies = mesh_of("pipeline_parallel_degree=2"), mesh_of(), mesh_of("tensor_parallel_degree=2")
@@ -76,7 +76,7 @@ def transfer_buffers():
 
 
 def described(tensor):
-    """Everything about a tensor; pickle knows no float8."""
+    """Returns all that identifies a tensor, as plain data: pickle does not support float8."""
     return str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
 
 
@@ -88,7 +88,7 @@ def test_replicated_buffers_of_any_dtype_arrive():
 
 
 def most_memory(count, size):
-    """Maximum bytes of this rank's tensors while those of two stages become shards on both ranks."""
+    """Returns the maximum bytes of this rank's tensors while those of two stages become shards on both ranks."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=CPU):
         rank, flat = dist.get_rank(), mesh_of()
         old = {str(i): torch.ones(size) for i in range(rank * count, (rank + 1) * count)}

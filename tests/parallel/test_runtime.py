@@ -1,4 +1,4 @@
-"""Settings of the process: random numbers by axis, timeouts, and how far ahead parameters are gathered."""
+"""Settings of the process: random numbers by axis, timeouts, and the wait for all ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,77 +12,31 @@ from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
-from torchtitan_clone.torch_compat import TorchDispatchMode, group_timeout, process_groups
+from torchtitan_clone.torch_compat import group_timeout, process_groups
 
 CPU = torch.device("cpu")
 
 
-def with_trainer(look, argv):
-    """What `look` returns for this rank's trainer."""
-    with open_trainer(argv) as trainer:
-        return look(trainer)
-
-
 def numbers_and_timeouts(argv):
-    """Random numbers, and how long collectives of all groups may take when that has been changed."""
-
-    def look(_):
+    """Returns random numbers of this rank, and the timeouts of all process groups after set_timeout(7)."""
+    with open_trainer(argv):
         set_timeout(7)
         timeouts = [group_timeout(group, device=CPU).seconds for group in process_groups()]
         return torch.rand(4).tolist(), timeouts
 
-    return with_trainer(look, argv)
-
 
 def test_ranks_with_equal_tokens_draw_equal_numbers_and_no_others(corpus, tmp_path):
     """As dropout needs: equal over tensor, which shares tokens; different over data, context and pipeline."""
-    for axes, alike in (
+    for axes, is_equal in (
         ({"tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}, True),
         ({"context_parallel_degree": 2, "data_parallel_replicate_degree": 2}, False),
         ({"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}, False),
     ):
         changes = {f"parallelism__{name}": degree for name, degree in axes.items()}
         numbers, timeouts = zip(*run_ranks(numbers_and_timeouts, 4, options(corpus, tmp_path, **changes)), strict=True)
-        assert len({tuple(drawn) for drawn in numbers}) == (2 if alike else 4), axes
-        assert (numbers[0] == numbers[1], numbers[2] == numbers[3]) == (alike, alike)
+        assert len({tuple(drawn) for drawn in numbers}) == (2 if is_equal else 4), axes
+        assert (numbers[0] == numbers[1], numbers[2] == numbers[3]) == (is_equal, is_equal)
         assert all(len(found) > 1 and set(found) == {7} for found in timeouts)
-
-
-class _Gathers(TorchDispatchMode):
-    """Counts all-gathers as they start."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather" in func.name()
-        return func(*args, **(kwargs or {}))
-
-
-def gathers_before_each_block(argv):
-    def look(trainer):
-        gathers, before = _Gathers(), []
-        for block in trainer.engine.model_parts[0].layers.values():
-            block.attention.register_forward_pre_hook(lambda *_: before.append(gathers.count))
-        with gathers:
-            trainer.train_step(1)
-        return before
-
-    return with_trainer(look, argv)
-
-
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
-    changes = {
-        "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead, "activation_checkpoint__mode": "none",
-        "training__local_batch_size": 4,
-    }  # fmt: skip
-    first, *others = run_ranks(gathers_before_each_block, 2, options(corpus, tmp_path, **changes))[0]
-    embedding_and_own = 2
-    assert first == embedding_and_own + ahead
-    # One more with each block, until none is left.
-    assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torchtitan_clone.parallel.stages import layers_of_stages, resolved_stages
 
 
 def layers(frozen_layers=0, **options):
-    """Number of layers of each stage of ten, and the rank of each stage."""
+    """Returns the number of layers of each stage of ten layers, and the rank of each stage."""
     parallelism = Parallelism(pipeline_parallel_degree=4, **options)
     stages = resolved_stages(parallelism, n_layers=10, frozen_layers=frozen_layers)
     return [sum(name.startswith("layers.") for name in stage) for stage in stages.modules], stages.ranks

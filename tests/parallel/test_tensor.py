@@ -1,4 +1,4 @@
-"""A tensor-parallel plan must say something of every parameter."""
+"""A tensor-parallel plan must name every parameter."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def plan_without(*forgotten, replicated=()):
 
 
 def apply(forgotten, replicated, kept):
-    """The error, or which parameters are no DTensors."""
+    """Returns the error, or the names of the parameters that are no DTensors."""
     plan = plan_without(*forgotten, replicated=replicated)
     with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")):
         with torch.device("meta"):

@@ -46,7 +46,7 @@ def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, 
 
 
 def exposed_calls(hides):
-    """Counted and exposed calls of a collective that is waited for at once, or after a product."""
+    """Returns counted and exposed calls of a collective that is waited for at once, or after a product."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=torch.device("cpu")):
         x, group = torch.ones(8, 8), dist.group.WORLD
         with CollectiveTrace({group.group_name: "world"}) as trace:

@@ -1,4 +1,7 @@
-"""The engine's state as named tensors: persistent buffers are moved by everything that moves parameters."""
+"""The state of the engine as named tensors: persistent buffers move with the parameters.
+
+Tests of engine.py, and of run_state.py and replicas.py in recovery.
+"""
 
 import pytest
 import torch
@@ -53,7 +56,7 @@ def check_buffers(argv, *, world_size, updates, trains=False):
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
-    """The folder of a run of one rank that saved step 3 and exported it."""
+    """Returns the folder of a run of one rank that saved step 3 and exported it."""
     folder = tmp_path_factory.mktemp("buffered")
     argv = options(corpus, folder, **BUFFERED, checkpoint__last_save_in_hf=True)
     check_buffers(argv, world_size=1, updates=3, trains=True)
@@ -87,9 +90,9 @@ def test_buffers_are_exported_and_imported(corpus, trained, tmp_path):
 def test_a_replica_group_that_returns_recovers_the_buffers(corpus, tmp_path):
     changes = {"model__name": "buffered", "model__args__n_layers": 4, "training__steps": 40,
                "training__global_batch_size": 8,  "checkpoint__enable": False}  # fmt: skip
-    alone = options(corpus, tmp_path / "alone", **changes, training__local_batch_size=2)
-    assert train(alone, log_folder=tmp_path)[0] == 0
-    expected = losses(tmp_path / "alone")
+    single = options(corpus, tmp_path / "single", **changes, training__local_batch_size=2)
+    assert train(single, log_folder=tmp_path)[0] == 0
+    expected = losses(tmp_path / "single")
     with Cluster(corpus, tmp_path / "cluster", groups=2, pace=0.05, **changes) as cluster:
         cluster.start_all(faults=[Fault(kind="kill", place="forward", step=8, group=1)]).watch_over()
         assert "healed from another replica group" in cluster.log

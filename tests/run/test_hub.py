@@ -1,4 +1,4 @@
-"""Runs that start from and end in the format of the Hugging Face hub, against transformers."""
+"""Tests of hub.py and export.py against transformers: runs that start from, and export, the format of the hub."""
 
 import json
 import runpy
@@ -59,7 +59,7 @@ def hub_name(spec, name):
 
 
 def run_split(corpus, folder, split, *, trains, **changes):
-    """What parameters_of_run gives, from all ranks."""
+    """Returns the values of parameters_of_run from all ranks."""
     world_size, parallelism = SPLITS[split]
     argv = options(corpus, folder, **parallelism, **changes)
     answers = run_ranks(parameters_of_run, world_size, argv, trains)
@@ -74,7 +74,7 @@ def export(corpus, folder, split, **changes):
 
 
 def imported(corpus, folder, split, path, **changes):
-    """What a run that starts from the folder of weights starts with."""
+    """Returns the weights that a run starts with when it imports the folder."""
     changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": path, **changes}
     return run_split(corpus, folder, split, trains=False, **changes)
 
@@ -209,7 +209,7 @@ def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):
     code, output = train(argv, log_folder=tmp_path)
     assert code == 0, output
     assert losses(tmp_path / "second")[1] < losses(tmp_path / "first")[1] - 0.5
-    # Resumed, it goes on from its own checkpoint and no longer needs the folder.
+    # Resumed, it continues from its own checkpoint and no longer needs the folder.
     folder.rename(folder.with_name("gone"))
     longer = options(corpus, tmp_path / "second", **changes, training__steps=3)
     code, output = train(longer, log_folder=tmp_path)
@@ -259,7 +259,7 @@ def test_other_tensors_are_refused_by_name(corpus, tmp_path, exported, change, f
 
 
 def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
-    """It is changed on purpose for longer sequences."""
+    """Users change it on purpose for longer sequences."""
     changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": exported}
     argv = options(corpus, tmp_path, **changes, model__args__rope_theta=1e6, training__steps=2)
     code, output = train(argv, log_folder=tmp_path)
@@ -268,7 +268,7 @@ def test_another_rotary_base_is_a_warning(corpus, tmp_path, exported):
 
 
 def script(name, *arguments):
-    """Runs a script in this process, with its command line; its exit code."""
+    """Runs a script in this process, with its command line; returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [name, *map(str, arguments)])
         return runpy.run_path(str(ROOT / "scripts" / name))["main"]()
@@ -312,5 +312,5 @@ def test_a_qwen3_is_converted_to_a_checkpoint_and_back(corpus, tmp_path, capsys)
 
 @pytest.fixture(scope="module")
 def exported(corpus, tmp_path_factory):
-    """An export of one rank."""
+    """Returns the folder of an export of one rank."""
     return export(corpus, tmp_path_factory.mktemp("exported"), "one")[0]

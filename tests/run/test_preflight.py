@@ -1,51 +1,89 @@
-"""Errors that end a run before any process group starts, and before any folder is made."""
+"""Errors that end a run before any process group starts and before any folder is made, of a start and of a dry run."""
+
+import sys
 
 import pytest
 
-from torchtitan_clone.testing.runs import options, train
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options, redirect_output, train
+from torchtitan_clone.train import main
+
+
+def start_and_dry_run(argv, logs, missing):
+    """Returns the exit codes of a start and of a dry run, in a process without the packages `missing`."""
+    sys.modules |= dict.fromkeys(missing)
+    codes = []
+    for log, arguments in zip(logs, (argv, [*argv, "--dry-run"]), strict=True):
+        redirect_output(log)
+        codes.append(main(arguments))
+    return codes
+
+
+def refusal(argv, folder, *, missing=()):
+    """Returns the message that refuses a start; asserts that a dry run prints the same."""
+    logs = [folder / "start.log", folder / "dry_run.log"]
+    assert run_ranks(start_and_dry_run, 1, argv, logs, missing) == [[2, 2]], logs[0].read_text()
+    outputs = [log.read_text() for log in logs]
+    assert [output.count("error: ") for output in outputs] == [1, 1], outputs
+    start, dry_run = (output[output.index("error: ") :] for output in outputs)
+    assert start == dry_run
+    assert "Traceback" not in start
+    assert len(start.splitlines()) < 20
+    return start
 
 
 @pytest.mark.parametrize(
-    ("changes", "fragment"),
+    ("changes", "fragments"),
     [
-        ({"training__seq_length": 3}, "seq_len"),
-        ({"training__steps": "abc"}, "training.steps"),
-        ({"training__global_batch_size": 7}, "global_batch_size"),
-        ({"training__seq_len": 100_000}, "seq_len"),
-        ({"training__dataset_path": "nowhere"}, "nowhere"),
-        ({"model__hf_assets_path": "nowhere"}, "nowhere"),
-        ({"model__flavor": "9B"}, "known: debugmodel"),
-        ({"model__args__vocab_size": 100}, "vocab"),
-        ({"optimizer__name": "SGD"}, "known: AdamW"),
-        ({"parallelism__data_parallel_shard_degree": 3}, "WORLD_SIZE"),
-        ({"lr_scheduler__decay_type": "step"}, "known: linear"),
+        ({"training__seq_length": 3}, ["training.seq_length", "training.seq_len"]),
+        ({"training__steps": "abc"}, ["training.steps", "abc"]),
+        ({"training__global_batch_size": 7}, ["training.global_batch_size = 7", "set training.global_batch_size to"]),
+        ({"training__seq_len": 100_000}, ["training.seq_len = 100000", "set it to at most"]),
+        ({"training__dataset_path": "nowhere"}, ["nowhere"]),
+        ({"training__dataset": "unknown"}, ["unknown"]),
+        ({"model__name": "llama9"}, ['model.name = "llama9"', "known: llama3"]),
+        ({"model__flavor": "9B"}, ['model.flavor = "9B"', "known: debugmodel"]),
+        ({"model__hf_assets_path": "nowhere"}, ["nowhere"]),
+        ({"model__args__vocab_size": 100}, ["model.args.vocab_size = 100", "tokens"]),
+        ({"optimizer__name": "SGD"}, ["SGD", "known: AdamW"]),
+        ({"optimizer__groups": "[{pattern='layer.*', lr=1.0}]"}, ["optimizer.groups", "layer.*"]),
+        ({"lr_scheduler__decay_type": "step"}, ["lr_scheduler.decay_type", "step", "known: linear"]),
+        ({"parallelism__data_parallel_shard_degree": 3}, ["WORLD_SIZE 1", "launch 3 ranks"]),
+        ({"checkpoint__initial_load_path": "nowhere"}, ["checkpoint.initial_load_path", "nowhere"]),
+        ({"fault_tolerance__enable": True, "fault_tolerance__group_size": 2}, ["$TORCHFT_LIGHTHOUSE is not set"]),
     ],
 )
-def test_an_unusable_option_is_one_error_and_makes_no_folder(corpus, tmp_path, changes, fragment):
+def test_an_unusable_option_is_one_error_and_makes_no_folder(corpus, tmp_path, changes, fragments):
     runs = tmp_path / "runs"
-    code, output = train(options(corpus, runs, **changes), log_folder=tmp_path)
-    assert code == 2
-    assert fragment in output
-    assert "Traceback" not in output
-    assert len(output.splitlines()) < 20
+    if "training__dataset" in changes:
+        changes = {"training__dataset_path": None, **changes}
+    message = refusal(options(corpus, runs, **changes), tmp_path)
+    assert all(fragment in message for fragment in fragments), message
     assert not runs.exists()
+
+
+def test_a_missing_package_is_an_error_with_its_install_command(corpus, tmp_path):
+    argv = options(corpus, tmp_path / "runs", metrics__enable_wandb=True)
+    message = refusal(argv, tmp_path, missing=("wandb",))
+    assert "metrics.enable_wandb = true" in message
+    assert 'pip install "torchtitan_clone[wandb]"' in message
 
 
 def test_an_unwritable_folder_is_an_error(corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    code, output = train(options(corpus, tmp_path / "file" / "runs"), log_folder=tmp_path)
-    assert (code, "Traceback" in output) == (2, False)
-    assert "job.dump_folder: nothing can be written to" in output
+    message = refusal(options(corpus, tmp_path / "file" / "runs"), tmp_path)
+    assert "job.dump_folder" in message
+    assert "choose another folder" in message
 
 
 def test_a_folder_with_checkpoints_of_another_run_is_an_error(corpus, tmp_path):
     assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
-    code, output = train(options(corpus, tmp_path, model__args__n_layers=3), log_folder=tmp_path)
-    assert code == 2
-    assert "model.args.n_layers 2 -> 3" in output
-    code, output = train(options(corpus, tmp_path, training__seq_len=32), log_folder=tmp_path)
-    assert code == 2
-    assert "seq_len" in output
+    message = refusal(options(corpus, tmp_path, model__args__n_layers=3), tmp_path)
+    assert "model.args.n_layers 2 -> 3" in message
+    assert "choose another job.run_name" in message
+    assert "training.seq_len 64 -> 32" in refusal(options(corpus, tmp_path, training__seq_len=32), tmp_path)
+    seed = options(corpus, tmp_path, checkpoint__create_seed_checkpoint=True)
+    assert "checkpoint.create_seed_checkpoint = true" in refusal(seed, tmp_path)
     changed = options(corpus, tmp_path, training__seq_len=32, training__steps=4, checkpoint__allow_data_change=True)
     assert train(changed, log_folder=tmp_path)[0] == 0
 

@@ -9,11 +9,7 @@ import pytest
 from torchtitan_clone.config import (
     Config,
     load_config,
-    resolved_degrees,
-    resolved_global_batch_size,
 )
-from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.run.phases import phase_of_step
 from torchtitan_clone.run.rules import find_run_errors
 
 FACTS: dict[str, Any] = {
@@ -320,15 +316,3 @@ def test_remedies_over_several_degrees() -> None:
 def test_all_broken_rules_at_once() -> None:
     argv = ["--training.steps=0", "--optimizer.lr=0", "--profiling.enable_memory_snapshot", "--training.seq_len=8192"]
     assert len(find_errors(load_config(argv), **FACTS)) == 4
-
-
-def test_phases_are_a_function_of_the_step() -> None:
-    points = "{step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 2, local_batch_size = 4}"
-    config = load_config(pipeline(4, "1F1B", f"{SHARD}=2", f"{FREEZE}=[{points}, {{step = 9, layers = 4}}]"))
-    found = [phase_of_step(config, 8, step=step) for step in range(1, 11)]
-    assert [phase.frozen_layers for phase in found] == [0, 0, 1, 1, 2, 2, 2, 2, 4, 4]
-    assert [phase.config.training.local_batch_size for phase in found] == [8] * 4 + [4] * 6
-    for phase in found:
-        degrees = resolved_degrees(phase.config.parallelism, 8)
-        assert (degrees.pp, degrees.dp_shard) == ((4, 2) if phase.first_step < 5 else (2, 4))
-        assert resolved_global_batch_size(phase.config.training, degrees, FaultTolerance()) == 16

@@ -34,7 +34,7 @@ def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
 
 
 def test_llama_405b_on_512_ranks():
-    """Tensor 8, pipeline 8, data 8, as the shipped file has it, in less than 8 GiB."""
+    """Simulates tensor 8, pipeline 8, data 8, as the shipped file has it, in less than 8 GiB."""
     config = Path(__file__).parents[2] / "train_configs" / "llama3_405b.toml"
     argv = [f"--job.config_file={config}", "--comm.mode=fake_backend", f"--model.hf_assets_path={TOKENIZER}"]
     process = subprocess.Popen(

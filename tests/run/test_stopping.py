@@ -1,4 +1,4 @@
-"""Requests to stop, by signals and by time limits, at every stage of a run."""
+"""Tests of stopping.py and timeouts.py: requests to stop, by signals and by time limits, at every stage of a run."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def test_a_run_asks_to_be_requeued_until_it_is_complete(corpus, tmp_path):
     def run(name):
         return options(corpus, tmp_path / name, training__steps=40, preemption__requeue=True)
 
-    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
+    assert train(run("uninterrupted"), world_size=2, log_folder=tmp_path)[0] == 0
     for number, after in ((signal.SIGUSR1, 3), (signal.SIGUSR2, 11), (signal.SIGINT, 19), (signal.SIGTERM, 27)):
         stopped = Ranks(run("stopped"), world_size=2, log_folder=tmp_path)
         wait_for_step(tmp_path / "stopped", after)
@@ -31,7 +31,7 @@ def test_a_run_asks_to_be_requeued_until_it_is_complete(corpus, tmp_path):
         assert code == 75
         assert f"stopped by {number.name}: step" in output
     assert train(run("stopped"), world_size=2, log_folder=tmp_path)[0] == 0
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "uninterrupted")
 
 
 def test_a_signal_ends_a_validation(corpus, tmp_path):
@@ -51,8 +51,8 @@ def test_a_step_that_would_outlast_the_deadline_is_interrupted(corpus, tmp_path)
         sizes = {"training__local_batch_size": 1, "training__global_batch_size": 96, "training__steps": 3}
         return options(corpus, tmp_path / name, **sizes, **changes)
 
-    assert train(run("whole"), world_size=2, log_folder=tmp_path)[0] == 0
-    step_seconds = min(row["step_seconds"] for row in rows(tmp_path / "whole") if "loss" in row)
+    assert train(run("uninterrupted"), world_size=2, log_folder=tmp_path)[0] == 0
+    step_seconds = min(row["step_seconds"] for row in rows(tmp_path / "uninterrupted") if "loss" in row)
     deadline = step_seconds / 2
     stopped = Ranks(run("stopped", preemption__deadline_seconds=deadline), world_size=2, log_folder=tmp_path)
     wait_for_step(tmp_path / "stopped", 2)
@@ -68,7 +68,7 @@ def test_a_step_that_would_outlast_the_deadline_is_interrupted(corpus, tmp_path)
     ledger = [row for row in rows(tmp_path / "stopped") if row.get("event") == "goodput"][-1]
     assert ledger["steps_thrown_away"] == 1
     assert ledger["thrown_away_seconds"] > deadline / 2
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "uninterrupted")
 
 
 def test_a_run_stops_when_its_time_is_up(corpus, tmp_path):
@@ -162,7 +162,7 @@ def free_port() -> int:
 
 
 def handles(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal."""
+    """Returns whether the process has a handler for the signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     (caught,) = re.findall(r"SigCgt:\s*(\w+)", status)
     return bool(int(caught, 16) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""Saves that overlap with training or with each other, and disks that are full."""
+"""Saves overlap with training or with each other, and disks are full."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ ASYNC_MODES = ("async", "async_with_pinned_mem")
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of half a megabyte."""
+    """Mounts a file system of half a megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], check=False).returncode:
@@ -40,7 +40,7 @@ def small_disk(tmp_path):
 
 
 def save_while_the_disk_fills(folder, mode):
-    """Saves three steps; the disk fills up after the second has found enough room. The log and the errors."""
+    """Saves three steps; the disk fills up after the second has found enough space. Returns the log and the errors."""
     lines = log_lines()
     with rank_of_a_group():
         state = SlowState({"model/x": torch.ones(40_000)}, seconds=0.3)  # 160 kB
@@ -48,7 +48,7 @@ def save_while_the_disk_fills(folder, mode):
         filler = folder / "filler"
         for step in (1, 2, 3):
             manager.wait_for_staging()
-            if step == 2 and mode == "disabled":  # room for the tensors, but not for the other files
+            if step == 2 and mode == "disabled":  # space for the tensors, but not for the other files
                 filler.write_bytes(bytes(shutil.disk_usage(folder).free - 172_032))
             manager.save(progress_at(step))
             if step == 2 and mode != "disabled":

@@ -1,4 +1,4 @@
-"""scripts/checkpoint.py lists, verifies, shows and prunes the checkpoints of a run."""
+"""Tests of summary.py through scripts/checkpoint.py, which lists, verifies, shows and prunes checkpoints."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 
 
 def checkpoint_script(*arguments):
-    """Runs the script; its exit code and output."""
+    """Runs the script; returns its exit code and output."""
     command = [sys.executable, SCRIPT, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr

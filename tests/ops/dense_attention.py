@@ -1,0 +1,34 @@
+"""Attention with a mask of all pairs of tokens, which other implementations are compared with."""
+
+import torch
+import torch.nn.functional as F
+
+
+def dense(q, k, v, documents):
+    """Returns attention with a mask of all pairs of tokens."""
+    T = q.shape[1]
+    sees = torch.ones(T, T, dtype=torch.bool).tril()[None]
+    if documents is not None:
+        sees = sees & (documents[:, :, None] == documents[:, None, :])
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+
+
+def inputs(T, *, document_length, dtype=torch.float32):
+    """Returns queries, keys and values with grouped heads, a gradient of the result, and documents."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, T, heads, 16).to(dtype) for heads in (8, 4, 4, 8))
+    documents = (torch.rand(2, T) < 1 / document_length).cumsum(1).int() if document_length else None
+    return q, k, v, grad, documents
+
+
+def result_and_gradients(attention, q, k, v, grad):
+    """Returns the result of attention, and the gradients by q, k and v."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def distance(got, expected):
+    """Returns the norm of the difference over the norm."""
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()

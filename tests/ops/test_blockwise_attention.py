@@ -1,0 +1,89 @@
+"""Attention in blocks: equal to dense attention on the CPU and with CUDA's kernels, in blocks of limited size."""
+
+import pytest
+import torch
+
+from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.blockwise_attention import (
+    Gradients,
+    attend_,
+    attend_backward_,
+    document_attention,
+    document_starts,
+    empty_attention,
+)
+from torchtitan_clone.parallel.context import local_tokens
+
+
+@pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])
+def test_attention_in_blocks_equals_dense_attention(T, document_length):
+    q, k, v, grad, documents = inputs(T, document_length=document_length)
+    starts = document_starts(documents)
+    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
+    expected = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    assert max(map(distance, got, expected)) < 1e-6
+
+
+def test_attention_in_blocks_rounds_like_dense_attention_in_bf16():
+    q, k, v, grad, documents = inputs(1500, document_length=400)
+    starts = document_starts(documents)
+    exact = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    q, k, v, grad = (x.bfloat16() for x in (q, k, v, grad))
+    got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
+    dense_in_bf16 = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
+    for blocked, usual, right in zip(got, dense_in_bf16, exact, strict=True):
+        assert distance(blocked, right) < 1.1 * distance(usual, right)
+
+
+def test_blocks_of_a_long_row_have_a_limited_size():
+    """No mask has the size of all scores: the largest mask of a long row is that of one block."""
+    documents = torch.zeros(1, 1 << 16, dtype=torch.int32)
+    like, row = torch.empty(1, 1), (range(1 << 16),)
+    largest_queries, largest_keys = blockwise._BLOCK_SIZES["cpu"]
+    blocks = list(blockwise._blocks(row, row, document_starts(documents), like=like))
+    assert max(len(block.queries.index) for block in blocks) == largest_queries
+    assert max(len(block.index) for block in blocks) == largest_keys
+    masked = sum(not (block.is_full or block.is_triangle) for block in blocks)
+    assert masked <= 2 * (1 << 16) / largest_queries
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def attention_of_all_ranks(q, k, v, grad, documents, *, degree):
+    """Returns result and gradients of all ranks of a context group, computed one after another."""
+    ranks = [local_tokens(q.shape[1], rank=rank, degree=degree, method="ring") for rank in range(degree)]
+    places = [torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(q.device) for pieces in ranks]
+    total_out, gradients = torch.zeros_like(q), Gradients.zeros(q, k)
+    for pieces, own in zip(ranks, places, strict=True):
+        starts = None if documents is None else document_starts(documents)[:, own]
+        out, lse = empty_attention(q[:, own])
+        sources = [
+            (keys, (q[:, own], k[:, others], v[:, others]), others) for keys, others in zip(ranks, places, strict=True)
+        ]
+        for keys, qkv, _ in sources:
+            attend_((out, lse), qkv, queries=pieces, keys=keys, starts_BT=starts)
+        total_out[:, own] = out.to(q.dtype)
+        for keys, qkv, others in sources:
+            more_gradients = Gradients.zeros(*qkv[:2])
+            attend_backward_(
+                more_gradients, grad[:, own], qkv, (out.to(q.dtype), lse), queries=pieces, keys=keys, starts_BT=starts
+            )  # fmt: skip
+            for total, more, place in zip(gradients, more_gradients, (own, others, others), strict=True):
+                total[:, place] += more
+    return [total_out, *gradients]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("T", "degree"), [(64, 2), (840, 4), (6000, 1)])
+@pytest.mark.parametrize("document_length", [None, 50, 3000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_kernels_of_cuda_equal_dense_attention(T, degree, document_length, dtype, tolerance):
+    q, k, v, grad, documents = inputs(T, document_length=document_length)
+    exact = result_and_gradients(lambda *x: dense(*x, documents), *(x.double() for x in (q, k, v, grad)))
+    on_gpu = (
+        None if x is None else x.cuda() for x in (q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype), documents)
+    )
+    found = attention_of_all_ranks(*on_gpu, degree=degree)
+    assert max(distance(tensor.cpu(), right) for tensor, right in zip(found, exact, strict=True)) < tolerance

@@ -1,0 +1,25 @@
+"""The metrics of a run: tokens, learning rate and FLOPs of each step follow from its plan."""
+
+import pytest
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.run import preflight
+from torchtitan_clone.testing.runs import options, rows, train
+
+
+def test_rows_of_steps_follow_from_the_plan(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=4, lr_scheduler__warmup_steps=4)
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    assert code == 0, output
+    config = load_config(argv)
+    plan = preflight.resolve(config, world_size=2, device_type="cpu")
+    steps = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["tokens_seen"] for row in steps] == [step * plan.tokens_per_step for step in range(1, 5)]
+    assert [row["skipped_steps"] for row in steps] == [0] * 4
+    assert [row["lr"] for row in steps] == pytest.approx([config.optimizer.lr * step / 4 for step in range(1, 5)])
+    for row in steps:
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(plan.tokens_per_step)
+        flops = plan.tokens_per_step * plan.flops_per_token
+        assert row["tflops_per_second"] * row["step_seconds"] == pytest.approx(flops / 1e12)
+        assert "mfu_percent" not in row  # the peak of a CPU is unknown
+        assert row["memory_gib"] > 0

@@ -1,0 +1,22 @@
+"""Phases of a run by step: frozen layers, mesh and batch sizes."""
+
+from torchtitan_clone.config import load_config, resolved_degrees, resolved_global_batch_size
+from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.run.phases import phase_of_step
+
+FREEZE = """--training.freeze_schedule=[
+    {step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 2, local_batch_size = 4},
+    {step = 9, layers = 4}
+]"""
+
+
+def test_phases_are_a_function_of_the_step() -> None:
+    mesh = ["--parallelism.pipeline_parallel_degree=4", "--parallelism.data_parallel_shard_degree=2"]
+    config = load_config([*mesh, FREEZE])
+    found = [phase_of_step(config, 8, step=step) for step in range(1, 11)]
+    assert [phase.frozen_layers for phase in found] == [0, 0, 1, 1, 2, 2, 2, 2, 4, 4]
+    assert [phase.config.training.local_batch_size for phase in found] == [8] * 4 + [4] * 6
+    for phase in found:
+        degrees = resolved_degrees(phase.config.parallelism, 8)
+        assert (degrees.pp, degrees.dp_shard) == ((4, 2) if phase.first_step < 5 else (2, 4))
+        assert resolved_global_batch_size(phase.config.training, degrees, FaultTolerance()) == 16

@@ -1,0 +1,100 @@
+"""The plan of a run: sizes resolved from the configuration, the plan of each phase, folders, and the written file."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.models import find_model
+from torchtitan_clone.run.plan import CONFIG_FILE, build_plan, replica_identity, write_config
+
+MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+FREEZE = "--training.freeze_schedule=[{step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 1}]"
+REPLICA = ["--fault_tolerance.enable", "--fault_tolerance.group_size=3", "--fault_tolerance.replica_id=1"]
+
+
+def plan_of(*argv, world_size=1):
+    config = load_config([*MODEL, *argv])
+    spec = find_model(config.model)
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    model_args = spec.resolve_args(config.model)
+    return build_plan(config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer)
+
+
+def test_sizes_follow_from_the_configuration(tmp_path):
+    plan = plan_of(
+        f"--job.dump_folder={tmp_path}", "--job.run_name=a", "--parallelism.tensor_parallel_degree=2", world_size=8
+    )
+    assert (plan.degrees.data, plan.degrees.tp, plan.world_size) == (4, 2, 8)
+    assert plan.global_batch_size == 2 * 4
+    assert plan.tokens_per_step == 8 * 64
+    assert plan.parameter_count == sum(tensor.numel() for tensor in plan.model_tensors.values())
+    assert {tensor.device for tensor in plan.model_tensors.values()} == {torch.device("meta")}
+    assert plan.folder == plan.output_folder == tmp_path / "a"
+    assert plan.checkpoint_folder == tmp_path / "a" / plan.config.checkpoint.folder
+    assert plan.later_phases() == []
+
+
+def test_a_seed_checkpoint_trains_no_step():
+    assert plan_of("--training.steps=9").last_step == 9
+    assert plan_of("--training.steps=9", "--checkpoint.create_seed_checkpoint").last_step == 0
+
+
+def test_a_replica_group_shares_checkpoints_and_has_an_output_folder(tmp_path):
+    plan = plan_of(f"--job.dump_folder={tmp_path}", "--job.run_name=a", *REPLICA)
+    assert plan.num_replica_groups == 3
+    assert plan.global_batch_size == 2 * 3
+    assert plan.checkpoint_folder.parent == tmp_path / "a"
+    assert plan.output_folder == tmp_path / "a" / "replica-1"
+
+
+def test_phases_change_mesh_stages_and_flops_but_no_batch_size():
+    first = plan_of(PIPELINE, "--parallelism.pipeline_parallel_schedule=1F1B", FREEZE, world_size=4)
+    assert first.at_step(2) is first
+    assert (first.frozen_modules, first.frozen_stages, first.loss_rank) == ((), 0, 1)
+    second, third = first.later_phases()
+    assert [(plan.first_step, plan.frozen_layers) for plan in (second, third)] == [(3, 1), (5, 2)]
+    assert [first.at_step(step) for step in (3, 4, 5, 99)] == [second, second, third, third]
+    assert third.frozen_modules == ("tok_embeddings", "layers.0", "layers.1")
+    assert (second.degrees.pp, second.degrees.data) == (2, 2)
+    assert (third.degrees.pp, third.degrees.data, third.loss_rank) == (1, 4, 0)
+    assert len(third.stages.modules) == 1
+    assert second.pipeline_summary
+    assert third.pipeline_summary == ""
+    assert {plan.global_batch_size for plan in (first, second, third)} == {first.global_batch_size}
+    for plan in (first, second, third):
+        expected = plan.spec.flops_per_token(
+            plan.model_args, parameters=plan.parameters, seq_len=64, frozen_layers=plan.frozen_layers
+        )
+        assert plan.flops_per_token == expected
+    assert first.flops_per_token > second.flops_per_token > third.flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ("--training.dataset_path=elsewhere", True),
+        ("--job.run_name=other", True),
+        ("--optimizer.lr=1", False),
+        ("--training.seq_len=32", False),
+        ("--model.args.n_layers=2", False),
+        ("--debug.seed=5", False),
+    ],
+)
+def test_replica_groups_share_what_decides_the_numbers(change, is_same):
+    same = replica_identity(load_config(MODEL)) == replica_identity(load_config([*MODEL, change]))
+    assert same == is_same
+
+
+def test_the_written_file_resolves_to_the_same_configuration(tmp_path):
+    plan = plan_of(f"--job.dump_folder={tmp_path}", "--job.run_name=a", FREEZE, *REPLICA)
+    write_config(plan)
+    write_config(plan)
+    (file,) = plan.output_folder.iterdir()
+    assert file.name == CONFIG_FILE
+    again = load_config([f"--job.config_file={file}"])
+    for table in ("model", "training", "optimizer", "fault_tolerance"):
+        assert dataclasses.asdict(getattr(again, table)) == dataclasses.asdict(getattr(plan.config, table))
