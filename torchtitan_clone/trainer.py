@@ -103,7 +103,6 @@ class Trainer:
         self._exporter = Exporter(run.plan, metrics=self._metrics)
         self._saver = Saver(
             self._checkpoints,
-            plan=run.plan,
             state=self._state,
             replicas=self._replicas,
             metrics=self._metrics,

@@ -35,16 +35,17 @@ def build_run_metrics(plan: RunPlan, *, launch: Launch, device: torch.device, ag
 def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
     """Logs a committed step."""
     step_seconds, data_seconds = metrics.mean_seconds()
-    record = StepRecord(
-        step=result.step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        lr=state.engine.lr,
-        tokens_seen=state.progress.tokens_seen,
-        step_seconds=step_seconds,
-        data_seconds=data_seconds,
-        memory_gib=peak_memory_gib(state.engine.device),
-        skipped_steps=state.progress.skipped_steps,
-        auxiliary=result.auxiliary,
+    metrics.log(
+        StepRecord(
+            step=result.step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=state.engine.lr,
+            tokens_seen=state.progress.tokens_seen,
+            step_seconds=step_seconds,
+            data_seconds=data_seconds,
+            memory_gib=peak_memory_gib(state.engine.device),
+            skipped_steps=state.progress.skipped_steps,
+            auxiliary=result.auxiliary,
+        )
     )
-    metrics.log(record)

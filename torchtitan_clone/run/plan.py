@@ -39,12 +39,7 @@ class RunPlan:
         phase = phase_of_step(self.config, self.world_size, step=step)
         if phase.config is self.config:
             return self
-        stages = resolved_stages(
-            phase.config.parallelism,
-            n_layers=self.model_args.n_layers,
-            frozen_layers=phase.frozen_layers,
-            layer_costs=self.spec.layer_costs(self.model_args),
-        )
+        stages = _stages(phase.config, spec=self.spec, model_args=self.model_args, frozen_layers=phase.frozen_layers)
         return replace(
             self,
             config=phase.config,
@@ -147,6 +142,12 @@ def build_plan(
         pipeline_summary=_describe_pipeline(config, stages=stages),
         global_batch_size=resolved_global_batch_size(config.training, degrees, config.fault_tolerance),
     )
+
+
+def _stages(config: Config, *, spec: ModelSpec, model_args: ModelArgs, frozen_layers: int = 0) -> Stages:
+    costs = spec.layer_costs(model_args)
+    sizes = {"n_layers": model_args.n_layers, "frozen_layers": frozen_layers}
+    return resolved_stages(config.parallelism, layer_costs=costs, **sizes)
 
 
 def _describe_pipeline(config: Config, *, stages: Stages) -> str:

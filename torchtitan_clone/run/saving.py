@@ -1,16 +1,11 @@
 """Saves of a run: by which replica group, with relaxed timeouts, reported to the metrics."""
 
-import logging
-
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.metrics import MetricsWriter
-from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts
-
-logger = logging.getLogger("torchtitan_clone")
 
 
 class Saver:
@@ -20,7 +15,6 @@ class Saver:
         self,
         checkpoints: CheckpointManager,
         *,
-        plan: RunPlan,
         state: RunState,
         replicas: ReplicaGroup,
         metrics: MetricsWriter,
@@ -28,7 +22,6 @@ class Saver:
         stop: StopPolicy,
     ) -> None:
         self._checkpoints = checkpoints
-        self._plan = plan
         self._state = state
         self._replicas = replicas
         self._metrics = metrics
@@ -58,19 +51,17 @@ class Saver:
                 self._metrics.log_goodput(self._state.step)
 
     def save_last(self) -> None:
-        """Saves the last step that this process trained, unless it is saved; returns once that is committed or failed.
-
-        A collective.
-        """
+        """Saves the last step that this process trained, unless it is saved, and waits for that. A collective."""
         with self._timeouts.relaxed():
             self._checkpoints.finish()
-        if self._checkpoints.saved_step != self._state.step or self._plan.config.checkpoint.create_seed_checkpoint:
+        is_seed = self._state.engine.plan.config.checkpoint.create_seed_checkpoint
+        if is_seed or self._checkpoints.saved_step != self._state.step:
             self.save(wait=True)
         self.log_finished_saves()
 
     def close(self, *, is_exported: bool) -> None:
         """Marks the run as complete, if its last step is saved and exported; frees the staging memory. A collective."""
-        is_complete = self._state.step == self._plan.config.training.steps and is_exported
+        is_complete = self._state.step == self._state.engine.plan.config.training.steps and is_exported
         if is_complete and self._checkpoints.saved_step == self._state.step and self._replicas.is_writer:
             self._checkpoints.mark_complete(self._state.progress)
         self._checkpoints.close()

@@ -79,10 +79,7 @@ class StopRequest:
 
 
 class StopPolicy:
-    """Decides with all ranks whether to stop.
-
-    `sum_over_ranks` sums numbers over the ranks of this replica group.
-    """
+    """Decides with all ranks of this replica group whether to stop."""
 
     def __init__(
         self,
@@ -97,9 +94,8 @@ class StopPolicy:
         self._deadline_seconds = deadline_seconds
         self._sum_over_ranks = sum_over_ranks
         self.step_seconds = 0.0
-        """Time of the last step."""
         self.save_seconds = 0.0
-        """Time of the longest save so far."""
+        """Of the longest save so far."""
 
     @property
     def reason(self) -> str:
@@ -121,10 +117,7 @@ class StopPolicy:
         return any(self._sum_over_ranks([self.is_wanted_here()]))
 
     def check_deadline(self) -> None:
-        """Raises StepInterrupted on all ranks once half of the deadline has passed on one.
-
-        A collective if there is a deadline.
-        """
+        """Raises StepInterrupted on all ranks once half of the deadline has passed on one. A collective."""
         deadline = self._deadline_seconds
         if deadline is not None and any(self._sum_over_ranks([self._request.seconds_since > deadline / 2])):
             raise StepInterrupted
