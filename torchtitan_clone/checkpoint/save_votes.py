@@ -1,7 +1,6 @@
 """Tells rank 0 which files the ranks have written, and the other ranks whether rank 0 committed the save.
 
-Uses the key-value store of the process group instead of a collective: a thread polls it next to training, and a rank
-whose writer needs a second attempt blocks no other rank. All keys begin with the id of the save.
+Uses the key-value store, not a collective: a thread polls it next to training, and no rank blocks another.
 """
 
 import json
@@ -24,19 +23,14 @@ class SaveCoordinator:
     def __init__(self, save_id: str):
         self._id = save_id
         self._store = default_store()
-        self._world_size = dist.get_world_size()
 
     def report(self, files: Mapping[str, FileRecord], *, error: str | None) -> None:
-        """Publishes the files that this rank has written, or why it has not."""
         records = {name: asdict(record) for name, record in files.items()}
         self._store.set(self._key(dist.get_rank()), json.dumps({"files": records, "error": error}))
 
     def collect(self, *, timeout_seconds: float) -> dict[str, FileRecord]:
-        """Returns the files of all ranks, for rank 0.
-
-        Raises OSError with the error of a rank, TimeoutError with the ranks that have not reported.
-        """
-        keys = [self._key(rank) for rank in range(self._world_size)]
+        """Returns the files of all ranks. OSError with the error of a rank, TimeoutError if ranks have not reported."""
+        keys = [self._key(rank) for rank in range(dist.get_world_size())]
         if not _wait_until(lambda: self._store.check(keys), timeout_seconds=timeout_seconds):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise TimeoutError(f"ranks {missing} did not finish writing within {timeout_seconds:g} s; {_REMEDY}")

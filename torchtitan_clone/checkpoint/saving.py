@@ -1,9 +1,7 @@
 """Runs saves one at a time, next to training.
 
-All ranks start a save together, in a collective of about a millisecond. Then each rank independently stages its shards,
-writes them and reports; rank 0 collects the reports and commits. With an `async_mode`, everything after the start
-happens in a thread, and the optimizer waits only until the staging is done. A save that becomes due while another is in
-progress is skipped; one that must not be skipped (the last, a permanent one, one before a stop) waits.
+All ranks start a save in one collective. Then each stages, writes and reports independently, in a thread with an
+`async_mode`; rank 0 collects the reports and commits. A save that becomes due while another runs is skipped.
 """
 
 import json
@@ -32,19 +30,15 @@ from torchtitan_clone.config.schema import Checkpoint
 logger = logging.getLogger("torchtitan_clone")
 
 MODEL_ONLY_FOLDER = "model_only"
-"""Subfolder of the checkpoint folder that holds exports of the weights only."""
-_SPACE_FACTOR = 1.02
-"""Free disk space that a save requires, as a multiple of its size."""
-_TIMEOUT_FACTOR = 3
-"""Longest wait for another rank, in writer timeouts: two attempts of its writer process and one of its thread."""
+_SPACE_FACTOR = 1.02  # free disk space that a save requires, as a multiple of its size
+_TIMEOUT_FACTOR = 3  # two attempts of another rank's writer process and one of its thread
 
 
 @dataclass(kw_only=True)
 class SaveReport:
-    """The result of one save, filled while it runs: `error` says why it failed, None means it was committed.
+    """The result of one save: `error` is None if it was committed. Only rank 0 knows `seconds` and `error`.
 
-    `seconds` is the time from start to commit, of which training waited for `blocked_seconds`. Copying the state took
-    `staging_seconds`, 0 if the tensors were written directly. Only rank 0 knows `seconds` and `error`.
+    `seconds` is the time from start to commit, of which training waited for `blocked_seconds`.
     """
 
     step: int
@@ -71,7 +65,6 @@ class Save:
         self._options = checkpoint
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
-        """Does this rank's share; on rank 0, everything up to the commit."""
         try:
             self._write(state)
             if dist.get_rank() == 0:
@@ -85,7 +78,7 @@ class Save:
             self.finished.set()
 
     def outcome(self) -> str | None:
-        """Waits, for a bounded time, until rank 0 announces the outcome: an error, or None for committed."""
+        """Waits, for a bounded time, until rank 0 announces an error, or None for committed."""
         timeout_seconds = (_TIMEOUT_FACTOR + 1) * self._options.writer_timeout_seconds
         error = self.coordinator.outcome(timeout_seconds=timeout_seconds)
         if error is None:
@@ -101,15 +94,13 @@ class Save:
                 buffer.wait_for_copies()
                 self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
-            name = self.file.plan.file
-            record = self.file.write(self._partial / name, state=state)
+            record = self.file.write(self._partial / self.file.plan.file, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
             self.coordinator.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
         else:
-            self.coordinator.report({name: record}, error=None)
+            self.coordinator.report({self.file.plan.file: record}, error=None)
 
     def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
-        """Collects the reports of all ranks and commits, on rank 0; returns an error or None."""
         try:
             files = self.coordinator.collect(timeout_seconds=_TIMEOUT_FACTOR * self._options.writer_timeout_seconds)
             self._commit(files, extra_files={**extra_files, INDEX_FILE: self.file.plan.index})
@@ -148,7 +139,7 @@ class SaveRunner:
         self._unreported: list[Save] = []
 
     def run_in_background(self, action: Callable[[], None]) -> None:
-        """Runs `action` in the thread that also runs the saves, in the order of the calls."""
+        """Runs `action` in the thread of the saves, in the order of the calls."""
         self._thread.submit(_log_errors, action)
 
     def start(self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor]) -> Save | None:
@@ -158,8 +149,7 @@ class SaveRunner:
             if dist.get_rank() == 0:
                 _warn_of_failure(progress.step, error)
             return None
-        save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
-        self._save = save
+        save = self._save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
         if dist.get_rank() == 0:
             self._unreported.append(save)
         if file.buffer is not None:
@@ -170,7 +160,6 @@ class SaveRunner:
         return save
 
     def wait_for_staging(self) -> None:
-        """Waits until the save in progress has copied the state."""
         if self._save is not None and not self._save.finished.is_set():
             start = time.perf_counter()
             self._save.staged.wait()
@@ -183,7 +172,6 @@ class SaveRunner:
         return self._save.report.step if self._save is not None and self._save.outcome() is None else None
 
     def reports(self) -> Iterator[SaveReport]:
-        """Yields, on rank 0, a report for each save that ended since the last call."""
         for save in [save for save in self._unreported if save.finished.is_set()]:
             self._unreported.remove(save)
             yield save.report
@@ -212,15 +200,12 @@ class SaveRunner:
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:
-    """Returns an error message if fewer than `size` bytes are free."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free >= size * _SPACE_FACTOR:
         return None
-    return (
-        f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free; free disk space or lower "
-        "checkpoint.keep_latest_k"
-    )
+    needs = f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free"
+    return f"{needs}; free disk space or lower checkpoint.keep_latest_k"
 
 
 def _log_errors(action: Callable[[], None]) -> None:
