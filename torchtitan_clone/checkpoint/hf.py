@@ -1,8 +1,6 @@
-"""Reads and writes folders of weights in the format of the Hugging Face hub.
+"""Reads and writes folders of weights in the format of the Hugging Face hub: config.json and safetensors files.
 
-A folder holds safetensors files, an index if there are several, config.json and other files such as the tokenizer's.
-`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor, reading only
-that of the tensors that are filled.
+`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor.
 """
 
 import json
@@ -37,10 +35,8 @@ from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
-FILE_BYTES = 5 * 10**9
-"""Largest size of a file that holds several tensors."""
-LONGEST_WAIT = timedelta(hours=1)
-"""For one tensor of another rank, or for the disks of all ranks; the death of a rank is noticed at once."""
+FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
+LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +59,8 @@ def export_weights(
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` are the other
-    files of the folder. The folder appears complete and verified or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files; `files` are the other files. The folder appears
+    complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
@@ -78,10 +74,9 @@ def export_weights(
 
 
 class FullTensorGather:
-    """Assembles complete tensors, one at a time, from the shards that the ranks hold of ours, as `pieces` says.
+    """Assembles complete tensors, one at a time, from the shards of all ranks; floating-point ones as `dtype`.
 
     The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
-    Floating-point tensors are converted to `dtype`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
@@ -94,7 +89,6 @@ class FullTensorGather:
         self._sources = sources_of(pieces)
 
     def entries(self) -> list[Entry]:
-        """Returns the tensors that can be collected."""
         dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
         return [
             entry_for(name, dtype=exported_dtype(dtypes[ours], wanted=self._dtype), shape=piece.shape)
@@ -121,13 +115,11 @@ class FullTensorGather:
                     else:
                         overlap.in_source(complete).copy_(values)
                 elif complete is not None:
-                    self._receive(overlap.in_source(complete), holder=holder)
+                    wanted = overlap.in_source(complete)
+                    values = torch.empty(wanted.shape, dtype=wanted.dtype)
+                    dist.recv(bytes_of(values), src=holder, group=self.group)
+                    wanted.copy_(values)
         return complete
-
-    def _receive(self, wanted: Tensor, *, holder: int) -> None:
-        values = torch.empty(wanted.shape, dtype=wanted.dtype)
-        dist.recv(bytes_of(values), src=holder, group=self.group)
-        wanted.copy_(values)
 
 
 def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
@@ -175,15 +167,10 @@ def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorG
 
 
 def write_weights(
-    folder: Path,
-    *,
-    entries: Sequence[Entry],
-    read: Callable[[Entry], Tensor],
-    files: Mapping[str, bytes],
-    file_bytes: int = FILE_BYTES,
+    folder: Path, *, entries: Sequence[Entry], read: Callable[[Entry], Tensor], files: Mapping[str, bytes]
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
-    layout = plan_files(entries, file_bytes=file_bytes)
+    layout = plan_files(entries, file_bytes=FILE_BYTES)
     _make_empty(_partial_folder(folder))
     for name, its_entries in layout.items():
         write_tensor_file(_partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
@@ -231,7 +218,6 @@ def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files
 
 
 def _disk_error(action: Callable[[], object]) -> str | None:
-    """Runs `action`; returns the message of an OSError, None without one."""
     try:
         action()
     except OSError as error:
@@ -255,14 +241,13 @@ class WeightFolder:
             for piece in pieces[name]:
                 needed.setdefault(self.files[piece.source], []).append((name, piece))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
-        with torch.no_grad():
-            for path, parts in needed.items():
-                with safe_open(path, framework="pt") as file:
-                    for name, piece in parts:
-                        box, offset = boxes[name]
-                        overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
-                        if overlap is not None:
-                            overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
+        for path, parts in needed.items():
+            with torch.no_grad(), safe_open(path, framework="pt") as file:
+                for name, piece in parts:
+                    box, offset = boxes[name]
+                    overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
+                    if overlap is not None:
+                        overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
 
 def open_weight_folder(path: Path) -> WeightFolder:
