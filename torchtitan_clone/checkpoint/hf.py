@@ -18,16 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.loading import first_error
-from torchtitan_clone.checkpoint.tensor_file import (
-    Entry,
-    bytes_of,
-    entry_for,
-    exported_dtype,
-    read_entries,
-    write_tensor_file,
-)
+from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
@@ -37,6 +31,10 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
 LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
+Tensors = Mapping[str, Tensor]
+Entries = Sequence[Entry]
+Layout = Mapping[str, Entries]
+Files = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +47,7 @@ class ExportReport:
 
 
 def export_weights(
-    folder: Path,
-    *,
-    tensors: Mapping[str, Tensor],
-    pieces: Pieces,
-    dtype: torch.dtype,
-    files: Mapping[str, bytes],
-    file_bytes: int = FILE_BYTES,
+    folder: Path, *, tensors: Tensors, pieces: Pieces, dtype: torch.dtype, files: Files, file_bytes: int = FILE_BYTES
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
@@ -79,7 +71,7 @@ class FullTensorGather:
     The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
+    def __init__(self, tensors: Tensors, *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
         self.group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
@@ -134,9 +126,7 @@ def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShar
     return found
 
 
-def _export(
-    folder: Path, *, gather: FullTensorGather, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]
-) -> str | None:
+def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: Files) -> str | None:
     partial = _partial_folder(folder)
     leads = dist.get_rank() == 0
     error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=gather.group)
@@ -153,13 +143,14 @@ def _export(
     return first_error(error, group=gather.group)
 
 
-def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
+def _write_gathered(path: Path, *, entries: Entries, gather: FullTensorGather) -> str | None:
     """Writes one file on a rank that holds a shard of its first tensor; returns that rank's error."""
     writer_rank = gather.holder(entries[0].name)
     tensors = (gather.collect(entry, at=writer_rank) for entry in entries)
     error = None
     if dist.get_rank() == writer_rank:
-        error = _disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
+        complete = cast("Iterator[Tensor]", tensors)
+        error = _disk_error(lambda: tensor_file.write_tensor_file(path, entries=entries, tensors=complete))
     # The other ranks send their shards; after an error, the writer must still receive them.
     for _ in tensors:
         pass
@@ -167,17 +158,17 @@ def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorG
 
 
 def write_weights(
-    folder: Path, *, entries: Sequence[Entry], read: Callable[[Entry], Tensor], files: Mapping[str, bytes]
+    folder: Path, *, entries: Entries, read: Callable[[Entry], Tensor], files: Files, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
-    layout = plan_files(entries, file_bytes=FILE_BYTES)
+    layout = plan_files(entries, file_bytes=file_bytes)
     _make_empty(_partial_folder(folder))
-    for name, its_entries in layout.items():
-        write_tensor_file(_partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
+    for name, group in layout.items():
+        tensor_file.write_tensor_file(_partial_folder(folder) / name, entries=group, tensors=map(read, group))
     _commit_folder(folder, layout=layout, files=files)
 
 
-def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[Entry]]:
+def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:
     """Returns the tensors of each file, in order; those with the largest items first, so that all are aligned."""
     groups: list[list[Entry]] = [[]]
     for entry in entries:
@@ -190,7 +181,7 @@ def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[E
     return {f"model-{i:05}-of-{len(ordered):05}.safetensors": group for i, group in enumerate(ordered, start=1)}
 
 
-def _total_bytes(layout: Mapping[str, Sequence[Entry]]) -> int:
+def _total_bytes(layout: Layout) -> int:
     return sum(entry.num_bytes for entries in layout.values() for entry in entries)
 
 
@@ -203,7 +194,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
+def _commit_folder(folder: Path, *, layout: Layout, files: Files) -> None:
     """Adds the index, unless there is a single file of tensors, and the other files; then renames the folder."""
     partial = _partial_folder(folder)
     if absent := [name for name in layout if not (partial / name).is_file()]:
@@ -234,7 +225,7 @@ class WeightFolder:
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
 
-    def fill(self, tensors: Mapping[str, Tensor], *, pieces: Pieces) -> None:
+    def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
@@ -262,13 +253,12 @@ def open_weight_folder(path: Path) -> WeightFolder:
 
 def _entries_of(file: Path) -> list[Entry]:
     try:
-        return read_entries(file)
+        return tensor_file.read_entries(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the files that the index names, or all if there is no index."""
     if not (path / INDEX_FILE).is_file():
         if not (found := sorted(path.glob("*.safetensors"))):
             raise ConfigError(f"{path}: there is no .safetensors file in it")

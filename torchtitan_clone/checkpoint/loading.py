@@ -65,10 +65,7 @@ def _saved_tensor(
 
 
 def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor] | None = None) -> None:
-    """Fills the tensors of `state`, all of which the checkpoint must have with the same shape.
-
-    Raises CorruptCheckpointError on all ranks if one of them cannot read a file.
-    """
+    """Fills tensors that the checkpoint has with the same shape; CorruptCheckpointError on all ranks if one fails."""
     problem: str | None = None
     try:
         _fill(folder, state, index=read_index(folder) if index is None else index)
@@ -136,11 +133,9 @@ def loadable_tensors(
     }
     texts = [f"{kind}: {_listed(names)}" for kind, names in mismatches.items() if names]
     if texts and not allow_partial:
-        raise ConfigError(
-            f"the checkpoint {folder} does not match this run's model and optimizer; {'; '.join(texts)}. Restore the "
-            "options that it was saved with, or set checkpoint.allow_partial = true to load what matches and "
-            "initialize the rest"
-        )
+        what = f"the checkpoint {folder} does not match this run's model and optimizer; {'; '.join(texts)}"
+        remedy = "set checkpoint.allow_partial = true to load what matches and initialize the rest"
+        raise ConfigError(f"{what}. Restore the options that it was saved with, or {remedy}")
     if texts:
         logger.warning("%s does not match, which checkpoint.allow_partial accepts; %s", folder, "; ".join(texts))
     return {name: t for name, t in state.items() if name in index and index[name].shape == t.shape}

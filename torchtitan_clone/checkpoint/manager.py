@@ -35,9 +35,8 @@ class SavePolicy:
         return minutes is not None and self._clock() - self._last_save >= 60 * minutes
 
     def is_due(self, step: int, *, overdue: bool) -> bool:
-        options = self._options
-        is_first = options.enable_first_step_checkpoint and step == 1
-        return step % options.interval == 0 or self.is_permanent(step) or is_first or overdue
+        is_first = self._options.enable_first_step_checkpoint and step == 1
+        return step % self._options.interval == 0 or self.is_permanent(step) or is_first or overdue
 
     def is_permanent(self, step: int) -> bool:
         """Returns whether keep_every exempts the step from deletion."""
@@ -88,10 +87,7 @@ class CheckpointManager:
         return self.is_saving_enabled and self._policy.is_due(step, overdue=overdue)
 
     def find_resume_point(self) -> Progress | None:
-        """Returns the progress of the newest intact checkpoint, None for a new run. Collective.
-
-        Raises ConfigError if checkpoints exist and none of them is usable.
-        """
+        """Returns the progress of the newest intact step, None for a new run; ConfigError if none is. Collective."""
         self._resume_point = find_resume_point(self._options, folder=self._folder, is_shared=self._is_shared)
         if self._resume_point is None or self._resume_point.progress is None:
             return None

@@ -68,7 +68,6 @@ class RankFile:
             self.buffer.close()
 
     def _write_by_process(self, path: Path, process: "WriterProcess") -> FileRecord | None:
-        """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return process.write(path, size=self.plan.bytes)
@@ -135,7 +134,6 @@ class WriterProcess:
             self._process.wait()
 
     def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Returns the next line of its output without the newline; waits at most the timeout."""
         assert process.stdout is not None
         deadline = time.monotonic() + self._timeout_seconds
         poll = select.poll()

@@ -35,10 +35,7 @@ class ResumePoint:
 
 
 def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> ResumePoint | None:
-    """Returns the newest intact step, or load_step, or else initial_load_path. Renames corrupted steps. Collective.
-
-    Raises ConfigError if steps exist and none is intact, or if an option names one that is not.
-    """
+    """Returns the newest intact step, load_step or initial_load_path; ConfigError if it is corrupted. Collective."""
     steps, had_steps = _agree_on_steps(folder, is_shared=is_shared)
     for step in reversed([step for step in steps if checkpoint.load_step in (-1, step)]):
         if _verify_or_quarantine(checkpoint, folder=folder, step=step):
@@ -49,15 +46,11 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
             return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(
-            f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step; saved "
-            f"steps: {available}; choose one of them, or -1 for the newest"
-        )
+        what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
+        raise ConfigError(f"{what}; saved steps: {available}; choose one of them, or -1 for the newest")
     if had_steps and not checkpoint.start_fresh:
-        raise ConfigError(
-            f"{folder}: no checkpoint is complete, for the reasons logged above; restore one, or set "
-            "checkpoint.start_fresh = true to train from the first step"
-        )
+        remedy = "restore one, or set checkpoint.start_fresh = true to train from the first step"
+        raise ConfigError(f"{folder}: no checkpoint is complete, for the reasons logged above; {remedy}")
     return _initial_point(checkpoint)
 
 
@@ -145,7 +138,6 @@ def _quarantine_newer(folder: Path, *, step: int) -> None:
 
 
 def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
-    """Verifies another run's checkpoint, which is never renamed."""
     if (found := commit.initial_folder(checkpoint)) is None:
         return None
     folder, step = found

@@ -22,15 +22,17 @@ from torch import Tensor
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save
 from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
-from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.torch_compat import default_store
 
 logger = logging.getLogger("torchtitan_clone")
 
 MODEL_ONLY_FOLDER = "model_only"
 _SPACE_FACTOR = 1.02  # free disk space that a save requires, as a multiple of its size
+_MAX_PAUSE_SECONDS = 0.05
+_REMEDY = "check the log and the disk of that machine, or increase checkpoint.writer_timeout_seconds"
 _TIMEOUT_FACTOR = 3  # two attempts of another rank's writer process and one of its thread
 
 
@@ -47,6 +49,48 @@ class SaveReport:
     blocked_seconds: float = 0.0
     staging_seconds: float = 0.0
     error: str | None = None
+
+
+class SaveCoordinator:
+    """Exchanges reports on one save through the store of the process group: a collective would block training."""
+
+    def __init__(self, save_id: str):
+        self._id = save_id
+        self._store = default_store()
+
+    def report(self, files: Mapping[str, FileRecord], *, error: str | None) -> None:
+        records = {name: asdict(record) for name, record in files.items()}
+        self._store.set(self._key(dist.get_rank()), json.dumps({"files": records, "error": error}))
+
+    def collect(self, *, timeout_seconds: float) -> dict[str, FileRecord]:
+        """Returns the files of all ranks. OSError with the error of a rank, TimeoutError if ranks have not reported."""
+        keys = [self._key(rank) for rank in range(dist.get_world_size())]
+        if not _wait_until(lambda: self._store.check(keys), timeout_seconds=timeout_seconds):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise TimeoutError(f"ranks {missing} did not finish writing within {timeout_seconds:g} s; {_REMEDY}")
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        if (error := next((answer["error"] for answer in answers if answer["error"]), None)) is not None:
+            raise OSError(error)
+        return {name: FileRecord(**record) for answer in answers for name, record in answer["files"].items()}
+
+    def announce(self, error: str | None) -> None:
+        self._store.set(self._key("outcome"), json.dumps(error))
+
+    def outcome(self, *, timeout_seconds: float) -> str | None:
+        """Waits for the outcome that rank 0 announces: an error, or None for committed."""
+        key = self._key("outcome")
+        if not _wait_until(lambda: self._store.check([key]), timeout_seconds=timeout_seconds):
+            return f"rank 0 did not commit within {timeout_seconds:g} s; {_REMEDY}"
+        return json.loads(self._store.get(key))
+
+    def forget(self) -> None:
+        """Deletes the outcome, once all ranks know it."""
+        self._store.delete_key(self._key("outcome"))
+
+    def _key(self, name: object) -> str:
+        return f"checkpoint/{self._id}/{name}"
 
 
 class Save:
@@ -206,6 +250,17 @@ def _lack_of_space(folder: Path, *, size: int) -> str | None:
         return None
     needs = f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free"
     return f"{needs}; free disk space or lower checkpoint.keep_latest_k"
+
+
+def _wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> bool:
+    deadline = time.monotonic() + timeout_seconds
+    pause_seconds = 0.001
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+    return True
 
 
 def _log_errors(action: Callable[[], None]) -> None:

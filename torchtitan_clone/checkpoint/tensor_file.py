@@ -49,10 +49,9 @@ class Entry:
 def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     """Returns the entry of a tensor to be written; TypeError if the format does not support its type."""
     if dtype not in NAMES:
-        raise TypeError(
-            f"{name}: a tensor of type {dtype} cannot be saved, only {', '.join(str(known)[6:] for known in NAMES)}; "
-            "convert it, or register the buffer with persistent=False"
-        )
+        known = ", ".join(str(each)[6:] for each in NAMES)
+        remedy = "convert it, or register the buffer with persistent=False"
+        raise TypeError(f"{name}: a tensor of type {dtype} cannot be saved, only {known}; {remedy}")
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 

@@ -26,10 +26,13 @@ except ImportError:
     xxhash = None
 
 
+Bytes = bytes | memoryview
+
+
 class Digest(Protocol):
     """A hash function in progress."""
 
-    def update(self, data: bytes | memoryview, /) -> object: ...
+    def update(self, data: Bytes, /) -> object: ...
     def hexdigest(self) -> str: ...
 
 
@@ -54,11 +57,7 @@ class FileRecord:
 
 
 def write_file(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    *,
-    direct: bool = False,
-    alive: Callable[[], object] = lambda: None,
+    path: Path, pieces: Iterable[Bytes], *, direct: bool = False, alive: Callable[[], object] = lambda: None
 ) -> FileRecord:
     """Writes a new file and flushes it to disk; calls `alive` after each piece. Raises OSError with the path.
 
