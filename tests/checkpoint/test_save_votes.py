@@ -1,6 +1,6 @@
-"""Ranks report to rank 0, which announces the outcome."""
+"""Tests of saving.py: ranks report to rank 0, which announces the outcome."""
 
-from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
+from torchtitan_clone.checkpoint.saving import SaveCoordinator
 from torchtitan_clone.checkpoint.writer import FileRecord
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks

@@ -1,15 +1,7 @@
-"""Checkpoint folders on disk: what makes one committed and complete, and how it is created and deleted.
+"""Checkpoint folders on disk, without torch. step-N is committed: renamed to this after its manifest was written.
 
-    step-N                 committed: renamed to this after its manifest was written
-    step-N.partial-ID      being written, or left behind by a process that was killed
-    step-N.bad-REASON      found corrupted; kept for inspection
-    step-N.left-REASON     newer than the step that load_step resumed from
-    step-N.replaced        the older of two saves of one step, while they are exchanged
-    step-N.purged          being deleted
-    finished.json          the run is complete
-
-The manifest lists every file with its size and digest, and has a digest of its own. Nothing here needs torch or a
-process group, and nothing that is read is trusted.
+The suffix .partial-ID: being written, or left behind by a killed process; .bad-REASON: corrupted; .left-REASON: newer
+than load_step; .replaced: the older of two saves of one step, while they are exchanged; .purged: being deleted.
 """
 
 import contextlib
@@ -99,10 +91,7 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | Non
 
 
 def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
-    """Returns the checkpoint that a new run starts from, and its step if a folder of several was given.
-
-    Returns None without initial_load_path; raises ConfigError if it is not a checkpoint.
-    """
+    """Returns initial_load_path, if set, and the step in a folder of several; ConfigError if it is not a checkpoint."""
     if not checkpoint.initial_load_path or checkpoint.initial_load_in_hf:
         return None
     folder = Path(checkpoint.initial_load_path)
@@ -250,10 +239,7 @@ def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
 
 
 def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Deletes complete steps other than the newest `keep_latest_k` (0: keep all) and multiples of `keep_every`.
-
-    Returns the deleted steps. Incomplete steps are neither counted nor deleted.
-    """
+    """Deletes and returns complete steps except the newest `keep_latest_k` (0: all) and multiples of `keep_every`."""
     complete = [step for step in committed_steps(folder) if is_complete(folder, step=step)]
     old = complete[:-keep_latest_k] if keep_latest_k else []
     purged = [step for step in old if not (keep_every and step % keep_every == 0)]

@@ -1,8 +1,6 @@
-"""Reads and writes folders of weights in the format of the Hugging Face hub.
+"""Reads and writes folders of weights in the format of the Hugging Face hub: config.json and safetensors files.
 
-A folder holds safetensors files, an index if there are several, config.json and other files such as the tokenizer's.
-`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor, reading only
-that of the tensors that are filled.
+`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor.
 """
 
 import json
@@ -20,16 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.loading import first_error
-from torchtitan_clone.checkpoint.tensor_file import (
-    Entry,
-    bytes_of,
-    entry_for,
-    exported_dtype,
-    read_entries,
-    write_tensor_file,
-)
+from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
@@ -37,10 +29,12 @@ from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
-FILE_BYTES = 5 * 10**9
-"""Largest size of a file that holds several tensors."""
-LONGEST_WAIT = timedelta(hours=1)
-"""For one tensor of another rank, or for the disks of all ranks; the death of a rank is noticed at once."""
+FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
+LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
+Tensors = Mapping[str, Tensor]
+Entries = Sequence[Entry]
+Layout = Mapping[str, Entries]
+Files = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +47,12 @@ class ExportReport:
 
 
 def export_weights(
-    folder: Path,
-    *,
-    tensors: Mapping[str, Tensor],
-    pieces: Pieces,
-    dtype: torch.dtype,
-    files: Mapping[str, bytes],
-    file_bytes: int = FILE_BYTES,
+    folder: Path, *, tensors: Tensors, pieces: Pieces, dtype: torch.dtype, files: Files, file_bytes: int = FILE_BYTES
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files, to those of the folder; `files` are the other
-    files of the folder. The folder appears complete and verified or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files; `files` are the other files. The folder appears
+    complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
@@ -78,13 +66,12 @@ def export_weights(
 
 
 class FullTensorGather:
-    """Assembles complete tensors, one at a time, from the shards that the ranks hold of ours, as `pieces` says.
+    """Assembles complete tensors, one at a time, from the shards of all ranks; floating-point ones as `dtype`.
 
     The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
-    Floating-point tensors are converted to `dtype`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
+    def __init__(self, tensors: Tensors, *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
         self.group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
@@ -94,7 +81,6 @@ class FullTensorGather:
         self._sources = sources_of(pieces)
 
     def entries(self) -> list[Entry]:
-        """Returns the tensors that can be collected."""
         dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
         return [
             entry_for(name, dtype=exported_dtype(dtypes[ours], wanted=self._dtype), shape=piece.shape)
@@ -121,13 +107,11 @@ class FullTensorGather:
                     else:
                         overlap.in_source(complete).copy_(values)
                 elif complete is not None:
-                    self._receive(overlap.in_source(complete), holder=holder)
+                    wanted = overlap.in_source(complete)
+                    values = torch.empty(wanted.shape, dtype=wanted.dtype)
+                    dist.recv(bytes_of(values), src=holder, group=self.group)
+                    wanted.copy_(values)
         return complete
-
-    def _receive(self, wanted: Tensor, *, holder: int) -> None:
-        values = torch.empty(wanted.shape, dtype=wanted.dtype)
-        dist.recv(bytes_of(values), src=holder, group=self.group)
-        wanted.copy_(values)
 
 
 def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
@@ -142,9 +126,7 @@ def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShar
     return found
 
 
-def _export(
-    folder: Path, *, gather: FullTensorGather, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]
-) -> str | None:
+def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: Files) -> str | None:
     partial = _partial_folder(folder)
     leads = dist.get_rank() == 0
     error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=gather.group)
@@ -161,13 +143,14 @@ def _export(
     return first_error(error, group=gather.group)
 
 
-def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorGather) -> str | None:
+def _write_gathered(path: Path, *, entries: Entries, gather: FullTensorGather) -> str | None:
     """Writes one file on a rank that holds a shard of its first tensor; returns that rank's error."""
     writer_rank = gather.holder(entries[0].name)
     tensors = (gather.collect(entry, at=writer_rank) for entry in entries)
     error = None
     if dist.get_rank() == writer_rank:
-        error = _disk_error(lambda: write_tensor_file(path, entries=entries, tensors=cast("Iterator[Tensor]", tensors)))
+        complete = cast("Iterator[Tensor]", tensors)
+        error = _disk_error(lambda: tensor_file.write_tensor_file(path, entries=entries, tensors=complete))
     # The other ranks send their shards; after an error, the writer must still receive them.
     for _ in tensors:
         pass
@@ -175,22 +158,17 @@ def _write_gathered(path: Path, *, entries: Sequence[Entry], gather: FullTensorG
 
 
 def write_weights(
-    folder: Path,
-    *,
-    entries: Sequence[Entry],
-    read: Callable[[Entry], Tensor],
-    files: Mapping[str, bytes],
-    file_bytes: int = FILE_BYTES,
+    folder: Path, *, entries: Entries, read: Callable[[Entry], Tensor], files: Files, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
     layout = plan_files(entries, file_bytes=file_bytes)
     _make_empty(_partial_folder(folder))
-    for name, its_entries in layout.items():
-        write_tensor_file(_partial_folder(folder) / name, entries=its_entries, tensors=map(read, its_entries))
+    for name, group in layout.items():
+        tensor_file.write_tensor_file(_partial_folder(folder) / name, entries=group, tensors=map(read, group))
     _commit_folder(folder, layout=layout, files=files)
 
 
-def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[Entry]]:
+def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:
     """Returns the tensors of each file, in order; those with the largest items first, so that all are aligned."""
     groups: list[list[Entry]] = [[]]
     for entry in entries:
@@ -203,7 +181,7 @@ def plan_files(entries: Sequence[Entry], *, file_bytes: int) -> dict[str, list[E
     return {f"model-{i:05}-of-{len(ordered):05}.safetensors": group for i, group in enumerate(ordered, start=1)}
 
 
-def _total_bytes(layout: Mapping[str, Sequence[Entry]]) -> int:
+def _total_bytes(layout: Layout) -> int:
     return sum(entry.num_bytes for entries in layout.values() for entry in entries)
 
 
@@ -216,7 +194,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files: Mapping[str, bytes]) -> None:
+def _commit_folder(folder: Path, *, layout: Layout, files: Files) -> None:
     """Adds the index, unless there is a single file of tensors, and the other files; then renames the folder."""
     partial = _partial_folder(folder)
     if absent := [name for name in layout if not (partial / name).is_file()]:
@@ -231,7 +209,6 @@ def _commit_folder(folder: Path, *, layout: Mapping[str, Sequence[Entry]], files
 
 
 def _disk_error(action: Callable[[], object]) -> str | None:
-    """Runs `action`; returns the message of an OSError, None without one."""
     try:
         action()
     except OSError as error:
@@ -248,21 +225,20 @@ class WeightFolder:
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
 
-    def fill(self, tensors: Mapping[str, Tensor], *, pieces: Pieces) -> None:
+    def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
             for piece in pieces[name]:
                 needed.setdefault(self.files[piece.source], []).append((name, piece))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
-        with torch.no_grad():
-            for path, parts in needed.items():
-                with safe_open(path, framework="pt") as file:
-                    for name, piece in parts:
-                        box, offset = boxes[name]
-                        overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
-                        if overlap is not None:
-                            overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
+        for path, parts in needed.items():
+            with torch.no_grad(), safe_open(path, framework="pt") as file:
+                for name, piece in parts:
+                    box, offset = boxes[name]
+                    overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
+                    if overlap is not None:
+                        overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
 
 
 def open_weight_folder(path: Path) -> WeightFolder:
@@ -277,13 +253,12 @@ def open_weight_folder(path: Path) -> WeightFolder:
 
 def _entries_of(file: Path) -> list[Entry]:
     try:
-        return read_entries(file)
+        return tensor_file.read_entries(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns the files that the index names, or all if there is no index."""
     if not (path / INDEX_FILE).is_file():
         if not (found := sorted(path.glob("*.safetensors"))):
             raise ConfigError(f"{path}: there is no .safetensors file in it")

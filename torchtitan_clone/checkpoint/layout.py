@@ -1,8 +1,7 @@
-"""Which rank writes which shard of which tensor, and where it is in that rank's file.
+"""Which rank writes which shard of which tensor, and where it is in that rank's safetensors file.
 
-Every rank writes one safetensors file; `index.json` maps each tensor to its shards. Both are plain data: reading them
-runs no code, and torch's HuggingFaceStorageReader can read the files too. Of ranks that hold the same shard, one writes
-it. A plain tensor counts as replicated over all ranks that have it.
+`index.json` maps each tensor to its shards; torch's HuggingFaceStorageReader can read the files too. A plain tensor
+counts as replicated over all ranks that have it.
 """
 
 import json
@@ -32,10 +31,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one rank writes: the header of its file, and the position of each shard there.
-
-    `total_bytes` is over all ranks; only rank 0 has the `index` of all files, as JSON.
-    """
+    """What one rank writes. `total_bytes` is over all ranks; only rank 0 has the `index` of all files, as JSON."""
 
     file: str
     header: bytes
@@ -45,7 +41,6 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """Size of the file."""
         return self.placements[-1].end if self.placements else len(self.header)
 
     def shards(self, state: dict[str, Tensor]) -> Iterator[tuple[Placement, Tensor]]:
@@ -57,8 +52,9 @@ class Plan:
 def plan_save(state: Mapping[str, Tensor]) -> Plan:
     """Plans with all ranks who writes what; valid as long as names, shapes and shardings stay. Collective."""
     is_coordinator = dist.get_rank() == 0
+    shards = {name: describe_shard(tensor) for name, tensor in state.items()}
     gathered: list[dict[str, TensorShard]] = [{}] * dist.get_world_size()
-    dist.gather_object(_shards_of(state), gathered if is_coordinator else None)
+    dist.gather_object(shards, gathered if is_coordinator else None)
     received: list[Plan | None] = [None]
     dist.scatter_object_list(received, _plans(gathered) if is_coordinator else None)
     assert received[0] is not None
@@ -67,11 +63,7 @@ def plan_save(state: Mapping[str, Tensor]) -> Plan:
 
 def plan_save_offline(state: Mapping[str, Tensor]) -> Plan:
     """Plans a save by one process without a process group. Needs no values: tensors may be on the meta device."""
-    return _plans([_shards_of(state)])[0]
-
-
-def _shards_of(state: Mapping[str, Tensor]) -> dict[str, TensorShard]:
-    return {name: describe_shard(tensor) for name, tensor in state.items()}
+    return _plans([{name: describe_shard(tensor) for name, tensor in state.items()}])[0]
 
 
 def _plans(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[Plan]:
@@ -117,11 +109,9 @@ def _index(plans: Sequence[Plan]) -> str:
         for placement in plan.placements:
             shard = tensors[placement.name] = placement.shard
             parts.setdefault(placement.name, []).append((shard.offset, shard.size, plan.file, placement.begin))
+    index: dict[str, dict[str, object]] = {}
     for name, shard in tensors.items():
         elements = sum(prod(size) for _, size, *_ in parts[name])
         assert elements == prod(shard.global_shape), f"{name}: shards hold {elements} of {shard.global_shape}"
-    index = {
-        name: {"dtype": NAMES[shard.dtype], "shape": shard.global_shape, "parts": parts[name]}
-        for name, shard in tensors.items()
-    }
+        index[name] = {"dtype": NAMES[shard.dtype], "shape": shard.global_shape, "parts": parts[name]}
     return json.dumps({"tensors": index})

@@ -1,7 +1,6 @@
-"""Reads tensors of a checkpoint into the tensors of a run, on any mesh.
+"""Reads tensors of a checkpoint into the tensors of a run, on any mesh; nothing in a checkpoint can run code.
 
-Only numbers and JSON are read: nothing in a checkpoint can run code. With a process group, functions here are
-collectives over all ranks; without one, they serve a single process.
+With a process group, functions here are collectives over all ranks; without one, they serve a single process.
 """
 
 import json
@@ -38,7 +37,6 @@ class SavedTensor:
     shards: Sequence[tuple[str, int, TensorShard]]
 
     def empty(self, *, device: str = "cpu") -> Tensor:
-        """Returns an uninitialized tensor of this type and shape."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -67,10 +65,7 @@ def _saved_tensor(
 
 
 def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor] | None = None) -> None:
-    """Fills the tensors of `state`, all of which the checkpoint must have with the same shape.
-
-    Raises CorruptCheckpointError on all ranks if one of them cannot read a file. Pass `index` to read it only once.
-    """
+    """Fills tensors that the checkpoint has with the same shape; CorruptCheckpointError on all ranks if one fails."""
     problem: str | None = None
     try:
         _fill(folder, state, index=read_index(folder) if index is None else index)
@@ -83,7 +78,6 @@ def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[st
 
 
 def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor]) -> None:
-    """Reads what the shards of this rank need, file by file."""
     needed: dict[str, list[tuple[int, TensorShard, Tensor, TensorShard]]] = {}
     for name, tensor in state.items():
         wanted = describe_shard(tensor)
@@ -118,8 +112,7 @@ def loadable_tensors(
 ) -> dict[str, Tensor]:
     """Returns the tensors of `state` that the checkpoint has with the same shape.
 
-    Names for which `is_checked` is true must also match: both sides have them, with the same shape and dtype. Otherwise
-    raises ConfigError with all mismatches, or logs them if `allow_partial`.
+    ConfigError, or a warning if `allow_partial`, if checked names are not on both sides with one shape and dtype.
     """
     index = read_index(folder)
     checked = {name: tensor for name, tensor in state.items() if is_checked(name)}
@@ -140,11 +133,9 @@ def loadable_tensors(
     }
     texts = [f"{kind}: {_listed(names)}" for kind, names in mismatches.items() if names]
     if texts and not allow_partial:
-        raise ConfigError(
-            f"the checkpoint {folder} does not match this run's model and optimizer; {'; '.join(texts)}. Restore the "
-            "options that it was saved with, or set checkpoint.allow_partial = true to load what matches and "
-            "initialize the rest"
-        )
+        what = f"the checkpoint {folder} does not match this run's model and optimizer; {'; '.join(texts)}"
+        remedy = "set checkpoint.allow_partial = true to load what matches and initialize the rest"
+        raise ConfigError(f"{what}. Restore the options that it was saved with, or {remedy}")
     if texts:
         logger.warning("%s does not match, which checkpoint.allow_partial accepts; %s", folder, "; ".join(texts))
     return {name: t for name, t in state.items() if name in index and index[name].shape == t.shape}
@@ -156,18 +147,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _missing(state: Mapping[str, Tensor], index: Collection[str]) -> list[str]:
-    """Returns the names that the checkpoint lacks.
-
-    Leaves out the optimizer state of parameters that have none at all in the checkpoint: they were frozen.
-    """
+    """Returns the names that the checkpoint lacks, but not the optimizer state of parameters that were frozen."""
     trained = {_parameter_of(name) for name in index}
     absent = _of_all_ranks([name for name in state if name not in index])
     frozen = {_parameter_of(name) for name in absent if len(trained) > 1 and _parameter_of(name) not in trained}
     if frozen:
-        logger.warning(
-            "%d parameters were frozen when this checkpoint was saved: their optimizer state starts from zero",
-            len(frozen),
-        )
+        text = "%d parameters were frozen when this checkpoint was saved: their optimizer state starts from zero"
+        logger.warning(text, len(frozen))
     return [name for name in absent if _parameter_of(name) not in frozen]
 
 
@@ -177,10 +163,7 @@ def _parameter_of(name: str) -> str:
 
 
 def _unused(names: list[str], state: Mapping[str, Tensor]) -> list[str]:
-    """Returns the names that no rank has in its state. Collective: all ranks pass the same names in the same order.
-
-    Leaves out the optimizer state of parameters that have none in this run: they are frozen.
-    """
+    """Returns the names that no rank has in its state, but not the optimizer state of frozen parameters."""
     trained = {_parameter_of(name) for name in state}
     frozen = {name.removeprefix("model/") for name in state if name.startswith("model/")} - trained
     used = torch.tensor([name in state or _parameter_of(name) in frozen for name in names], dtype=torch.uint8)
@@ -190,7 +173,6 @@ def _unused(names: list[str], state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _of_all_ranks(found: list[str]) -> list[str]:
-    """Returns what any rank has found, without duplicates. Collective."""
     return sorted({name for names in _gather(found) for name in names})
 
 

@@ -35,9 +35,8 @@ class SavePolicy:
         return minutes is not None and self._clock() - self._last_save >= 60 * minutes
 
     def is_due(self, step: int, *, overdue: bool) -> bool:
-        options = self._options
-        is_first = options.enable_first_step_checkpoint and step == 1
-        return step % options.interval == 0 or self.is_permanent(step) or is_first or overdue
+        is_first = self._options.enable_first_step_checkpoint and step == 1
+        return step % self._options.interval == 0 or self.is_permanent(step) or is_first or overdue
 
     def is_permanent(self, step: int) -> bool:
         """Returns whether keep_every exempts the step from deletion."""
@@ -45,13 +44,11 @@ class SavePolicy:
 
 
 class CheckpointManager:
-    """Saves and loads the training state of one run.
+    """Saves and loads the training state of one run. All ranks call its "Collective" methods in the same order.
 
-    `state` returns the tensors to save by name: the tensors that training uses, which loading fills in place. A tensor
-    is a DTensor, or a plain tensor that is identical on every rank that has it. `extra_files` are text files, by name,
-    that are added to every checkpoint. `is_shared` says that other replica groups use the folder at the same time.
-
-    Methods that say "Collective" must be called by all ranks in the same order.
+    `state` returns the tensors of training by name; loading fills them in place. Each is a DTensor, or identical on
+    every rank that has it. `extra_files` are text files for every checkpoint, by name. `is_shared` says that other
+    replica groups use the folder at the same time.
     """
 
     def __init__(
@@ -64,9 +61,7 @@ class CheckpointManager:
         is_shared: bool = False,
     ):
         self.is_saving_enabled = checkpoint.enable and not checkpoint.load_only
-        """Whether this run saves checkpoints at all."""
-        self.saved_step = 0
-        """The newest step that was committed or resumed from; up to date after `finish`."""
+        self.saved_step = 0  # the newest step that was committed or resumed from; up to date after `finish`
         self._options = checkpoint
         self._folder = folder
         self._state = state
@@ -78,7 +73,6 @@ class CheckpointManager:
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of this rank's writer process, if there is one."""
         return self._file.writer_pid if self._file else None
 
     def newest_step(self) -> int | None:
@@ -90,15 +84,10 @@ class CheckpointManager:
         return self._policy.is_overdue()
 
     def is_due(self, step: int, *, overdue: bool) -> bool:
-        """Returns whether to save after this step."""
         return self.is_saving_enabled and self._policy.is_due(step, overdue=overdue)
 
     def find_resume_point(self) -> Progress | None:
-        """Verifies checkpoints, newest first, and returns the progress of the one to resume from. Collective.
-
-        Returns None for a new run, including one that starts from the weights of another run. Raises ConfigError if
-        checkpoints exist and none of them is usable.
-        """
+        """Returns the progress of the newest intact step, None for a new run; ConfigError if none is. Collective."""
         self._resume_point = find_resume_point(self._options, folder=self._folder, is_shared=self._is_shared)
         if self._resume_point is None or self._resume_point.progress is None:
             return None
@@ -111,15 +100,12 @@ class CheckpointManager:
             load_resume_point(self._resume_point, checkpoint=self._options, state=self._state() | rng_state())
 
     def prepare(self) -> None:
-        """Plans who writes what, and allocates buffers in the background, which the first save would wait for.
-
-        Collective. The plan is valid until `forget_plan`; until then, further calls do nothing.
-        """
+        """Plans who writes what, and allocates buffers in the background. Valid until `forget_plan`. Collective."""
         if self._file is not None or not self.is_saving_enabled:
             return
-        timeout_seconds = self._options.writer_timeout_seconds
+        options = self._options
         plan = plan_save(self._state() | rng_state())
-        self._file = RankFile(plan, mode=self._options.async_mode, timeout_seconds=timeout_seconds)
+        self._file = RankFile(plan, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds)
         self._saves.run_in_background(self._file.prepare)
 
     def forget_plan(self) -> None:
@@ -131,8 +117,7 @@ class CheckpointManager:
     def save(self, progress: Progress, *, wait: bool = False) -> None:
         """Starts to save a step; with `wait`, finishes the previous save first and returns after the commit.
 
-        Collective. Permanent steps always wait. A failure, such as a full disk, is reported and not raised: training
-        continues, and older checkpoints stay intact.
+        Collective. Permanent steps always wait. A failure, such as a full disk, is reported and not raised.
         """
         start = time.perf_counter()
         wait = wait or self._policy.is_permanent(progress.step)

@@ -21,9 +21,8 @@ class Weights:
 
     def __init__(self, folder: Path):
         if (problem := find_corruption(folder, step=None, digests=True)) is not None:
-            raise ConfigError(
-                f"{folder} is not a checkpoint or is corrupted: {problem}; give an intact step-N folder of a run"
-            )
+            what = f"{folder} is not a checkpoint or is corrupted: {problem}"
+            raise ConfigError(f"{what}; give an intact step-N folder of a run")
         self._folder = folder
         self._index = read_index(folder)
 
@@ -33,7 +32,6 @@ class Weights:
         return {name.removeprefix(MODEL): tensor.empty(device="meta") for name, tensor in saved}
 
     def read(self, name: str) -> Tensor:
-        """Returns one full tensor."""
         full = self._index[MODEL + name].empty()
         load_tensors(self._folder, {MODEL + name: full}, index=self._index)
         return full
@@ -42,15 +40,11 @@ class Weights:
 def write_weights_checkpoint(
     folder: Path, *, meta: Mapping[str, Tensor], read: Callable[[str], Tensor], extra_files: Mapping[str, str]
 ) -> None:
-    """Writes a checkpoint of step 0 that holds weights only, and verifies it. Raises OSError if the disk fails.
-
-    `meta` has the types and shapes; `read` is called for one tensor after another.
-    """
+    """Writes and verifies a checkpoint of step 0 that holds weights, read one by one. OSError if the disk fails."""
     plan = plan_save_offline({MODEL + name: tensor for name, tensor in meta.items()})
     partial = folder.with_name(f"{folder.name}.partial-offline")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-
     tensors = (read(placement.name.removeprefix(MODEL)) for placement in plan.placements)
     files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
     extra_files = {**extra_files, INDEX_FILE: plan.index}

@@ -32,11 +32,7 @@ class WriterLostError(Exception):
 
 
 class RankFile:
-    """Writes this rank's file, once per save.
-
-    With a staging `buffer` the shards are copied first and written later, by a thread of this process or by a writer
-    process; without one they are written from the tensors directly.
-    """
+    """Writes this rank's file, once per save: from the tensors, or from a staging `buffer` by a thread or a process."""
 
     def __init__(self, plan: Plan, *, mode: str, timeout_seconds: float):
         self.plan = plan
@@ -47,7 +43,6 @@ class RankFile:
 
     @property
     def writer_pid(self) -> int | None:
-        """Process id of the writer process, if there is one."""
         return self._writer.pid if self._writer else None
 
     def prepare(self) -> None:
@@ -67,14 +62,12 @@ class RankFile:
         return write_file(path, pieces_of(self.buffer.view), direct=True)
 
     def close(self) -> None:
-        """Ends the writer process and frees the memory."""
         if self._writer is not None:
             self._writer.close()
         if self.buffer is not None:
             self.buffer.close()
 
     def _write_by_process(self, path: Path, process: "WriterProcess") -> FileRecord | None:
-        """Writes with up to two writer processes; if both fail, returns None and uses no further process."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return process.write(path, size=self.plan.bytes)
@@ -89,10 +82,9 @@ def _build_buffer(plan: Plan) -> StagingBuffer | None:
     try:
         return StagingBuffer(plan)
     except OSError as error:
-        logger.warning(
-            "checkpoint: cannot allocate %.2f GiB of memory for staging (%s); training waits for each save, as with "
-            'checkpoint.async_mode = "%s"', plan.bytes / 2**30, error.strerror, DIRECT,
-        )  # fmt: skip
+        what = f"cannot allocate {plan.bytes / 2**30:.2f} GiB of memory for staging ({error.strerror})"
+        remedy = f'training waits for each save, as with checkpoint.async_mode = "{DIRECT}"'
+        logger.warning("checkpoint: %s; %s", what, remedy)
         return None
 
 
@@ -107,7 +99,6 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, or None if it does not run."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:
@@ -138,13 +129,11 @@ class WriterProcess:
         return FileRecord(**answer)
 
     def close(self) -> None:
-        """Ends the process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """Returns the next line of its output without the newline; waits at most the timeout."""
         assert process.stdout is not None
         deadline = time.monotonic() + self._timeout_seconds
         poll = select.poll()
@@ -152,8 +141,7 @@ class WriterProcess:
         while b"\n" not in self._unread:
             if not poll.poll(max(0, deadline - time.monotonic()) * 1000):
                 self._end(process, f"made no progress for {self._timeout_seconds:g} s")
-            received = os.read(process.stdout.fileno(), 1 << 16)
-            if not received:
+            if not (received := os.read(process.stdout.fileno(), 1 << 16)):
                 self._end(process, "died")
             self._unread += received
         line, self._unread = self._unread.split(b"\n", 1)
@@ -165,8 +153,7 @@ class WriterProcess:
         try:
             code = process.wait(timeout=self._timeout_seconds)
         except subprocess.TimeoutExpired:
-            raise OSError(
-                0, f"the disk does not respond, and writer process {process.pid} cannot be killed; check the storage"
-            ) from None
+            hang = f"the disk does not respond, and writer process {process.pid} cannot be killed; check the storage"
+            raise OSError(0, hang) from None
         how = f" (exit code {code})" if what == "died" else ""
         raise WriterLostError(f"the writer process {process.pid} {what}{how}")

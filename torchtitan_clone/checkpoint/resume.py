@@ -1,8 +1,4 @@
-"""Chooses the checkpoint that a run resumes from: the newest one that all ranks agree is intact.
-
-A corrupted step is quarantined under a name that says why, and the next older one is tried. A checkpoint that does not
-match the model is an error, not corruption.
-"""
+"""Chooses the checkpoint that a run resumes from: the newest one that all ranks agree is intact."""
 
 import logging
 from collections.abc import Mapping
@@ -39,11 +35,7 @@ class ResumePoint:
 
 
 def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> ResumePoint | None:
-    """Returns the newest intact step, or load_step, or else initial_load_path. Collective.
-
-    `is_shared` says that other replica groups save in the folder at the same time. Raises ConfigError if steps exist
-    and none is intact, or if an option names one that is not.
-    """
+    """Returns the newest intact step, load_step or initial_load_path; ConfigError if it is corrupted. Collective."""
     steps, had_steps = _agree_on_steps(folder, is_shared=is_shared)
     for step in reversed([step for step in steps if checkpoint.load_step in (-1, step)]):
         if _verify_or_quarantine(checkpoint, folder=folder, step=step):
@@ -54,30 +46,22 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
             return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(
-            f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step; saved "
-            f"steps: {available}; choose one of them, or -1 for the newest"
-        )
+        what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
+        raise ConfigError(f"{what}; saved steps: {available}; choose one of them, or -1 for the newest")
     if had_steps and not checkpoint.start_fresh:
-        raise ConfigError(
-            f"{folder}: no checkpoint is complete, for the reasons logged above; restore one, or set "
-            "checkpoint.start_fresh = true to train from the first step"
-        )
+        remedy = "restore one, or set checkpoint.start_fresh = true to train from the first step"
+        raise ConfigError(f"{folder}: no checkpoint is complete, for the reasons logged above; {remedy}")
     return _initial_point(checkpoint)
 
 
 def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    """Fills the tensors of the point's groups, except those in exclude_from_loading. Collective.
-
-    Raises ConfigError if they do not match, or if a file can no longer be read.
-    """
+    """Fills the tensors of the point's groups, except excluded ones. Collective. ConfigError if they do not match."""
     excluded = tuple(f"{name.rstrip('/')}/" for name in checkpoint.exclude_from_loading)
 
     def is_loaded(name: str) -> bool:
         return name.startswith(point.groups) and not f"{name}/".startswith(excluded)
 
-    def is_checked(name: str) -> bool:
-        # Each rank has its own random state, and the number of ranks may have changed.
+    def is_checked(name: str) -> bool:  # the number of ranks, each with its own random state, may have changed
         return is_loaded(name) and not name.startswith(RNG)
 
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
@@ -97,10 +81,7 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
 
 
 def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
-    """Returns what is wrong with a checkpoint, or None. Collective: ranks share the reading and agree on the answer.
-
-    With `digests` all bytes are checked, else only the bytes of files that hold no tensors.
-    """
+    """Returns what is wrong with a checkpoint, or None; `digests` checks the bytes of tensors too. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     problem: str | None = None
@@ -118,7 +99,6 @@ def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | N
 
 
 def _check_header(folder: Path, name: str) -> None:
-    """Raises CorruptCheckpointError if a file has no safetensors header, even if its digest matches."""
     try:
         read_entries(folder / name)
     except OSError as error:
@@ -126,7 +106,7 @@ def _check_header(folder: Path, name: str) -> None:
 
 
 def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
-    """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one. Collective."""
+    """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one."""
     answer: list[tuple[list[int], bool]] = [([], False)]
     if dist.get_rank() == 0:
         commit.restore_replaced(folder)
@@ -158,15 +138,13 @@ def _quarantine_newer(folder: Path, *, step: int) -> None:
 
 
 def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
-    """Verifies another run's checkpoint, which is never renamed."""
     if (found := commit.initial_folder(checkpoint)) is None:
         return None
     folder, step = found
     problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
     if problem is not None:
-        raise ConfigError(
-            f"checkpoint.initial_load_path: {folder} is corrupted: {problem}; copy it again or choose another one"
-        )
+        why = f"{folder} is corrupted: {problem}; copy it again or choose another one"
+        raise ConfigError(f"checkpoint.initial_load_path: {why}")
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
     progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
@@ -174,10 +152,7 @@ def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Returns copies of the states of this rank's random number generators.
-
-    Their names contain the rank: under one name, the state of one rank would be saved and loaded by all ranks.
-    """
+    """Returns copies of the states of this rank's random number generators, under names that contain the rank."""
     rank = dist.get_rank()
     states = {f"{RNG}cpu/{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():

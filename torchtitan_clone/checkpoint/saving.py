@@ -1,9 +1,7 @@
 """Runs saves one at a time, next to training.
 
-All ranks start a save together, in a collective of about a millisecond. Then each rank independently stages its shards,
-writes them and reports; rank 0 collects the reports and commits. With an `async_mode`, everything after the start
-happens in a thread, and the optimizer waits only until the staging is done. A save that becomes due while another is in
-progress is skipped; one that must not be skipped (the last, a permanent one, one before a stop) waits.
+All ranks start a save in one collective. Then each stages, writes and reports independently, in a thread with an
+`async_mode`; rank 0 collects the reports and commits. A save that becomes due while another runs is skipped.
 """
 
 import json
@@ -24,27 +22,25 @@ from torch import Tensor
 from torchtitan_clone.checkpoint.commit import PROGRESS_FILE, Progress, commit, purge, step_folder, write_manifest
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save
 from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
-from torchtitan_clone.checkpoint.save_votes import SaveCoordinator
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.torch_compat import default_store
 
 logger = logging.getLogger("torchtitan_clone")
 
 MODEL_ONLY_FOLDER = "model_only"
-"""Subfolder of the checkpoint folder that holds exports of the weights only."""
-_SPACE_FACTOR = 1.02
-"""Free disk space that a save requires, as a multiple of its size."""
-_TIMEOUT_FACTOR = 3
-"""Longest wait for another rank, in writer timeouts: two attempts of its writer process and one of its thread."""
+_SPACE_FACTOR = 1.02  # free disk space that a save requires, as a multiple of its size
+_MAX_PAUSE_SECONDS = 0.05
+_REMEDY = "check the log and the disk of that machine, or increase checkpoint.writer_timeout_seconds"
+_TIMEOUT_FACTOR = 3  # two attempts of another rank's writer process and one of its thread
 
 
 @dataclass(kw_only=True)
 class SaveReport:
-    """The result of one save, filled while it runs: `error` says why it failed, None means it was committed.
+    """The result of one save: `error` is None if it was committed. Only rank 0 knows `seconds` and `error`.
 
-    `seconds` is the time from start to commit, of which training waited for `blocked_seconds`. Copying the state took
-    `staging_seconds`, 0 if the tensors were written directly. Only rank 0 knows `seconds` and `error`.
+    `seconds` is the time from start to commit, of which training waited for `blocked_seconds`.
     """
 
     step: int
@@ -53,6 +49,48 @@ class SaveReport:
     blocked_seconds: float = 0.0
     staging_seconds: float = 0.0
     error: str | None = None
+
+
+class SaveCoordinator:
+    """Exchanges reports on one save through the store of the process group: a collective would block training."""
+
+    def __init__(self, save_id: str):
+        self._id = save_id
+        self._store = default_store()
+
+    def report(self, files: Mapping[str, FileRecord], *, error: str | None) -> None:
+        records = {name: asdict(record) for name, record in files.items()}
+        self._store.set(self._key(dist.get_rank()), json.dumps({"files": records, "error": error}))
+
+    def collect(self, *, timeout_seconds: float) -> dict[str, FileRecord]:
+        """Returns the files of all ranks. OSError with the error of a rank, TimeoutError if ranks have not reported."""
+        keys = [self._key(rank) for rank in range(dist.get_world_size())]
+        if not _wait_until(lambda: self._store.check(keys), timeout_seconds=timeout_seconds):
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise TimeoutError(f"ranks {missing} did not finish writing within {timeout_seconds:g} s; {_REMEDY}")
+        answers = [json.loads(self._store.get(key)) for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        if (error := next((answer["error"] for answer in answers if answer["error"]), None)) is not None:
+            raise OSError(error)
+        return {name: FileRecord(**record) for answer in answers for name, record in answer["files"].items()}
+
+    def announce(self, error: str | None) -> None:
+        self._store.set(self._key("outcome"), json.dumps(error))
+
+    def outcome(self, *, timeout_seconds: float) -> str | None:
+        """Waits for the outcome that rank 0 announces: an error, or None for committed."""
+        key = self._key("outcome")
+        if not _wait_until(lambda: self._store.check([key]), timeout_seconds=timeout_seconds):
+            return f"rank 0 did not commit within {timeout_seconds:g} s; {_REMEDY}"
+        return json.loads(self._store.get(key))
+
+    def forget(self) -> None:
+        """Deletes the outcome, once all ranks know it."""
+        self._store.delete_key(self._key("outcome"))
+
+    def _key(self, name: object) -> str:
+        return f"checkpoint/{self._id}/{name}"
 
 
 class Save:
@@ -71,7 +109,6 @@ class Save:
         self._options = checkpoint
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
-        """Does this rank's share; on rank 0, everything up to the commit."""
         try:
             self._write(state)
             if dist.get_rank() == 0:
@@ -85,7 +122,7 @@ class Save:
             self.finished.set()
 
     def outcome(self) -> str | None:
-        """Waits, for a bounded time, until rank 0 announces the outcome: an error, or None for committed."""
+        """Waits, for a bounded time, until rank 0 announces an error, or None for committed."""
         timeout_seconds = (_TIMEOUT_FACTOR + 1) * self._options.writer_timeout_seconds
         error = self.coordinator.outcome(timeout_seconds=timeout_seconds)
         if error is None:
@@ -101,15 +138,13 @@ class Save:
                 buffer.wait_for_copies()
                 self.report.staging_seconds = time.perf_counter() - start
             self._partial.mkdir(parents=True, exist_ok=True)
-            name = self.file.plan.file
-            record = self.file.write(self._partial / name, state=state)
+            record = self.file.write(self._partial / self.file.plan.file, state=state)
         except Exception as error:  # noqa: BLE001, rank 0 must learn of every error
             self.coordinator.report({}, error=f"rank {dist.get_rank()}: {_describe(error)}")
         else:
-            self.coordinator.report({name: record}, error=None)
+            self.coordinator.report({self.file.plan.file: record}, error=None)
 
     def _collect_and_commit(self, extra_files: Mapping[str, str]) -> str | None:
-        """Collects the reports of all ranks and commits, on rank 0; returns an error or None."""
         try:
             files = self.coordinator.collect(timeout_seconds=_TIMEOUT_FACTOR * self._options.writer_timeout_seconds)
             self._commit(files, extra_files={**extra_files, INDEX_FILE: self.file.plan.index})
@@ -148,7 +183,7 @@ class SaveRunner:
         self._unreported: list[Save] = []
 
     def run_in_background(self, action: Callable[[], None]) -> None:
-        """Runs `action` in the thread that also runs the saves, in the order of the calls."""
+        """Runs `action` in the thread of the saves, in the order of the calls."""
         self._thread.submit(_log_errors, action)
 
     def start(self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor]) -> Save | None:
@@ -158,8 +193,7 @@ class SaveRunner:
             if dist.get_rank() == 0:
                 _warn_of_failure(progress.step, error)
             return None
-        save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
-        self._save = save
+        save = self._save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
         if dist.get_rank() == 0:
             self._unreported.append(save)
         if file.buffer is not None:
@@ -170,7 +204,6 @@ class SaveRunner:
         return save
 
     def wait_for_staging(self) -> None:
-        """Waits until the save in progress has copied the state."""
         if self._save is not None and not self._save.finished.is_set():
             start = time.perf_counter()
             self._save.staged.wait()
@@ -183,7 +216,6 @@ class SaveRunner:
         return self._save.report.step if self._save is not None and self._save.outcome() is None else None
 
     def reports(self) -> Iterator[SaveReport]:
-        """Yields, on rank 0, a report for each save that ended since the last call."""
         for save in [save for save in self._unreported if save.finished.is_set()]:
             self._unreported.remove(save)
             yield save.report
@@ -212,15 +244,23 @@ class SaveRunner:
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:
-    """Returns an error message if fewer than `size` bytes are free."""
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free >= size * _SPACE_FACTOR:
         return None
-    return (
-        f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free; free disk space or lower "
-        "checkpoint.keep_latest_k"
-    )
+    needs = f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free"
+    return f"{needs}; free disk space or lower checkpoint.keep_latest_k"
+
+
+def _wait_until(condition: Callable[[], bool], *, timeout_seconds: float) -> bool:
+    deadline = time.monotonic() + timeout_seconds
+    pause_seconds = 0.001
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+    return True
 
 
 def _log_errors(action: Callable[[], None]) -> None:

@@ -16,16 +16,11 @@ from torchtitan_clone.checkpoint.layout import Plan
 logger = logging.getLogger("torchtitan_clone")
 
 _MADV_POPULATE_WRITE = 23
-_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every CUDA context."""
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
 
 
 class StagingBuffer:
-    """Shared memory for one file, reused by every save; pinned if CUDA is available.
-
-    The constructor reserves the memory (OSError if there is too little); `prepare` does the slow part of the setup and
-    may run in another thread.
-    """
+    """Shared memory for one file, reused by every save; pinned if CUDA is available. OSError if there is too little."""
 
     def __init__(self, plan: Plan):
         self._plan = plan
@@ -42,7 +37,6 @@ class StagingBuffer:
 
     @property
     def view(self) -> memoryview:
-        """The content of the file."""
         return memoryview(self._map)
 
     def prepare(self) -> None:
@@ -62,17 +56,14 @@ class StagingBuffer:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def stage(self, state: dict[str, Tensor]) -> None:
-        """Copies the shards: CPU tensors synchronously, CUDA tensors asynchronously on a separate stream.
-
-        numpy copies without holding the interpreter lock, and in one thread: training needs the other cores.
-        """
+        """Copies the shards: CPU tensors synchronously, CUDA tensors asynchronously on a separate stream."""
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             for placement, source in self._plan.shards(state):
                 target = self._bytes[placement.begin : placement.end]
                 if source.is_cuda:
                     torch.from_numpy(target).copy_(source, non_blocking=True)
                 else:
-                    np.copyto(target, source.numpy())
+                    np.copyto(target, source.numpy())  # without the interpreter lock, in one thread
         if self._stream is not None:
             self._copied = self._stream.record_event()
 
@@ -82,12 +73,10 @@ class StagingBuffer:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait_for_copies(self) -> None:
-        """Waits until the copies are complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Frees the memory."""
         if self._stream is not None:
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self._bytes.ctypes.data)

@@ -9,10 +9,7 @@ from torchtitan_clone.config import ConfigError
 
 
 def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
-    """Returns a table with one line per step, oldest first, and whether all steps are intact.
-
-    Compares file sizes; with `digests` also reads every file.
-    """
+    """Returns one line per step, oldest first, and if all are intact: by size, with `digests` by reading every file."""
     lines = [f"{'step':>10}  {'saved':<16}  {'GiB':>8}  {'files':>5}  {'tokens seen':>16}  state"]
     are_intact = True
     for step in commit.committed_steps(folder):
@@ -40,10 +37,7 @@ def _columns(path: Path, *, step: int, digests: bool) -> str:
 
 
 def describe_step(folder: Path, *, step: int | None) -> list[str]:
-    """Returns the progress, versions and tensors of a step, the newest complete one by default.
-
-    Raises ConfigError if there is no such step, or if it is corrupted.
-    """
+    """Returns the progress, versions and tensors of a step, by default the newest; ConfigError if it is not intact."""
     from torchtitan_clone.checkpoint.loading import read_index  # imports torch
 
     steps = commit.committed_steps(folder)

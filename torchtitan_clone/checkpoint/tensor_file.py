@@ -1,7 +1,5 @@
-"""Files in the safetensors format, written as a stream: the header first, then one tensor after another.
+"""Files in the safetensors format, written as a stream: the library can only write tensors that are all in memory.
 
-The safetensors library can only write tensors that are all in memory. `write_tensor_file` reads the file back from
-disk, so that without an error the file holds the values that it was given.
 Source: https://github.com/huggingface/safetensors.
 """
 
@@ -9,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
@@ -28,7 +27,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file, without its values; `dtype` is the name of its type in the format."""
+    """A tensor in a file, without its values; `dtype` is the format's name, `torch_dtype` None if torch lacks it."""
 
     name: str
     dtype: str
@@ -36,27 +35,23 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """Its type in torch; None if torch does not have it."""
         return DTYPES.get(self.dtype)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all elements."""
         return prod(self.shape) * self.item_bytes
 
 
 def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     """Returns the entry of a tensor to be written; TypeError if the format does not support its type."""
     if dtype not in NAMES:
-        raise TypeError(
-            f"{name}: a tensor of type {dtype} cannot be saved, only {', '.join(str(known)[6:] for known in NAMES)}; "
-            "convert it, or register the buffer with persistent=False"
-        )
+        known = ", ".join(str(each)[6:] for each in NAMES)
+        remedy = "convert it, or register the buffer with persistent=False"
+        raise TypeError(f"{name}: a tensor of type {dtype} cannot be saved, only {known}; {remedy}")
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 
@@ -70,8 +65,8 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
 
     Holds one tensor at a time. Raises OSError if the disk fails or the values read back differ.
     """
-    header = file_header(entries, metadata={})
-    digest = write_file(path, file_content(header, _checked(tensors, entries=entries))).digest
+    content = file_content(file_header(entries, metadata={}), _checked(tensors, entries=entries))
+    digest = write_file(path, content).digest
     with path.open("rb") as file:
         # Drops the page cache, so that the values are read back from the disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -114,11 +109,9 @@ def read_entries(path: Path) -> list[Entry]:
 def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:
     """Returns the header: its length and JSON padded with spaces, so that the values start at a multiple of 8."""
     table: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for entry in entries:
-        start = end
-        end = start + entry.num_bytes
-        table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end]}
+    spans = pairwise(accumulate((entry.num_bytes for entry in entries), initial=0))
+    for entry, span in zip(entries, spans, strict=True):
+        table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": span}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

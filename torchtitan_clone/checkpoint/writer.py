@@ -1,12 +1,7 @@
-"""Writes a file and computes its digest; as a script, a process that does so on request.
+"""Writes a file and computes its digest; as a script without torch, which starts fast, on request.
 
-The process receives shared memory as an open file descriptor and copies it into files. It needs only the standard
-library (and xxhash, if installed), so that it starts in a few hundredths of a second without a copy of torch.
-
-    a line of its stdin    {"path": FILE, "bytes": N}: write the first N bytes of the shared memory to FILE
-    lines of its stdout    empty ones while it makes progress; then {"bytes": N, "digest": HEX} or {"error": WHY}
-
-The kernel kills it when the thread that started it ends, even if it is stopped or waits for the disk.
+A line of its stdin {"path": FILE, "bytes": N}: write the first N bytes of the shared memory to FILE. Lines of its
+stdout: empty ones while it makes progress; then {"bytes": N, "digest": HEX} or {"error": WHY, "number": ERRNO}.
 """
 
 import contextlib
@@ -31,10 +26,13 @@ except ImportError:
     xxhash = None
 
 
+Bytes = bytes | memoryview
+
+
 class Digest(Protocol):
     """A hash function in progress."""
 
-    def update(self, data: bytes | memoryview, /) -> object: ...
+    def update(self, data: Bytes, /) -> object: ...
     def hexdigest(self) -> str: ...
 
 
@@ -44,12 +42,9 @@ if xxhash is not None:
     DIGESTS["xxh3_128"] = xxhash.xxh3_128
 DIGEST = list(DIGESTS)[-1]
 
-PIECE = 1 << 24
-"""Bytes that are read or written at once."""
-BLOCK = 1 << 12
-"""Direct I/O requires lengths that are multiples of this."""
-SYNC_EVERY = 1 << 30
-"""Bytes after which written data is flushed to disk, so that the flush at the end is short."""
+PIECE = 1 << 24  # bytes that are read or written at once
+BLOCK = 1 << 12  # direct I/O requires lengths that are multiples of this
+SYNC_EVERY = 1 << 30  # bytes after which written data is flushed to disk, so that the flush at the end is short
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,16 +57,11 @@ class FileRecord:
 
 
 def write_file(
-    path: Path,
-    pieces: Iterable[bytes | memoryview],
-    *,
-    direct: bool = False,
-    alive: Callable[[], object] = lambda: None,
+    path: Path, pieces: Iterable[Bytes], *, direct: bool = False, alive: Callable[[], object] = lambda: None
 ) -> FileRecord:
     """Writes a new file and flushes it to disk; calls `alive` after each piece. Raises OSError with the path.
 
-    The digest is that of the given bytes, not of what can be read back. `direct` bypasses the page cache if the file
-    system can and pieces start at a memory page: it costs a tenth of the CPU time, and no memory.
+    `direct` bypasses the page cache if the file system can and pieces start at a memory page: a tenth of the CPU time.
     """
     digest = DIGESTS[DIGEST]()
     size = 0
@@ -131,18 +121,14 @@ def pieces_of(view: memoryview) -> Iterator[memoryview]:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends: a closed pipe is noticed only by reading it."""
+    """Makes the kernel kill this process when its parent ends, even while it waits for the disk."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def main(descriptor: int, *, parent: int, ignored_signals: Sequence[int]) -> None:
-    """Serves requests from stdin; writes progress and answers to stdout, line by line.
-
-    Ignores the signals that a terminal or a cluster sends to all processes of a run: the trainer handles them, and may
-    need its writer to do so.
-    """
+    """Serves requests from stdin. Ignores signals sent to all processes: the trainer may need its writer to stop."""
     for number in ignored_signals:
         signal.signal(number, signal.SIG_IGN)
     _die_with(parent)
