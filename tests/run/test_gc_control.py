@@ -16,9 +16,8 @@ class Node:
 
 @pytest.fixture
 def collector():
-    collector = GCControl(10)
-    yield collector
-    collector.close()
+    with GCControl(10) as collector:
+        yield collector
 
 
 def test_cycles_live_until_the_step_of_collection(collector):
@@ -26,19 +25,20 @@ def test_cycles_live_until_the_step_of_collection(collector):
     for _ in range(10_000):  # enough to start an automatic collection several times over
         Node()
     for step in range(1, 10):
-        collector.run(step)
+        collector.maybe_collect(step)
     assert node() is not None
-    collector.run(10)
+    collector.maybe_collect(10)
     assert node() is None
 
 
 def test_time_is_logged(collector, caplog):
     with caplog.at_level(logging.INFO):
-        collector.run(20)
+        collector.maybe_collect(20)
     assert caplog.messages[0].startswith("garbage collection: 0.")
 
 
-def test_close_gives_automatic_collection_back():
-    GCControl(10).close()
+def test_leaving_enables_automatic_collection_again():
+    with GCControl(10):
+        assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
