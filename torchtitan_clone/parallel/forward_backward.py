@@ -1,7 +1,4 @@
-"""Runs forward and backward of one step: the plain builder here, the pipelined one in pipeline.py.
-
-Legend: B batch, T tokens, A auxiliary terms of the model.
-"""
+"""Runs forward and backward of one step. Legend: B batch, T tokens, A auxiliary terms of the model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,10 +40,7 @@ class StepOutput:
 
 
 class ForwardBackward(Protocol):
-    """Runs micro-batches forward and, unless gradients are off as in validation, backward.
-
-    Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, all sums over tokens.
-    """
+    """Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, sums over tokens."""
 
     def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput: ...
 
@@ -96,7 +90,7 @@ class Objective:
 
 
 def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
-    """Returns the step for a model that is complete on this rank, one micro-batch after the other."""
+    """Returns the step for a model that is complete on this rank; pipeline.py has the pipelined one."""
     objective = Objective(auxiliary_terms(model), device=device)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:

@@ -1,8 +1,6 @@
 """Initializes weights as a pure function of (seed, parameter name, position in the parameter).
 
-A parameter is divided into blocks of rows. Each block has its own generator, on the CPU, and a rank samples only the
-blocks that overlap its shard: initial values are bit-identical for every mesh and device, and a rank needs memory for
-its shard and one block.
+Each block of rows has its own generator, on the CPU: values are bit-identical for every mesh and device.
 """
 
 import hashlib

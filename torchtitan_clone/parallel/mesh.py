@@ -1,7 +1,4 @@
-"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses.
-
-All are built once, because slicing a DeviceMesh again creates process groups again.
-"""
+"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses."""
 
 from dataclasses import dataclass
 from itertools import count

@@ -1,7 +1,6 @@
 """Pipeline parallelism: spreads the layers of the model over ranks, through which micro-batches pass in turn.
 
-torch.distributed.pipelining runs the schedule. Importing it takes half a second, so only pipelines import this file.
-
+Importing torch.distributed.pipelining takes half a second, so only pipelines import this file.
 Legend: B batch rows, T tokens, D model, A auxiliary terms of the model.
 """
 
@@ -31,17 +30,9 @@ class _Stage(PipelineStageFixes, PipelineStage):
 
 
 def build_pipelined_forward_backward(
-    model_parts: Sequence[nn.Module],
-    *,
-    stages: Stages,
-    frozen_stages: int,
-    parallelism: Parallelism,
-    mesh: Mesh,
-    loss_fn: LossFn,
-    dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> forward_backward.ForwardBackward:
+    model_parts: Sequence[nn.Module], *, stages: Stages, frozen_stages: int, parallelism: Parallelism, mesh: Mesh,
+    loss_fn: LossFn, dim: int, dtype: torch.dtype, device: torch.device,
+) -> forward_backward.ForwardBackward:  # fmt: skip
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
     `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients
@@ -97,11 +88,8 @@ def _build_schedule(
     stages: list[PipelineStage], *, parallelism: Parallelism, microbatches: int, loss: Callable[[Tensor], Tensor]
 ) -> PipelineSchedule:
     # The objective is a sum already, so that gradients are not to be divided.
-    options: dict[str, Any] = {
-        "n_microbatches": microbatches,
-        "loss_fn": lambda sums, _target: loss(sums),
-        "scale_grads": False,
-    }
+    options: dict[str, Any] = {"n_microbatches": microbatches, "scale_grads": False}
+    options["loss_fn"] = lambda sums, _target: loss(sums)
     if path := parallelism.pipeline_parallel_schedule_csv:
         return schedule_from_file(path, stages=stages, **options)
     schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
