@@ -60,7 +60,6 @@ class _Block:
 
     @property
     def is_full(self) -> bool:
-        """Whether every query attends to every key."""
         return self.index.start >= self.queries.all_see_from and self.index.stop <= self.queries.index.start + 1
 
     @property

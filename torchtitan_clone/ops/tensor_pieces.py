@@ -76,7 +76,6 @@ class Overlap:
     transpose: tuple[int, int] | None
 
     def in_box(self, box: Tensor) -> Tensor:
-        """Returns a view of the values in the box."""
         return box[self.target]
 
     def in_source(self, source: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def apply_parallelism(
         torch_compat.enable_async_tensor_parallel(mesh.tp)
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
-    _apply_activation_checkpointing(model.layers, config=activation_checkpoint, kept=kept_operations)
+    _checkpoint_activations(model.layers, config=activation_checkpoint, kept=kept_operations)
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
@@ -71,9 +71,7 @@ def apply_parallelism(
     apply_fsdp(model, groups=model.fsdp_groups(), mesh=mesh.fsdp, training=training, parallelism=parallelism)
 
 
-def _apply_activation_checkpointing(
-    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations
-) -> None:
+def _checkpoint_activations(layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations) -> None:
     if config.mode == "none":
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"

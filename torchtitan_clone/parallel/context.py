@@ -70,7 +70,6 @@ class HeadExchange(nn.Module):
         self._degree = group.size()
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object) -> Tensor:
-        """Returns [B, T, N, H]; `mask` is for full sequences."""
         slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
         heads = [x.shape[3] for x in slices]
         # One exchange for all three: rank r receives the r-th slice of the heads of each.
@@ -91,7 +90,6 @@ class KeyExchange(nn.Module):
         self._exchange = exchange
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns [B, T, N, H]; `mask` holds the starts of the queries' documents [B, T]."""
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, self._exchange, self._group_name)[0]
 
 

@@ -29,10 +29,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one forward and backward returns, detached: this rank's share, to be summed over the ranks of the loss.
+    """What one forward and backward returns, detached: sums [] over this rank's tokens, divided by all targets.
 
-    `loss` [] is the sum over this rank's tokens, divided by the number of targets of the global batch; `auxiliary` is
-    the same [] for each auxiliary term of the model by name, without its coefficient.
+    `auxiliary` has each auxiliary term of the model by name, without its coefficient.
     """
 
     loss: Tensor
@@ -51,10 +50,7 @@ def auxiliary_terms(model: nn.Module) -> Mapping[str, float]:
 
 
 class Objective:
-    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step.
-
-    A model without auxiliary terms returns the loss [], another one the loss and the terms [1 + A]; all are sums.
-    """
+    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step."""
 
     def __init__(self, auxiliary: Mapping[str, float], *, device: torch.device):
         self._names = list(auxiliary)
@@ -64,13 +60,12 @@ class Objective:
         self._means_of_pass: list[Tensor] = []
 
     def begin_step(self, *, num_targets: int) -> None:
-        """Resets the totals; the sums of this step are divided by `num_targets`."""
         self._num_targets = num_targets
         self._total = torch.zeros_like(self._total)
         self._means_of_pass = []
 
     def add(self, sums: Tensor) -> Tensor:
-        """Adds a micro-batch, whose sums are [] or [1 + A], and returns its objective []."""
+        """Adds a micro-batch, whose sums are the loss [] or with its terms [1 + A], and returns its objective []."""
         means = sums / self._num_targets
         self._means_of_pass.append(means.detach())
         return means @ self._weights if self._names else means
@@ -82,7 +77,6 @@ class Objective:
             self._means_of_pass = []
 
     def output(self) -> StepOutput:
-        """Returns the totals of the step."""
         if not self._names:
             return StepOutput(loss=self._total, auxiliary={})
         loss, *terms = self._total.unbind()

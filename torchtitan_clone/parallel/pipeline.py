@@ -25,8 +25,7 @@ from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Stage(PipelineStageFixes, PipelineStage):
-    """A stage of the pipeline."""
+class _Stage(PipelineStageFixes, PipelineStage): ...
 
 
 def build_pipelined_forward_backward(
@@ -35,8 +34,7 @@ def build_pipelined_forward_backward(
 ) -> forward_backward.ForwardBackward:  # fmt: skip
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
-    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients
-    stop at the first `frozen_stages` stages.
+    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`.
     """
     auxiliary = forward_backward.auxiliary_terms(model_parts[0])
     objective = Objective(auxiliary, device=device)
@@ -116,12 +114,9 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
     if not path and SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank == 1:
         return (ranks - 1) / (microbatches + ranks - 1)
     # What a schedule reads of stages to plan its order, without process groups.
-    stand_ins = [
-        SimpleNamespace(stage_index=stage, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
-        for stage in stages.of_rank(0)
-    ]
+    stand_in = partial(SimpleNamespace, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
     try:
-        planned = cast("list[PipelineStage]", stand_ins)
+        planned = cast("list[PipelineStage]", [stand_in(stage_index=stage) for stage in stages.of_rank(0)])
         schedule = _build_schedule(planned, parallelism=parallelism, microbatches=microbatches, loss=torch.sum)
         assert isinstance(schedule, PipelineScheduleMulti)
         orders = {
@@ -144,8 +139,7 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
         ) from None
 
 
-_Action = tuple[str, int, int | None]
-"""Kind (F forward, B backward, I and W its halves for inputs and weights), stage and micro-batch."""
+_Action = tuple[str, int, int | None]  # kind as in read_schedule_file(), stage and micro-batch
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 

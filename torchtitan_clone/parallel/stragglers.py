@@ -151,7 +151,7 @@ def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
     """Returns the rank that this one receives from in a ring of all ranks, and the seconds for LINK_BYTES.
 
     A collective. Neighbours in the ring are on different machines if there are several. A rank never sends and receives
-    at once, so that a slow link shows at its own end only. Returns the minimum of a few measurements.
+    at once, so that a slow link shows at its own end only.
     """
     local_ranks = [local_rank] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank)

@@ -82,17 +82,14 @@ class CollectiveTrace(TorchDispatchMode):
             self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
             self.exposed[call] += _is_waited_for(func, args)
             if func.namespace == "_c10d_functional":
-                self._in_flight |= {
-                    torch_compat.storage_id(x): call for x in tree_leaves(result) if isinstance(x, Tensor)
-                }
+                self._in_flight |= dict.fromkeys(_storages(result), call)
         elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
 
     def _count_exposed(self, name: str, args: tuple) -> None:
         """Counts collectives whose result an operator reads; those in flight during a costly one are hidden."""
-        needed = [torch_compat.storage_id(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
-        self.exposed.update([self._in_flight.pop(storage) for storage in needed if storage in self._in_flight])
+        self.exposed.update([self._in_flight.pop(each) for each in _storages(args) if each in self._in_flight])
         if name in ("mm", "addmm", "bmm", "linear") or "attention" in name:
             self._in_flight.clear()
 
@@ -153,6 +150,10 @@ def see_context_attention(mode_class: type[TorchDispatchMode]) -> None:
 
 
 see_context_attention(CollectiveTrace)
+
+
+def _storages(argument: object) -> list[int]:
+    return [torch_compat.storage_id(x) for x in tree_leaves(argument) if isinstance(x, Tensor)]
 
 
 def _num_bytes(argument: object) -> int:
