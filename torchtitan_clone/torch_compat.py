@@ -38,8 +38,8 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Names that checkpoint_wrapper() and torch.compile put into the names of parameters.
 WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names that checkpoint_wrapper() and torch.compile put into the names of parameters."""
 
 
 def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
@@ -92,8 +92,7 @@ def fake_tensors() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-Operator = torch._ops.OpOverload
-"""What a TorchDispatchMode sees; torch.ops has the values, and no public name for their type."""
+Operator = torch._ops.OpOverload  # what a TorchDispatchMode sees; torch.ops has the values only
 
 
 def argument_names(func: Operator) -> list[str]:

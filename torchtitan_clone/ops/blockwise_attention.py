@@ -21,10 +21,9 @@ Pieces = Sequence[range]
 QKV = tuple[Tensor, Tensor, Tensor]
 Attention = tuple[Tensor, Tensor]  # out and lse
 
+# Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys.
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
-"""Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys."""
-_HIDDEN = -1e30
-"""Score of masked keys. Not -inf: a query for which a block is fully masked must not become NaN."""
+_HIDDEN = -1e30  # score of masked keys; not -inf, which gives NaN where all keys of a block are masked
 
 
 class Gradients(NamedTuple):

@@ -21,8 +21,7 @@ def local_shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return local_shard(tensor), global_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.ndim
 
 
-Region = list[tuple[int, int]]
-"""First and last (exclusive) index in each dimension of the global tensor."""
+Region = list[tuple[int, int]]  # first and last (exclusive) index in each dimension of the global tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,7 @@ def describe_shard(tensor: Tensor) -> TensorShard:
     return TensorShard(offset=offset, size=size, global_shape=tensor.shape, dtype=tensor.dtype, device_type=device_type)
 
 
-ShardMap = Mapping[str, Mapping[int, TensorShard]]
-"""The shard of every rank that has one, by the tensor's name."""
+ShardMap = Mapping[str, Mapping[int, TensorShard]]  # by the tensor's name and by rank
 
 
 def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> ShardMap:

@@ -63,8 +63,7 @@ class Piece:
         return Overlap(target=target_index, source=_index(source, given=self.of), transpose=self.transpose)
 
 
-Pieces = Mapping[str, Sequence[Piece]]
-"""The pieces of each target tensor, by its name."""
+Pieces = Mapping[str, Sequence[Piece]]  # by the target's name
 
 
 @dataclass(frozen=True, kw_only=True)

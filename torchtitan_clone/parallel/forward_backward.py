@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden_BTD, weight_VD, targets_BT) -> the sum of the loss over targets; see ops/cross_entropy.py."""
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # see ops.cross_entropy.build_loss()
 
 
 class Rows(Protocol):

@@ -30,11 +30,9 @@ def apply_fsdp(
     model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, training: Training, parallelism: Parallelism
 ) -> None:
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,
-    )
+    param_dtype = getattr(torch, training.mixed_precision_param)
+    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_clone.config import Degrees
 
 _numbers = count(1)
-
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 

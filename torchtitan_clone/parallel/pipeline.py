@@ -106,8 +106,7 @@ def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) ->
 def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
     """Returns the fraction of a pass in which ranks wait for one another, if all stages take equally long.
 
-    A backward takes as long as two forwards, and each half of it as long as one; communication takes no time. Raises
-    ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
+    Raises ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
     """
     ranks = parallelism.pipeline_parallel_degree
     path = parallelism.pipeline_parallel_schedule_csv

@@ -18,7 +18,6 @@ from torchtitan_clone.torch_compat import process_groups, set_group_timeout
 logger = logging.getLogger("torchtitan_clone")
 
 LOG_WAIT_AFTER_SECONDS = 10
-"""Seconds of waiting for other ranks after which the wait is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,7 @@ def pick_device(launch: Launch) -> torch.device:
 def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
-    Raises ConfigError on all ranks where the lines of `options` differ, and TimeoutError where a rank does not start
-    within comm.init_timeout_seconds. Unlike init_process_group(), it reacts to signals.
+    Raises ConfigError on all ranks where the lines of `options` differ, TimeoutError after comm.init_timeout_seconds.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True

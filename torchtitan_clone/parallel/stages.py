@@ -103,8 +103,7 @@ def layers_of_stages(
 ) -> list[int]:
     """Returns the number of layers of each stage where the split is automatic.
 
-    `layer_costs` are the relative costs of the forward of each layer (None: equal). Embedding and output cost as many
-    average layers as parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say.
+    `layer_costs` are the relative costs of the forward of each layer; None: all are equal.
     """
     forward = list(layer_costs or [1] * n_layers)
     assert len(forward) == n_layers, f"{len(forward)} costs for {n_layers} layers"

@@ -121,12 +121,9 @@ def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
 
 
 def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> list[str]:
-    """Returns a line for each link that is much slower than others of its kind, or for the rank where two of them meet.
-
-    Links within a machine are one kind, links between machines another.
-    """
+    """Returns a line for each link much slower than others of its kind, or for the rank where two of them meet."""
     slow = {}
-    for is_local in (True, False):
+    for is_local in (True, False):  # links within a machine, links between machines
         kind = [rank for rank, own in enumerate(ranks) if (ranks[own.source].host == own.host) == is_local]
         links = {(ranks[rank].source, rank): ranks[rank].link for rank in kind}
         # A third of the links are at most this slow: of three links, two may be those of one slow rank.
@@ -150,8 +147,7 @@ def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> 
 def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
     """Returns the rank that this one receives from in a ring of all ranks, and the seconds for LINK_BYTES.
 
-    A collective. Neighbours in the ring are on different machines if there are several. A rank never sends and receives
-    at once, so that a slow link shows at its own end only.
+    A collective. A rank never sends and receives at once, so that a slow link shows at its own end only.
     """
     local_ranks = [local_rank] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank)

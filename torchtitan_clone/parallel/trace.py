@@ -94,10 +94,10 @@ class CollectiveTrace(TorchDispatchMode):
             self._in_flight.clear()
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns one row for each kind of call, as plain data.
+        """Returns one row for each kind of call.
 
-        `bytes` is the size of the larger side: for a gather the gathered tensor. `exposed` counts calls that ended
-        before a matrix product or attention began, so that nothing hides them; send and recv count as hidden.
+        `bytes` is the size of the larger side. `exposed` counts calls that ended before a matrix product or attention
+        began, so that nothing hides them; send and recv count as hidden.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
