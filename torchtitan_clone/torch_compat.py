@@ -1,7 +1,6 @@
-"""Every private name of torch and torchft that the package uses, behind a public one.
+"""Every private name of torch and torchft that the package uses, behind a public one that says why it is needed.
 
-Each says why it is needed and which public name would replace it. tests/test_torch_compat.py fails when a replacement
-appears, or when the private name is gone. Imports that cost start-up time are inside the functions that need them.
+tests/test_torch_compat.py fails when a public name replaces one. Slow imports are inside the functions that need them.
 """
 
 import json
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
 else:
     PipelineStage = object
 
-__all__ = ["TorchDispatchMode", "tree_leaves"]
-# TorchDispatchMode: sees every operator that runs. Documented by PyTorch, but not importable from a public module.
-# tree_leaves: the tensors in nested arguments. torch.utils has no public module for trees.
+__all__ = ["TorchDispatchMode", "tree_leaves"]  # neither is importable from a public module
 
-# Attention kernels that return the logarithm of the sum of exponentials, which merging blocks needs, and that are
-# named in the selective checkpointing policy. scaled_dot_product_attention() returns the output only;
+# Attention kernels that also return the logarithm of the sum of exponentials, which merging blocks needs:
 # torch.nn.attention would have to return both on CPU and for masks too.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -42,8 +38,8 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+# Names that checkpoint_wrapper() and torch.compile put into the names of parameters.
 WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names that checkpoint_wrapper() and torch.compile put into the names of parameters."""
 
 
 def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
@@ -54,10 +50,8 @@ def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
 # Multiplies all tensors by a number in place; clip_grads_with_norm_() has parameters and a norm of its own.
 foreach_mul_ = torch._foreach_mul_
 
-
-def wait_tensor(x: Tensor) -> Tensor:
-    """Waits for the result of a functional collective and returns it; a compiled region does not do so by itself."""
-    return torch.ops._c10d_functional.wait_tensor(x)
+# Waits for the result of a functional collective and returns it; a compiled region does not do so by itself.
+wait_tensor = torch.ops._c10d_functional.wait_tensor
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:
@@ -98,8 +92,7 @@ def fake_tensors() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-Operator = torch._ops.OpOverload
-"""What a TorchDispatchMode sees; torch.ops has the values, and no public name for their type."""
+Operator = torch._ops.OpOverload  # what a TorchDispatchMode sees; torch.ops has the values only
 
 
 def argument_names(func: Operator) -> list[str]:
@@ -181,10 +174,7 @@ def init_fake_process_group(*, world_size: int) -> None:
 
 
 class PipelineStageFixes(PipelineStage):
-    """Mixin before PipelineStage that supports stages without gradients (the first `frozen_stages`) and fake ranks.
-
-    It overrides undocumented methods, and can go when torch.distributed.pipelining skips stages without gradients.
-    """
+    """Mixin before PipelineStage that supports stages without gradients (the first `frozen_stages`) and fake ranks."""
 
     def __init__(self, *args: Any, frozen_stages: int, **kwargs: Any):
         super().__init__(*args, **kwargs)

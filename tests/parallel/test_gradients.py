@@ -1,6 +1,6 @@
 """Gradients of the parallelized model equal those of plain PyTorch on one device, with uneven numbers of targets.
 
-Tests of gradients.py, apply.py, fsdp.py and activation.py.
+Tests of gradients.py, apply.py and fsdp.py.
 """
 
 from dataclasses import replace

@@ -1,10 +1,6 @@
-"""Exact attention in blocks: causal, within documents, over tokens that need not be contiguous in their row.
+"""Exact attention in blocks, causal and within documents, over *pieces* of a row: ranges of indices in memory order.
 
-A query attends to one range of its row, from the start of its document to itself. Each block of queries is combined
-with blocks of the keys that some of them attend to, so that the full matrix of scores never exists; results are merged
-through the logarithm of the sum of exponentials (lse). A tensor may hold any *pieces* of a row: ranges of indices, in
-their order in memory.
-
+Results of blocks are merged through the logarithm of the sum of exponentials (lse).
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim; t and s queries and keys of one block.
 Source: arXiv 2205.14135.
 """
@@ -22,11 +18,12 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torchtitan_clone import torch_compat
 
 Pieces = Sequence[range]
+QKV = tuple[Tensor, Tensor, Tensor]
+Attention = tuple[Tensor, Tensor]  # out and lse
 
+# Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys.
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
-"""Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys."""
-_HIDDEN = -1e30
-"""Score of masked keys. Not -inf: a query for which a block is fully masked must not become NaN."""
+_HIDDEN = -1e30  # score of masked keys; not -inf, which gives NaN where all keys of a block are masked
 
 
 class Gradients(NamedTuple):
@@ -38,7 +35,6 @@ class Gradients(NamedTuple):
 
     @staticmethod
     def zeros(q_BTNH: Tensor, k_BSKH: Tensor) -> "Gradients":
-        """Returns gradients of zero."""
         return Gradients(*(torch.zeros_like(x, dtype=torch.float32) for x in (q_BTNH, k_BSKH, k_BSKH)))
 
 
@@ -63,7 +59,6 @@ class _Block:
 
     @property
     def is_full(self) -> bool:
-        """Whether every query attends to every key."""
         return self.index.start >= self.queries.all_see_from and self.index.stop <= self.queries.index.start + 1
 
     @property
@@ -81,20 +76,11 @@ def document_starts(documents_BT: Tensor) -> Tensor:
 
 def empty_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
     """Returns attention over no keys, to add others to: out [B, T, N, H] and lse [B, T, N], fp32."""
-    return (
-        torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format),
-        torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device),
-    )
+    out_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return out_BTNH, torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device)
 
 
-def attend_(
-    attention: tuple[Tensor, Tensor],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    *,
-    queries: Pieces,
-    keys: Pieces,
-    starts_BT: Tensor | None,
-) -> None:
+def attend_(attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, starts_BT: Tensor | None) -> None:
     """Adds attention over these keys to `attention`, (out, lse) over other keys, in place.
 
     `starts_BT` holds the starts of the queries' documents; None: attention is causal only.
@@ -109,24 +95,17 @@ def attend_(
 
 
 def attend_backward_(
-    gradients: Gradients,
-    grad_BTNH: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    attention: tuple[Tensor, Tensor],
-    *,
-    queries: Pieces,
-    keys: Pieces,
+    gradients: Gradients, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Pieces, keys: Pieces,
     starts_BT: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Adds the gradients through these keys in place; `attention` is (out, lse) over all keys."""
     for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
         rows, place = block.queries.rows, block.queries.place
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
         grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
         bias = _bias(block, starts_BT, like=q_BNtH)
-        block_gradients = _backward(
-            grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=block.is_triangle
-        )  # fmt: skip
+        causal = block.is_triangle
+        block_gradients = _backward(grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=causal)
         for total, gradient, where in zip(gradients, block_gradients, (place, block.place, block.place), strict=True):
             total[rows, where] += gradient.transpose(1, 2)
 
@@ -138,7 +117,7 @@ def _merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: 
     lse_BTN.copy_(lse)
 
 
-def _cut(block: _Block, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def _cut(block: _Block, qkv: QKV) -> list[Tensor]:
     """Returns the block's queries [B, N, t, H], keys and values [B, K, s, H]."""
     places = (block.queries.place, block.place, block.place)
     return [x[block.queries.rows, place].transpose(1, 2) for x, place in zip(qkv, places, strict=True)]
@@ -200,9 +179,7 @@ def _bias(block: _Block, starts_BT: Tensor | None, *, like: Tensor) -> Tensor | 
     return bias[:, None, :, : len(block.index)]
 
 
-def _forward(
-    q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | None, causal: bool) -> Attention:
     """Returns attention of one block: out [B, N, t, H] and lse [B, N, t]."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention(q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias)
@@ -218,7 +195,7 @@ def _forward(
 def _backward(
     grad_BNtH: Tensor, q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, out_BNtH: Tensor, lse_BNt: Tensor, *,
     bias: Tensor | None, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> QKV:  # fmt: skip
     """Returns gradients of one block by queries, keys and values; `out` and `lse` may be over more keys."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention_backward(
@@ -246,10 +223,7 @@ def _backward(
 
 @torch.library.custom_op("torchtitan_clone::document_attention", mutates_args=())
 def document_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention of full rows within the documents that start at `starts_BT`: out [B, T, N, H], lse [B, T, N].
-
-    One operator for compilers and checkpointing; its backward recomputes the scores block by block.
-    """
+    """Returns attention within the documents that start at `starts_BT`: out [B, T, N, H] and lse [B, T, N]."""
     row = (range(q_BTNH.shape[1]),)
     out_BTNH, lse_BTN = empty_attention(q_BTNH)
     attend_((out_BTNH, lse_BTN), (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
@@ -257,7 +231,8 @@ def document_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT
 
 
 @document_attention.register_fake
-def _(q_BTNH: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def fake_attention(q_BTNH: Tensor, *_: object) -> Attention:
+    """Returns outputs as an operator of attention that has queries, keys and values as its first arguments."""
     out_BTNH, lse_BTN = empty_attention(q_BTNH)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
@@ -276,7 +251,8 @@ def _document_attention_backward(
 
 
 @_document_attention_backward.register_fake
-def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def fake_gradients(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object) -> QKV:
+    """Returns outputs as the backward of such an operator."""
     return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
 
 

@@ -1,9 +1,6 @@
 """Cross-entropy from hidden states, a chunk of tokens at a time.
 
-The loss is a sum over targets; it is later divided by the number of targets in the global batch, so that gradient
-accumulation and every data axis give the gradient of one large batch. Where tensor parallelism shards the output
-projection, each rank holds the logits of its own rows of the vocabulary only.
-
+Where tensor parallelism shards the output projection, a rank holds the logits of its rows of the vocabulary only.
 Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N tokens of all rows.
 """
 

@@ -18,13 +18,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def local_shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Returns this rank's shard of the tensor, and the index in the global tensor at which it starts."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    return tensor.to_local(), global_offset(tensor)
+    return local_shard(tensor), global_offset(tensor) if isinstance(tensor, DTensor) else (0,) * tensor.ndim
 
 
-Region = list[tuple[int, int]]
-"""First and last (exclusive) index in each dimension of the global tensor."""
+Region = list[tuple[int, int]]  # first and last (exclusive) index in each dimension of the global tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +48,12 @@ class TensorShard:
 def describe_shard(tensor: Tensor) -> TensorShard:
     """Returns what this rank holds of a tensor."""
     local, offset = local_shard_and_offset(tensor)
-    return TensorShard(
-        offset=offset,
-        size=tuple(local.shape),
-        global_shape=tensor.shape,
-        dtype=tensor.dtype,
-        device_type=local.device.type,
-    )
+    size = tuple(local.shape)
+    device_type = local.device.type
+    return TensorShard(offset=offset, size=size, global_shape=tensor.shape, dtype=tensor.dtype, device_type=device_type)
 
 
-ShardMap = Mapping[str, Mapping[int, TensorShard]]
-"""The shard of every rank that has one, by the tensor's name."""
+ShardMap = Mapping[str, Mapping[int, TensorShard]]  # by the tensor's name and by rank
 
 
 def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> ShardMap:

@@ -1,7 +1,6 @@
 """One tensor assembled from pieces of others: slices, stacks along a new dimension, transposes, interleaved halves.
 
-A layout declares the sources that hold the values of each target tensor. It serves both directions, and says what a
-box of the target, such as a rank's shard, needs of each source. Targets are a model's tensors, sources those of a file.
+Targets are a model's tensors, sources those of a file; a box of a target is, for example, a rank's shard.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,7 @@ class Sliceable(Protocol):
 class Piece:
     """A source of this name and shape, of which `target[to] == source[of].transpose(*transpose)`.
 
-    Without `of` it is all of the source, without `to` all of the target, without `transpose` the order of dimensions is
-    the same.
+    Without `of` it is all of the source, without `to` all of the target.
     """
 
     source: str
@@ -38,12 +36,10 @@ class Piece:
 
     @property
     def is_complete(self) -> bool:
-        """Whether target and source are equal."""
         return not self.of and not self.to and self.transpose is None
 
     @property
     def numel(self) -> int:
-        """Number of shared values."""
         return prod(len(places) for places in _places(self.of, self.shape))
 
     def overlap(self, shape: Sequence[int], *, offset: Sequence[int], size: Sequence[int]) -> "Overlap | None":
@@ -67,8 +63,7 @@ class Piece:
         return Overlap(target=target_index, source=_index(source, given=self.of), transpose=self.transpose)
 
 
-Pieces = Mapping[str, Sequence[Piece]]
-"""The pieces of each target tensor, by its name."""
+Pieces = Mapping[str, Sequence[Piece]]  # by the target's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,6 @@ class Overlap:
     transpose: tuple[int, int] | None
 
     def in_box(self, box: Tensor) -> Tensor:
-        """Returns a view of the values in the box."""
         return box[self.target]
 
     def in_source(self, source: Tensor) -> Tensor:

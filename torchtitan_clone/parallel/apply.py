@@ -1,18 +1,31 @@
-"""Applies all parallelism to a model, in the one order that works."""
+"""Applies all parallelism and activation checkpointing to a model, in the one order that works.
 
-from collections.abc import Callable, Iterable, Sequence
+Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.05198.
+"""
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
-from torchtitan_clone.parallel.activation import KeptOperations, apply_activation_checkpointing
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import TensorPlan, apply_tensor_parallel
-from torchtitan_clone.torch_compat import WRAPPER_NAMES, enable_async_tensor_parallel, persistent_buffers
+
+
+class KeptOperations(Protocol):
+    """What selective checkpointing per operation keeps: results of `always`, and every second one of `alternating`."""
+
+    @property
+    def always(self) -> Set[object]: ...
+    @property
+    def alternating(self) -> Set[object]: ...
 
 
 class ParallelModel(Protocol):
@@ -28,19 +41,10 @@ M = TypeVar("M", bound=ParallelModel)
 
 
 def apply_parallelism(
-    model: M,
-    *,
-    modules: Iterable[str],
-    frozen: Iterable[str],
-    mesh: Mesh,
-    tensor_plan: TensorPlan,
-    kept_operations: KeptOperations,
-    convert: Callable[[M], None] | None,
-    training: Training,
-    parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-) -> None:
+    model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
+    kept_operations: KeptOperations, convert: Callable[[M], None] | None, training: Training, parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint, compile: Compile,
+) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
@@ -54,10 +58,10 @@ def apply_parallelism(
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     if parallelism.enable_async_tensor_parallel:
-        enable_async_tensor_parallel(mesh.tp)
+        torch_compat.enable_async_tensor_parallel(mesh.tp)
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
-    apply_activation_checkpointing(model.layers, config=activation_checkpoint, kept=kept_operations)
+    _checkpoint_activations(model.layers, config=activation_checkpoint, kept=kept_operations)
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
@@ -67,6 +71,32 @@ def apply_parallelism(
     apply_fsdp(model, groups=model.fsdp_groups(), mesh=mesh.fsdp, training=training, parallelism=parallelism)
 
 
+def _checkpoint_activations(layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations) -> None:
+    if config.mode == "none":
+        return
+    per_op = config.mode == "selective" and config.selective_ac_option == "op"
+    every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
+    options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
+    for index, (name, block) in enumerate(list(layers.items())):
+        if index % every == 0:
+            layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=True, **options)
+
+
+def _selective_context(kept: KeptOperations):
+    always = kept.always | {torch.ops.torchtitan_clone.context_attention.default}
+    counts = {"forward": 0, "recompute": 0}
+
+    def policy(ctx, op, *args, **kwargs):
+        keep = op in always
+        if op in kept.alternating:
+            phase = "recompute" if ctx.is_recompute else "forward"
+            counts[phase] += 1
+            keep = counts[phase] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def named_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """Returns the parameters of model parts by the names in the unwrapped model; a tied one once, by its first name."""
     return {_unwrapped(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
@@ -74,10 +104,10 @@ def named_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter
 
 def named_buffers(model_parts: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Returns the persistent buffers of model parts by the names in the unwrapped model."""
-    return {_unwrapped(name): buffer for part in model_parts for name, buffer in persistent_buffers(part)}
+    return {_unwrapped(name): buffer for part in model_parts for name, buffer in torch_compat.persistent_buffers(part)}
 
 
 def _unwrapped(name: str) -> str:
-    for wrapper in WRAPPER_NAMES:
+    for wrapper in torch_compat.WRAPPER_NAMES:
         name = name.replace(f"{wrapper}.", "")
     return name

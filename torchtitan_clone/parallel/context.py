@@ -1,11 +1,7 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
-Three methods: "allgather" gathers the keys and values of all ranks; "alltoall" exchanges queries, keys and values for
-full sequences of fewer heads; "ring" passes keys and values around a ring while attention over those at hand is
-computed. The batch is sharded when it is loaded, see `local_tokens`.
-
-Under causal attention late tokens cost more than early ones. Each sequence is therefore cut into two chunks per rank,
-and a rank holds one chunk from the front and the mirrored one from the back. "alltoall" needs no such balancing.
+"allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a chunk of tokens
+from the front and the mirrored one from the back, since late tokens cost more. "alltoall" exchanges heads for tokens.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2309.14509 (heads), 2310.01889 (ring).
@@ -20,13 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_clone.ops.blockwise_attention import (
-    Gradients,
-    attend_,
-    attend_backward_,
-    document_starts,
-    empty_attention,
-)
+from torchtitan_clone.ops import blockwise_attention as blockwise
 from torchtitan_clone.torch_compat import all_to_all_with_gradient, process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
@@ -42,10 +32,7 @@ def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> lis
 
 
 def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method) -> None:
-    """Replaces the attention of all blocks in place; the model then gets this rank's tokens of each row.
-
-    It still gets the documents of full rows, since keys on other ranks belong to them too.
-    """
+    """Replaces the attention of all blocks in place; the model then gets this rank's tokens, but all documents."""
     group = mesh.get_group()
     if method != "alltoall":
         model.attention_mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
@@ -68,7 +55,7 @@ class LocalStarts(nn.Module):
         """Maps documents of full rows [B, R T] to starts [B, T]; None, which is causal attention, gives None."""
         if documents_BS is None:
             return None
-        starts_BS = document_starts(documents_BS)
+        starts_BS = blockwise.document_starts(documents_BS)
         pieces = self._local_tokens(documents_BS.shape[1])
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
@@ -83,7 +70,6 @@ class HeadExchange(nn.Module):
         self._degree = group.size()
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object) -> Tensor:
-        """Returns [B, T, N, H]; `mask` is for full sequences."""
         slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
         heads = [x.shape[3] for x in slices]
         # One exchange for all three: rank r receives the r-th slice of the heads of each.
@@ -104,7 +90,6 @@ class KeyExchange(nn.Module):
         self._exchange = exchange
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns [B, T, N, H]; `mask` holds the starts of the queries' documents [B, T]."""
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, self._exchange, self._group_name)[0]
 
 
@@ -128,7 +113,6 @@ def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 
 
 def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Starts to send one tensor and to receive another of the same shape."""
     arriving = torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
@@ -178,22 +162,15 @@ def context_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    One operator for compilers and checkpointing. Saves only this rank's tensors for backward, which receives the keys
-    and values of other ranks again.
+    Saves only this rank's tensors for backward, which receives the keys and values of other ranks again.
     """
     group = process_group_of(group_name)
     queries = _pieces(q_BTNH, group, group.rank())
-    attention = empty_attention(q_BTNH)
+    attention = blockwise.empty_attention(q_BTNH)
     for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
-        attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT)
+        blockwise.attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT)
     return attention[0].to(q_BTNH.dtype), attention[1]
-
-
-@context_attention.register_fake
-def _(q_BTNH: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    out_BTNH, lse_BTN = empty_attention(q_BTNH)
-    return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention_backward", mutates_args=())
@@ -211,19 +188,15 @@ def context_attention_backward(
         for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             keys = _pieces(q_BTNH, group, rank)
-            gradients = Gradients(q_grad_BTNH, *kv_grad)
-            qkv = (q_BTNH, k, v)
-            attend_backward_(gradients, grad_BTNH, qkv, attention, queries=queries, keys=keys, starts_BT=starts_BT)
+            gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
+            blockwise.attend_backward_(
+                gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT
+            )
             yield rank, kv_grad
 
     # Copies, because outputs of an operator must not share memory.
     k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](kv_gradients(), group))
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
-
-
-@context_attention_backward.register_fake
-def _(_grad: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q_BTNH), torch.empty_like(k_BTKH), torch.empty_like(v_BTKH)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -236,4 +209,6 @@ def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | 
     return *gradients, None, None, None
 
 
+context_attention.register_fake(blockwise.fake_attention)
+context_attention_backward.register_fake(blockwise.fake_gradients)
 context_attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,7 +1,4 @@
-"""Runs forward and backward of one step: the plain builder here, the pipelined one in pipeline.py.
-
-Legend: B batch, T tokens, A auxiliary terms of the model.
-"""
+"""Runs forward and backward of one step. Legend: B batch, T tokens, A auxiliary terms of the model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 T = TypeVar("T")
-LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden_BTD, weight_VD, targets_BT) -> the sum of the loss over targets; see ops/cross_entropy.py."""
+LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # see ops.cross_entropy.build_loss()
 
 
 class Rows(Protocol):
@@ -32,10 +28,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What one forward and backward returns, detached: this rank's share, to be summed over the ranks of the loss.
+    """What one forward and backward returns, detached: sums [] over this rank's tokens, divided by all targets.
 
-    `loss` [] is the sum over this rank's tokens, divided by the number of targets of the global batch; `auxiliary` is
-    the same [] for each auxiliary term of the model by name, without its coefficient.
+    `auxiliary` has each auxiliary term of the model by name, without its coefficient.
     """
 
     loss: Tensor
@@ -43,10 +38,7 @@ class StepOutput:
 
 
 class ForwardBackward(Protocol):
-    """Runs micro-batches forward and, unless gradients are off as in validation, backward.
-
-    Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, all sums over tokens.
-    """
+    """Accumulates the gradients of (loss + sum of coefficient * auxiliary term) / `num_targets`, sums over tokens."""
 
     def __call__(self, microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput: ...
 
@@ -57,10 +49,7 @@ def auxiliary_terms(model: nn.Module) -> Mapping[str, float]:
 
 
 class Objective:
-    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step.
-
-    A model without auxiliary terms returns the loss [], another one the loss and the terms [1 + A]; all are sums.
-    """
+    """Computes the scalar that backward starts from, and accumulates the loss and the auxiliary terms of a step."""
 
     def __init__(self, auxiliary: Mapping[str, float], *, device: torch.device):
         self._names = list(auxiliary)
@@ -70,13 +59,12 @@ class Objective:
         self._means_of_pass: list[Tensor] = []
 
     def begin_step(self, *, num_targets: int) -> None:
-        """Resets the totals; the sums of this step are divided by `num_targets`."""
         self._num_targets = num_targets
         self._total = torch.zeros_like(self._total)
         self._means_of_pass = []
 
     def add(self, sums: Tensor) -> Tensor:
-        """Adds a micro-batch, whose sums are [] or [1 + A], and returns its objective []."""
+        """Adds a micro-batch, whose sums are the loss [] or with its terms [1 + A], and returns its objective []."""
         means = sums / self._num_targets
         self._means_of_pass.append(means.detach())
         return means @ self._weights if self._names else means
@@ -88,7 +76,6 @@ class Objective:
             self._means_of_pass = []
 
     def output(self) -> StepOutput:
-        """Returns the totals of the step."""
         if not self._names:
             return StepOutput(loss=self._total, auxiliary={})
         loss, *terms = self._total.unbind()
@@ -96,7 +83,7 @@ class Objective:
 
 
 def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.device) -> ForwardBackward:
-    """Returns the step for a model that is complete on this rank, one micro-batch after the other."""
+    """Returns the step for a model that is complete on this rank; pipeline.py has the pipelined one."""
     objective = Objective(auxiliary_terms(model), device=device)
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:

@@ -29,15 +29,10 @@ class FSDPGroup(Protocol):
 def apply_fsdp(
     model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, training: Training, parallelism: Parallelism
 ) -> None:
-    """Shards the groups of modules and then the rest of the model, in place.
-
-    Gradients are summed over ranks, not averaged: the loss is already divided by the number of targets of all ranks.
-    """
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        cast_forward_inputs=False,
-    )
+    """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks."""
+    param_dtype = getattr(torch, training.mixed_precision_param)
+    reduce_dtype = getattr(torch, training.mixed_precision_reduce)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -58,7 +53,7 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # gloo has no scaled sum; a plain one is exact with a factor of one.
+            # Not averaged: the loss is divided by the targets of all ranks. gloo has no scaled sum.
             module.set_force_sum_reduction_for_comms(True)
             if not _is_trained(module):
                 # Else the backward of the block above prefetches frozen weights for nothing.
@@ -72,10 +67,9 @@ def _is_trained(module: nn.Module) -> bool:
 def _prefetch(blocks: list[nn.Module], *, count: int) -> None:
     """Makes every block gather the weights of the next `count` ones, in the order of forward and of backward."""
     trained = [block for block in blocks if _is_trained(block)]
-    for set_prefetch, order in (
-        (FSDPModule.set_modules_to_forward_prefetch, blocks),
-        (FSDPModule.set_modules_to_backward_prefetch, trained[::-1]),
-    ):
+    forward = FSDPModule.set_modules_to_forward_prefetch
+    backward = FSDPModule.set_modules_to_backward_prefetch
+    for set_prefetch, order in ((forward, blocks), (backward, trained[::-1])):
         modules = cast("list[FSDPModule]", order)
         for index, block in enumerate(modules):
             if following := modules[index + 1 : index + 1 + count]:

@@ -1,8 +1,6 @@
 """Initializes weights as a pure function of (seed, parameter name, position in the parameter).
 
-A parameter is divided into blocks of rows. Each block has its own generator, on the CPU, and a rank samples only the
-blocks that overlap its shard: initial values are bit-identical for every mesh and device, and a rank needs memory for
-its shard and one block.
+Each block of rows has its own generator, on the CPU: values are bit-identical for every mesh and device.
 """
 
 import hashlib
@@ -14,8 +12,7 @@ from torch import Tensor, nn
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
-StdOf = Callable[[str], float | None]
-"""Returns the standard deviation by the parameter's name; None fills with ones."""
+StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
 
 
 def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf) -> None:
@@ -44,5 +41,4 @@ def _fill_normal(
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values = torch.randn(bottom - top, *shape[1:], generator=generator).mul_(std).clamp_(-3 * std, 3 * std)
         rows = slice(max(first, top), min(last, bottom))
-        shard = values[(slice(rows.start - top, rows.stop - top), *columns)]
-        local[rows.start - first : rows.stop - first].copy_(shard)
+        local[rows.start - first : rows.stop - first] = values[(slice(rows.start - top, rows.stop - top), *columns)]

@@ -1,7 +1,4 @@
-"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses.
-
-All are built once, because slicing a DeviceMesh again creates process groups again.
-"""
+"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -13,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_clone.config import Degrees
 
 _numbers = count(1)
-
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -34,10 +30,7 @@ class Mesh:
     groups: tuple[dist.ProcessGroup, ...]
 
     def group_names(self) -> dict[str, str]:
-        """Returns the axis of each process group by torch's name of the group; "world" for the default group.
-
-        torch has one group for axes with the same ranks; this gives it the name of the last.
-        """
+        """Returns an axis for torch's name of each process group, the last one of axes that share a group."""
         assert dist.group.WORLD is not None
         groups = [dist.group.WORLD, *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
         axes = ["world", *(["dp_replicate"] if self.fsdp.ndim > 1 else []), "fsdp", "tp", "cp", "pp"]
@@ -85,10 +78,7 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
 
 
 def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
-    """Creates the process groups of all axes; a collective, after the default process group exists.
-
-    `loss_rank` is the rank of the pipeline axis that computes the loss.
-    """
+    """Creates the process groups of all axes, a collective; `loss_rank` of the pipeline axis computes the loss."""
     # torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
     number = next(_numbers)
 

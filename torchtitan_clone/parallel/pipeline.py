@@ -1,7 +1,6 @@
 """Pipeline parallelism: spreads the layers of the model over ranks, through which micro-batches pass in turn.
 
-torch.distributed.pipelining runs the schedule. Importing it takes half a second, so only pipelines import this file.
-
+Importing torch.distributed.pipelining takes half a second, so only pipelines import this file.
 Legend: B batch rows, T tokens, D model, A auxiliary terms of the model.
 """
 
@@ -26,26 +25,16 @@ from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Stage(PipelineStageFixes, PipelineStage):
-    """A stage of the pipeline."""
+class _Stage(PipelineStageFixes, PipelineStage): ...
 
 
 def build_pipelined_forward_backward(
-    model_parts: Sequence[nn.Module],
-    *,
-    stages: Stages,
-    frozen_stages: int,
-    parallelism: Parallelism,
-    mesh: Mesh,
-    loss_fn: LossFn,
-    dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> forward_backward.ForwardBackward:
+    model_parts: Sequence[nn.Module], *, stages: Stages, frozen_stages: int, parallelism: Parallelism, mesh: Mesh,
+    loss_fn: LossFn, dim: int, dtype: torch.dtype, device: torch.device,
+) -> forward_backward.ForwardBackward:  # fmt: skip
     """Returns the pipelined step: each micro-batch is a pass, which is cut into the micro-batches of the pipeline.
 
-    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`. Gradients
-    stop at the first `frozen_stages` stages.
+    `model_parts` are this rank's stages; hidden states between two stages have size `dim` and this `dtype`.
     """
     auxiliary = forward_backward.auxiliary_terms(model_parts[0])
     objective = Objective(auxiliary, device=device)
@@ -97,11 +86,8 @@ def _build_schedule(
     stages: list[PipelineStage], *, parallelism: Parallelism, microbatches: int, loss: Callable[[Tensor], Tensor]
 ) -> PipelineSchedule:
     # The objective is a sum already, so that gradients are not to be divided.
-    options: dict[str, Any] = {
-        "n_microbatches": microbatches,
-        "loss_fn": lambda sums, _target: loss(sums),
-        "scale_grads": False,
-    }
+    options: dict[str, Any] = {"n_microbatches": microbatches, "scale_grads": False}
+    options["loss_fn"] = lambda sums, _target: loss(sums)
     if path := parallelism.pipeline_parallel_schedule_csv:
         return schedule_from_file(path, stages=stages, **options)
     schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
@@ -120,20 +106,16 @@ def describe_pipeline(parallelism: Parallelism, *, stages: Stages, rows: int) ->
 def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> float:
     """Returns the fraction of a pass in which ranks wait for one another, if all stages take equally long.
 
-    A backward takes as long as two forwards, and each half of it as long as one; communication takes no time. Raises
-    ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
+    Raises ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
     """
     ranks = parallelism.pipeline_parallel_degree
     path = parallelism.pipeline_parallel_schedule_csv
     if not path and SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank == 1:
         return (ranks - 1) / (microbatches + ranks - 1)
     # What a schedule reads of stages to plan its order, without process groups.
-    stand_ins = [
-        SimpleNamespace(stage_index=stage, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
-        for stage in stages.of_rank(0)
-    ]
+    stand_in = partial(SimpleNamespace, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
     try:
-        planned = cast("list[PipelineStage]", stand_ins)
+        planned = cast("list[PipelineStage]", [stand_in(stage_index=stage) for stage in stages.of_rank(0)])
         schedule = _build_schedule(planned, parallelism=parallelism, microbatches=microbatches, loss=torch.sum)
         assert isinstance(schedule, PipelineScheduleMulti)
         orders = {
@@ -156,8 +138,7 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
         ) from None
 
 
-_Action = tuple[str, int, int | None]
-"""Kind (F forward, B backward, I and W its halves for inputs and weights), stage and micro-batch."""
+_Action = tuple[str, int, int | None]  # kind as in read_schedule_file(), stage and micro-batch
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 

@@ -1,8 +1,4 @@
-"""Moves tensors from one mesh to another in memory.
-
-Ranks exchange which shards they have and which they want. Then, tensor by tensor, one all-to-all sends the regions of
-each shard that others want. A plain tensor, such as a buffer, is a shard of the global size.
-"""
+"""Moves tensors from one mesh to another in memory, with one all-to-all per tensor."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,8 +10,7 @@ from torch import Tensor
 
 from torchtitan_clone.ops.dtensor_shards import Region, ShardMap, TensorShard, gather_shard_map, local_shard
 
-_Shards = Mapping[int, TensorShard]
-"""The shards of one tensor by rank."""
+_Shards = Mapping[int, TensorShard]  # of one tensor, by rank
 
 
 def transfer(

@@ -18,7 +18,6 @@ from torchtitan_clone.torch_compat import process_groups, set_group_timeout
 logger = logging.getLogger("torchtitan_clone")
 
 LOG_WAIT_AFTER_SECONDS = 10
-"""Seconds of waiting for other ranks after which the wait is logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,23 +32,19 @@ class Launch:
     def from_environment() -> "Launch":
         """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this is the only process."""
         get = os.environ.get
-        return Launch(
-            rank=int(get("RANK", 0)), local_rank=int(get("LOCAL_RANK", 0)), world_size=int(get("WORLD_SIZE", 1))
-        )
+        local_rank = int(get("LOCAL_RANK", 0))
+        return Launch(rank=int(get("RANK", 0)), local_rank=local_rank, world_size=int(get("WORLD_SIZE", 1)))
 
 
 def pick_device(launch: Launch) -> torch.device:
     """Returns this process's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", launch.local_rank)
+    return torch.device("cuda", launch.local_rank) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_stop_wanted: Callable[[], bool]) -> bool:
     """Waits until all ranks have started; returns False on all of them if one of them wants to stop before that.
 
-    Raises ConfigError on all ranks where the lines of `options` differ, and TimeoutError where a rank does not start
-    within comm.init_timeout_seconds. Unlike init_process_group(), it reacts to signals.
+    Raises ConfigError on all ranks where the lines of `options` differ, TimeoutError after comm.init_timeout_seconds.
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True
@@ -110,11 +105,8 @@ def set_timeout(seconds: int) -> None:
 
 
 def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
-    """Seeds torch's generators; with `debug.deterministic` forbids algorithms whose results vary.
-
-    Ranks with different tokens or layers draw different numbers. Ranks of one `tp` group, the innermost axis of the
-    mesh, draw equal ones, since tensors that they replicate must stay equal. (For shards DTensor adds an offset.)
-    """
+    """Seeds torch's generators; with `debug.deterministic` forbids algorithms whose results vary."""
+    # Ranks of one `tp` group draw equal numbers: tensors that they replicate must stay equal.
     torch.manual_seed(debug.seed + launch.rank // tensor_degree)
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -14,16 +14,16 @@ from torchtitan_clone.config.schema import Parallelism
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a schedule requires."""
+    """What a schedule requires: an exact number of stages per rank or any (None), and of micro-batches.
+
+    With `turns_back` the ranks run the second half of the stages in reverse order; with `splits_backward` gradients of
+    inputs and of weights are computed separately.
+    """
 
     stages_per_rank: int | None
-    """The exact number; None: any number."""
     turns_back: bool = False
-    """Whether the ranks run the second half of the stages in reverse order, so that rank 0 has the first and last."""
     splits_backward: bool = False
-    """Whether gradients of inputs and of weights are computed separately (zero bubble)."""
     microbatches: Literal["any", "one a stage", "equal rounds"] = "any"
-    """Any number; at least one per stage; or equal rounds of at least one per rank."""
 
 
 SCHEDULES = {
@@ -35,8 +35,7 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(stages_per_rank=2, turns_back=True, splits_backward=True),
     "DualPipeV": Schedule(stages_per_rank=2, turns_back=True, splits_backward=True, microbatches="one a stage"),
 }
-TRAINED_COST = 3
-"""Cost of forward and backward, in forwards."""
+TRAINED_COST = 3  # of forward and backward, in forwards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +103,7 @@ def layers_of_stages(
 ) -> list[int]:
     """Returns the number of layers of each stage where the split is automatic.
 
-    `layer_costs` are the costs of the forward of each layer relative to the others; None: all are equal. Backward
-    takes twice as long as forward, and frozen layers have none. Embedding and output cost as many average layers as
-    parallelism.pipeline_parallel_first_stage_less_layers and ..._last_stage_less_layers say.
+    `layer_costs` are the relative costs of the forward of each layer; None: all are equal.
     """
     forward = list(layer_costs or [1] * n_layers)
     assert len(forward) == n_layers, f"{len(forward)} costs for {n_layers} layers"

@@ -1,8 +1,4 @@
-"""Finds ranks and links that are slower than others.
-
-Time in collectives is mostly time of waiting for others, so links are measured separately, with a few MiB around a ring
-of all ranks.
-"""
+"""Finds ranks and links that are slower than others; links are measured separately, around a ring of all ranks."""
 
 import socket
 import statistics
@@ -18,21 +14,15 @@ from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.parallel.trace import Kwargs, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
-SLOW_RANK_FACTOR = 1.2
-"""A rank is slow from this multiple of the median."""
-SLOW_LINK_FACTOR = 3
-"""A link is slow from this multiple of the usual time: between machines some links are longer than others."""
+SLOW_RANK_FACTOR = 1.2  # of the median
+SLOW_LINK_FACTOR = 3  # of the usual time: between machines some links are longer than others
 LINK_BYTES = 4 << 20
-"""Size of the message that measures a link."""
 LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
 """By which times of equally fast links may differ: gloo's threads wait for a core."""
 
 
 class CollectiveTimer(TorchDispatchMode):
-    """Sums the seconds of the collectives that run inside it, and waits for each of them.
-
-    Nothing overlaps inside, so that the rest of the time is this rank's own work. Results stay bit-equal.
-    """
+    """Sums the seconds of the collectives that run inside it, and waits for each of them: none overlaps."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -74,15 +64,13 @@ class StepBreakdown:
 
     @property
     def computation(self) -> float | None:
-        """The remaining seconds; None if communication was not measured."""
         return None if self.communication is None else self.total - self.data - self.communication
 
 
 class StragglerMonitor:
     """Reports slow ranks and slow links every comm.straggler_freq steps.
 
-    `can_time_collectives` is False for compiled code and pipelines, whose steps timing would change: only data loading
-    and links are compared.
+    `can_time_collectives` is False for compiled code and pipelines, whose steps timing would change.
     """
 
     def __init__(self, comm: Comm, *, launch: Launch, device: torch.device, can_time_collectives: bool):
@@ -133,12 +121,9 @@ def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:
 
 
 def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> list[str]:
-    """Returns a line for each link that is much slower than others of its kind, or for the rank where two of them meet.
-
-    Links within a machine are one kind, links between machines another.
-    """
+    """Returns a line for each link much slower than others of its kind, or for the rank where two of them meet."""
     slow = {}
-    for is_local in (True, False):
+    for is_local in (True, False):  # links within a machine, links between machines
         kind = [rank for rank, own in enumerate(ranks) if (ranks[own.source].host == own.host) == is_local]
         links = {(ranks[rank].source, rank): ranks[rank].link for rank in kind}
         # A third of the links are at most this slow: of three links, two may be those of one slow rank.
@@ -162,8 +147,7 @@ def describe_slow_links(ranks: list[StepBreakdown], *, noise_seconds: float) -> 
 def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
     """Returns the rank that this one receives from in a ring of all ranks, and the seconds for LINK_BYTES.
 
-    A collective. Neighbours in the ring are on different machines if there are several. A rank never sends and receives
-    at once, so that a slow link shows at its own end only. Returns the minimum of a few measurements.
+    A collective. A rank never sends and receives at once, so that a slow link shows at its own end only.
     """
     local_ranks = [local_rank] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank)

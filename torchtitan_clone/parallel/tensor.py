@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -23,10 +23,7 @@ class TensorPlan(Protocol):
 
 
 def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shards the model in place over a one-dimensional mesh; ConfigError where the plan lacks a parameter.
-
-    The output projection is sharded by rows of the vocabulary; the loss computes with sharded logits.
-    """
+    """Shards the model in place over a one-dimensional mesh; ConfigError where the plan lacks a parameter."""
     children = dict(model.named_children())
     embedding = children.get("tok_embeddings")
     output = children.get("output")
@@ -35,10 +32,11 @@ def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMes
     styles = {name: style for name, style in plan.styles.items() if name.split(".")[0] in children}
     parallelize_module(model, mesh, styles)
     if embedding is not None:
-        embedding.register_forward_hook(_wait)
+        # A compiled block treats a tensor in flight as one without history: the embedding would get no gradient.
+        embedding.register_forward_hook(lambda _module, _args, hidden_BTD: wait_tensor(hidden_BTD))
     if output is not None and embedding is not None and is_tied:
         output.weight = embedding.weight
-    elif output is not None:
+    elif output is not None:  # by rows of the vocabulary: the loss computes with sharded logits
         output.weight = nn.Parameter(distribute_tensor(output.get_parameter("weight"), mesh, [Shard(0)]))
     _check_coverage(model, replicated=plan.replicated)
 
@@ -53,8 +51,3 @@ def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:
             f"{f' and {len(forgotten) - 1} more parameters' if forgotten[1:] else ''}; give its module a style in the "
             "model's plan.py, or name it as replicated there"
         )
-
-
-def _wait(_module: nn.Module, _args: object, hidden_BTD: Tensor) -> Tensor:
-    # A compiled block treats a tensor in flight as one without history: the embedding would get no gradient.
-    return wait_tensor(hidden_BTD)

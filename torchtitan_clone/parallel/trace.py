@@ -15,16 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.module_tracker import ModuleTracker
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
-from torchtitan_clone.torch_compat import (
-    WRAPPER_NAMES,
-    Operator,
-    TorchDispatchMode,
-    argument_names,
-    look_inside,
-    storage_id,
-    tree_leaves,
-)
+from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -36,17 +29,12 @@ _COLLECTIVES = {
     "reduce_scatter_tensor": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all", "broadcast": "broadcast", "send": "send", "recv": "recv",
 }  # fmt: skip
-
-
 Kwargs = dict[str, object] | None
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Call:
-    """One kind of collective; equal calls are counted together.
-
-    `implicit`: DTensor inserted it because an operator got tensors in layouts that it does not support.
-    """
+    """One kind of collective; `implicit`: DTensor inserted it, because an operator does not support its layouts."""
 
     axis: str
     collective: str
@@ -55,7 +43,6 @@ class Call:
 
 
 def _name(func: Operator) -> str:
-    """Returns the name of an operator without namespace and overload: "mm"."""
     return func.name().partition("::")[2].partition(".")[0]
 
 
@@ -65,10 +52,7 @@ def collective_name(func: Operator) -> str | None:
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Counts the collectives that run inside it.
-
-    `group_names` gives the name of an axis for torch's name of each process group; see Mesh.group_names().
-    """
+    """Counts the collectives that run inside it; `group_names` are Mesh.group_names()."""
 
     def __init__(self, group_names: Mapping[str, str]) -> None:
         super().__init__()
@@ -98,23 +82,22 @@ class CollectiveTrace(TorchDispatchMode):
             self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
             self.exposed[call] += _is_waited_for(func, args)
             if func.namespace == "_c10d_functional":
-                self._in_flight |= {storage_id(x): call for x in tree_leaves(result) if isinstance(x, Tensor)}
+                self._in_flight |= dict.fromkeys(_storages(result), call)
         elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
 
     def _count_exposed(self, name: str, args: tuple) -> None:
         """Counts collectives whose result an operator reads; those in flight during a costly one are hidden."""
-        needed = [storage_id(x) for x in tree_leaves(args) if isinstance(x, Tensor)]
-        self.exposed.update([self._in_flight.pop(storage) for storage in needed if storage in self._in_flight])
+        self.exposed.update([self._in_flight.pop(each) for each in _storages(args) if each in self._in_flight])
         if name in ("mm", "addmm", "bmm", "linear") or "attention" in name:
             self._in_flight.clear()
 
     def rows(self) -> list[dict[str, object]]:
-        """Returns one row for each kind of call, as plain data.
+        """Returns one row for each kind of call.
 
-        `bytes` is the size of the larger side: for a gather the gathered tensor. `exposed` counts calls that ended
-        before a matrix product or attention began, so that nothing hides them; send and recv count as hidden.
+        `bytes` is the size of the larger side. `exposed` counts calls that ended before a matrix product or attention
+        began, so that nothing hides them; send and recv count as hidden.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
@@ -143,7 +126,7 @@ class CollectiveTrace(TorchDispatchMode):
         names = [name for name in self._modules.parents if name != "Global"]
         deepest = max(names, key=len, default="")
         deepest = deepest.partition(".")[2] if "." in deepest else "optimizer and loss"
-        for wrapper in WRAPPER_NAMES:
+        for wrapper in torch_compat.WRAPPER_NAMES:
             deepest = deepest.replace(f".{wrapper}", "")
         return re.sub(r"\.\d+(?=\.|$)", ".*", deepest)
 
@@ -163,10 +146,14 @@ def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: in
 def see_context_attention(mode_class: type[TorchDispatchMode]) -> None:
     """Lets such a mode see the collectives inside the operators for context parallelism."""
     for operation in (context_attention, context_attention_backward):
-        look_inside(operation, mode_class=mode_class)
+        torch_compat.look_inside(operation, mode_class=mode_class)
 
 
 see_context_attention(CollectiveTrace)
+
+
+def _storages(argument: object) -> list[int]:
+    return [torch_compat.storage_id(x) for x in tree_leaves(argument) if isinstance(x, Tensor)]
 
 
 def _num_bytes(argument: object) -> int:
@@ -175,7 +162,7 @@ def _num_bytes(argument: object) -> int:
 
 def _is_waited_for(func: Operator, args: tuple) -> bool:
     """Whether the stream of the computation is idle until the collective is done."""
-    if dict(zip(argument_names(func), args, strict=False)).get("async_op", True):
+    if dict(zip(torch_compat.argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
 
