@@ -29,10 +29,7 @@ class AttemptLog:
         self._file.write(json.dumps(row) + "\n")
 
     def rolled_back_steps(self) -> set[int]:
-        """Returns the steps that this group committed and other groups committed again later, in another quorum.
-
-        Reads the last TAIL_BYTES of the logs of all groups, so older steps are not found.
-        """
+        """Returns the recent steps (TAIL_BYTES) that other groups committed again later, in another quorum."""
         own_quorums: dict[int, int] = {}
         latest: dict[int, tuple[float, int]] = {}
         for file in self._folder.parent.glob("replica-*/rows.rank0.jsonl"):
@@ -43,12 +40,11 @@ class AttemptLog:
         return {step for step, quorum in own_quorums.items() if latest[step][1] != quorum}
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
 def _committed_attempts(file: Path) -> Iterator[tuple[int, float, int]]:
-    """Yields step, time and quorum of the committed attempts in the last TAIL_BYTES of a log."""
+    """Yields step, time and quorum."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
         for line in stream.read().splitlines():

@@ -47,9 +47,8 @@ class IdentityCheck:
                 f"two replica groups have the same fault_tolerance.replica_id: {sorted(map(int, ids))}; start each "
                 "group with an id of its own"
             )
-            must_leave = priority < max(
-                p for p, other in zip(table[2::3], ids, strict=True) if other == self._replica_id
-            )
+            same_id = [p for p, other in zip(table[2::3], ids, strict=True) if other == self._replica_id]
+            must_leave = priority < max(same_id)
         else:
             self._checked_quorum = quorum
             return None

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 TICK_MS = 50
-"""Interval at which the lighthouse checks whether a quorum is complete."""
 
 
 class NoLighthouseError(Exception):

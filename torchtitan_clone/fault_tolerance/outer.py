@@ -76,10 +76,10 @@ def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> l
     fragments = [[name for name in names if _module_of(name) in modules] for modules in listed]
     wrong = [name for name in names if sum(name in fragment for fragment in fragments) != 1]
     if wrong or not all(fragments):
+        found = ", ".join(sorted(set(map(_module_of, wrong)))) or "the empty ones"
         raise ConfigError(
             "fault_tolerance.module_fqns_per_model_fragment: every module of the model must be in exactly one "
-            "fragment, and no fragment may be empty; check "
-            + (", ".join(sorted(set(map(_module_of, wrong)))) or "the empty ones")
+            f"fragment, and no fragment may be empty; check {found}"
         )
     return fragments
 

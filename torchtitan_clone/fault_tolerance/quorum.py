@@ -24,8 +24,8 @@ RETRY_SECONDS = 0.2
 class Quorum:
     """Forms a quorum with the other replica groups for every attempt, and votes on whether the attempt is committed.
 
-    All ranks of a replica group call the same methods in the same order; building one is a collective. The unit that is
-    committed is a step, or a round of `steps_per_commit` steps in semi-synchronous training.
+    All ranks of a replica group call the same methods in the same order; building one is a collective. Commits units of
+    `steps_per_commit` steps.
     """
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext, recovery: RecoveryState, steps_per_commit: int):
@@ -48,14 +48,13 @@ class Quorum:
 
     @property
     def num_committed(self) -> int:
-        """Number of units committed so far in the run."""
+        """Units committed so far in the run."""
         return self._manager.current_step()
 
     def join(self) -> bool:
-        """Joins the other groups for an attempt, and loads the state of a peer if this group is behind.
+        """Joins the other groups for an attempt, with retries, and loads the state of a peer if this group is behind.
 
-        Retries while there are too few groups. Returns False if meanwhile the run was completed by others, or this
-        group was asked to stop.
+        Returns False if meanwhile the run was completed by others, or this group was asked to stop.
         """
         reported = None
         num_committed = self.num_committed
@@ -91,7 +90,6 @@ class Quorum:
         return committed
 
     def _try_to_join(self) -> Exception | None:
-        """Forms one quorum, in which a group that is behind receives the state of a peer; returns what failed."""
         self._metadata = self._recovery.metadata()
         try:
             self._manager.start_quorum()
@@ -113,9 +111,8 @@ class Quorum:
                 f"{num_replicas} in the quorum, but fault_tolerance.min_replica_size = {self._min_replicas}; the "
                 "lighthouse was started with a smaller minimum"
             )
-        quorum = quorum_id(self._manager)
         return self._identity.check(
-            self.collectives, quorum=quorum, replica_index=replica_index, num_replicas=num_replicas
+            self.collectives, quorum=quorum_id(self._manager), replica_index=replica_index, num_replicas=num_replicas
         )
 
     def _members(self) -> tuple[int, int]:
@@ -131,15 +128,13 @@ class Quorum:
         self._manager.should_commit(timeout=2 * self.connection.timeout)
 
     def _abort_collectives(self, error: Exception | None) -> None:
-        """Closes the connections, so that groups that wait for this one in a collective fail at once."""
         if error is not None:
             # The frames of the traceback reference the collective's work, which keeps the connections open.
             error.__traceback__ = error.__context__ = None
         self.connection.process_group.abort()
 
     def _receive_metadata(self, metadata: Metadata) -> None:
-        """Stores a peer's metadata until all ranks of this group have received theirs."""
-        self._received = metadata
+        self._received = metadata  # until all ranks of this group have received theirs
 
     def _reset_to(self, num_committed: int) -> None:
         """Discards what was received: another rank of this group has failed, and the ranks must not diverge."""

@@ -1,8 +1,7 @@
 """Recovery of a replica group that is behind: rank i receives the state of a peer's rank i, tensor by tensor.
 
-The state is sent through the process group that carries the gradients, while all groups wait at the start of a step:
-no thread serves it beside training and nothing received is unpickled. All of it is received before any of it is used,
-so a peer that dies while sending leaves the receiver unchanged.
+The state is sent through the process group of the gradients, while all groups wait at the start of a step. All of it is
+received before any of it is used, so a peer that dies while sending leaves the receiver unchanged.
 """
 
 import hashlib
@@ -42,11 +41,9 @@ class PeerTransport(CheckpointTransport[ManagerState]):
         self._received: list[Tensor] = []
 
     def metadata(self) -> str:
-        """Returns a constant: the receiver needs to know nothing in advance."""
-        return "none"
+        return "none"  # the receiver needs to know nothing in advance
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: ManagerState, timeout: timedelta) -> None:
-        """Sends the state to each of these replica groups in turn."""
         header = json.dumps({"step": step, "layout": self._layout_digest, "state": state_dict}).encode()
         header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for rank in dst_ranks:
@@ -79,7 +76,6 @@ class PeerTransport(CheckpointTransport[ManagerState]):
         return header["state"]
 
     def copy_received(self) -> None:
-        """Copies what was received into the live tensors."""
         for tensor, received in zip(self._tensors.values(), self._received, strict=True):
             tensor.detach().copy_(received)
         self._received = []

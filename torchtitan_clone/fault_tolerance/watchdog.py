@@ -16,7 +16,6 @@ logger = logging.getLogger("torchtitan_clone")
 REPORT_FRACTION = 0.9
 """Fraction of a collective's timeout after which a hang is reported: at the timeout the process may be terminated."""
 POLL_SECONDS = 0.2
-"""Interval at which the heartbeat is checked."""
 RECENT_STEPS = 64
 """Number of steps whose median duration a step is compared with."""
 MIN_STEPS = 3
@@ -26,8 +25,7 @@ MIN_STEPS = 3
 class Heartbeat:
     """Dumps the stacks of all threads and the recent collectives if this process makes no progress for too long.
 
-    Reports once per hang, and does not end the process: the collective's timeout does. The first report creates
-    `folder`. `rank` is the global rank.
+    Reports once per hang, and does not end the process: the collective's timeout does. `rank` is the global rank.
     """
 
     def __init__(self, *, folder: Path, rank: int) -> None:
@@ -44,7 +42,6 @@ class Heartbeat:
         self._deadline = time.monotonic() + REPORT_FRACTION * timeout_seconds
 
     def close(self) -> None:
-        """Stops the reports."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -76,13 +73,11 @@ class StepTimeout:
         self._start = 0.0
 
     def start(self) -> None:
-        """Starts the timer of a step."""
         self._start = time.perf_counter()
         if len(self._seconds) >= MIN_STEPS:
             limit = self._factor * statistics.median(self._seconds) + self._grace_seconds
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def stop(self) -> None:
-        """Cancels the timer and records the duration of the step."""
         faulthandler.cancel_dump_traceback_later()
         self._seconds.append(time.perf_counter() - self._start)
