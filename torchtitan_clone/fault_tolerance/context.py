@@ -40,7 +40,6 @@ class ReplicaContext:
     outer_weights: Mapping[str, Tensor]
     """State of the outer optimizer as returned by `outer_state`; empty without semi-synchronous training."""
     recovery_state: Callable[[], RecoveryState]
-    """Called once, when the replica group joins."""
     sum_over_ranks: Callable[[list[float]], list[float]]
     """Sums each number over the ranks of this replica group; a collective."""
     is_run_complete: Callable[[], bool]

@@ -15,10 +15,7 @@ OUTER_OPTIMIZERS = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns global weights and momentum to be saved with the training state; empty without semi-synchronous training.
-
-    The global weights are NaN until a checkpoint or `init_outer_weights` fills them.
-    """
+    """Returns the global weights, NaN until they are filled, and momentum; empty without semi-synchronous training."""
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
     _, momentum = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method]

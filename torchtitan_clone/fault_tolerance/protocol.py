@@ -69,18 +69,14 @@ class ReplicaGroup(Protocol):
         """Records which samples of the global order this rank trains on in the attempt."""
 
     def commit(self, *, healthy: bool) -> bool:
-        """Votes on the attempt and returns whether it is committed, which is the same in all ranks of the group.
+        """Votes on the attempt, before the optimizer's step; returns whether it is committed, the same in all ranks.
 
-        Call it once per attempt, before the optimizer's step. `healthy` is False if the loss or the gradients of this
-        rank are not finite.
+        `healthy` is False if the loss or the gradients of this rank are not finite.
         """
         ...
 
     def complete_step(self) -> bool:
-        """Ends a committed step, after the optimizer's step. Returns False if it and others before it were rolled back.
-
-        All state, including what `load_from_peer` restores, is then that of an earlier step.
-        """
+        """Ends a committed step, after the optimizer's step; returns False if all state was rolled back to an earlier one."""
         ...
 
     def rolled_back_steps(self) -> set[int]:
@@ -111,8 +107,7 @@ class SingleReplica:
         """Does nothing: the samples of a step follow from its number."""
 
     def commit(self, *, healthy: bool) -> bool:
-        """Returns True: a step that is not healthy counts too, as a skipped one."""
-        return True
+        return True  # a step that is not healthy counts too, as a skipped one
 
     def complete_step(self) -> bool:
         return True

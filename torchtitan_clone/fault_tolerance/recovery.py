@@ -19,7 +19,6 @@ from torchtitan_clone.config import ConfigError
 ManagerState = dict[str, object]
 """What torchft transfers: {"torchft": its own state, "user": {STATE_KEY: metadata}}."""
 STATE_KEY = "training"
-"""Under which the metadata of training is registered with torchft's manager."""
 
 
 class ReplicaMismatchError(ConfigError):
@@ -27,10 +26,7 @@ class ReplicaMismatchError(ConfigError):
 
 
 class PeerTransport(CheckpointTransport[ManagerState]):
-    """Sends and receives torchft's state as JSON, followed by the local shards `tensors`, in this order.
-
-    `pg` is the process group of this rank and the same rank of the other replica groups, `device` that of its buffers.
-    """
+    """Sends and receives torchft's state as JSON, then the local shards `tensors`; `device` is that of the buffers."""
 
     def __init__(self, pg: ProcessGroup, *, tensors: Mapping[str, Tensor], device: torch.device):
         self._pg = pg
@@ -52,10 +48,7 @@ class PeerTransport(CheckpointTransport[ManagerState]):
                     self._pg.send([tensor.detach().to(self._device).contiguous()], rank, 0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> ManagerState:
-        """Receives the state into new buffers; `copy_received` copies them into the live tensors.
-
-        ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes.
-        """
+        """Receives into new buffers; ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes."""
 
         def receive(tensor: Tensor) -> Tensor:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)

@@ -76,7 +76,6 @@ class SemiSyncGroup(TorchFTGroup):
         return super().complete_step()
 
     def rolled_back_steps(self) -> set[int]:
-        """Returns the steps of the rounds that other groups trained again without this one."""
         size = self._steps_per_round
         rounds = super().rolled_back_steps()
         return {step for number in rounds for step in range((number - 1) * size + 1, number * size + 1)}

@@ -48,7 +48,6 @@ class TorchFTGroup:
         return self.replica_index == 0
 
     def begin_step(self) -> bool:
-        """Forms a quorum with the other groups and starts the step's timeout."""
         if not self.quorum.join():
             return False
         self._step_timeout.start()

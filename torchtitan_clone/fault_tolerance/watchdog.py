@@ -17,7 +17,6 @@ REPORT_FRACTION = 0.9
 """Fraction of a collective's timeout after which a hang is reported: at the timeout the process may be terminated."""
 POLL_SECONDS = 0.2
 RECENT_STEPS = 64
-"""Number of steps whose median duration a step is compared with."""
 MIN_STEPS = 3
 """Steps without a timeout at the start: the first ones compile."""
 
@@ -31,8 +30,7 @@ class Heartbeat:
     def __init__(self, *, folder: Path, rank: int) -> None:
         self._folder = folder
         self._rank = rank
-        self._timeout_seconds = float("inf")
-        self._deadline = float("inf")
+        self._timeout_seconds = self._deadline = float("inf")
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
