@@ -76,7 +76,7 @@ class ReplicaGroup(Protocol):
         ...
 
     def complete_step(self) -> bool:
-        """Ends a committed step, after the optimizer's step; returns False if all state was rolled back to an earlier one."""
+        """Ends a step, after the optimizer's step. Returns False if all state was rolled back to an earlier step."""
         ...
 
     def rolled_back_steps(self) -> set[int]:
