@@ -1,7 +1,6 @@
 """Replica groups in real processes: the losses equal those of one run without them, also after kills, hangs and NaNs.
 
-Tests of torchft_group.py and of what it consists of: attempt_log.py, collectives.py, connection.py, quorum.py and
-recovery.py.
+Tests of torchft_group.py and of what it consists of: collectives.py, connection.py, quorum.py and recovery.py.
 """
 
 import math

@@ -3,17 +3,14 @@
 Terms:
     source          A list of text files.
     document        One text of a source.
-    token store     A tokenized source on disk. It has two *splits*, "train" and "validation"; each is one long array
-                    of token ids in which an end-of-text token follows every document.
+    token store     A tokenized source on disk: per *split*, "train" and "validation", one array of token ids in which
+                    an end-of-text token follows every document.
     row             A window of seq_len + 1 tokens of such an array: the inputs, and the targets shifted by one.
     sample          One use of a row in training. Sample i is the (i mod n)-th row of a shuffled *epoch* of all n rows.
     global batch    The rows that one optimizer step consumes over all ranks: samples s * G to (s + 1) * G for step s
                     and G rows. A *batch slice* is what one rank reads of it.
-    stream          A dataset of the Hugging Face hub is not stored: each row of the global batch is a stream of
-                    documents, and a *cursor* is the position of a stream.
-
-Reading order: sources, tokenizer, encoder, token_store, packing, row_reader, token_dataset,
-streaming, loader.
+    stream          The documents of one row of the global batch, for a dataset of the Hugging Face hub, which is not
+                    stored. A *cursor* is the position of a stream.
 """
 
 from torchtitan_clone.data.loader import Loader, LoaderOptions, ValidationLoader, open_dataset

@@ -1,19 +1,18 @@
 """Tokenizes documents in parallel processes.
 
 Processes, because the tokenizer's own threads become slower with more cores for the patterns of Llama-like tokenizers.
-Each process runs this file. It imports nothing of the package, so that it starts in 0.2 s, and it exits at the end of
-its standard input, so that it never outlives its parent.
+Each runs this file, which imports nothing of the package, to start in 0.2 s, and exits at the end of its input.
 """
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
+from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -34,21 +33,18 @@ def encode_batches(
     Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Popen[bytes]] = []
     of_thread = threading.local()
 
     def start() -> None:
         of_thread.process = _start_process(setup)
         processes.append(of_thread.process)
 
-    def encode(texts: Sequence[str]) -> Encoded:
-        return _encode(texts, process=of_thread.process)
-
     pending: deque[tuple[T, Future[Encoded]]] = deque()
     threads = ThreadPoolExecutor(num_processes, initializer=start)
     try:
         for texts, label in batches:
-            pending.append((label, threads.submit(encode, texts)))
+            pending.append((label, threads.submit(lambda texts: _encode(texts, process=of_thread.process), texts)))
             if len(pending) > 2 * num_processes:
                 label, encoded = pending.popleft()
                 yield label, *encoded.result()
@@ -60,23 +56,18 @@ def encode_batches(
             process.communicate()  # closes its input, so that it exits
 
 
-def _start_process(setup: tuple[str, int, str]) -> subprocess.Popen[bytes]:
+def _start_process(setup: tuple[str, int, str]) -> Popen[bytes]:
     """Runs this file in a process: pickled texts in, pickled tokens out."""
-    # -P keeps this folder off sys.path, where its modules could shadow others. A new session: Ctrl-C must reach only
-    # the trainer.
-    process = subprocess.Popen(
-        [sys.executable, "-P", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
-        start_new_session=True,
-    )
+    command = [sys.executable, "-P", __file__]  # -P: this folder's modules must not shadow others
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    # A new session: Ctrl-C must reach only the trainer.
+    process = Popen(command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     pickle.dump(setup, process.stdin)
     return process
 
 
-def _encode(texts: Sequence[str], *, process: subprocess.Popen[bytes]) -> Encoded:
+def _encode(texts: Sequence[str], *, process: Popen[bytes]) -> Encoded:
     assert process.stdin is not None
     assert process.stdout is not None
     try:

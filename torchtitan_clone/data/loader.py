@@ -32,7 +32,6 @@ logger = logging.getLogger("torchtitan_clone")
 
 T = TypeVar("T")
 AllGatherObject = Callable[[object], list[Any]]
-"""Returns the object that each rank passes in, in the order of the ranks; a collective."""
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -47,13 +46,12 @@ LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Which rows a rank reads and how they are packed, in training and in validation."""
+    """Which rows data-parallel rank `rank` reads and how they are packed, in training and in validation."""
 
     seq_len: int
     document_masking: bool
     """Restart positions at every document, and do not predict the first token of a document from the previous one."""
     rank: int = 0
-    """Data-parallel rank, out of num_ranks."""
     num_ranks: int = 1
     token_indices: Tensor | None = None
     """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
@@ -73,8 +71,7 @@ class Loader:
     """Endless iterator over a rank's shuffled training rows of each global batch.
 
     Each rank's batch is padded to the same multiple of local_batch_size. The state counts the batches that were
-    committed, not what the loader or its workers have read ahead. `all_gather_object` is used to collect the state of
-    hub data from all ranks. ConfigError if the dataset has no row, or num_workers exceeds the rows of a rank.
+    committed, not what was read ahead. ConfigError if the dataset has no row, or num_workers exceeds a rank's rows.
     """
 
     def __init__(
@@ -106,12 +103,8 @@ class Loader:
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
         self._num_workers = num_workers
         self._all_gather_object = all_gather_object
-        self._order: dict[str, object] = {
-            **asdict(dataset.identity),
-            "seq_len": options.seq_len,
-            "document_masking": options.document_masking,
-            "seed": seed,
-        }
+        order = {"seq_len": options.seq_len, "document_masking": options.document_masking, "seed": seed}
+        self._order: dict[str, object] = asdict(dataset.identity) | order
         self._samples = 0
         self._streams: StreamState | None = None
         self._uncollected: list[StreamPosition] = []
@@ -187,7 +180,6 @@ class Loader:
         self._restart()
 
     def _restart(self) -> None:
-        """Discards what was read beyond the committed samples."""
         self._uncollected = []
         self._batch = None
         self._batches = self._read_batches()
@@ -200,8 +192,7 @@ class Loader:
 class ValidationLoader:
     """Iterable over a rank's held-out rows; every iteration is one pass over all held-out documents.
 
-    The last global batch is padded with rows without targets, so that all ranks have the same number of batches. Reads
-    in this process. ConfigError if there is no held-out row.
+    Pads the last global batch with rows without targets, to be full on all ranks. ConfigError without a held-out row.
     """
 
     def __init__(self, dataset: Dataset, *, options: LoaderOptions, global_batch_size: int) -> None:
@@ -217,7 +208,6 @@ class ValidationLoader:
 
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
-    """Packs rows, into pinned memory if there is a GPU."""
     batch = pack(rows, eos_id=eos_id, document_masking=options.document_masking, padding=padding)
     if options.token_indices is not None:
         batch = batch.select_tokens(options.token_indices)
@@ -227,7 +217,6 @@ def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int
 def _read_batches(
     reader: RowReader, *, pack_rows: Callable[..., Batch], num_workers: int
 ) -> Iterator[tuple[Batch, list[StreamPosition]]]:
-    """Yields each batch of a rank, and the positions after it of the streams that it is read from."""
     batch_slice = reader.batch_slice
     num_workers = min(num_workers, len(batch_slice.rows))
     chunks = _start_reading(reader, num_workers=num_workers)
@@ -239,7 +228,6 @@ def _read_batches(
 
 
 def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]:
-    """Iterates over the reader here, or in workers that deliver their rows of each batch in turn."""
     if num_workers == 0:
         return iter(reader)
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -260,7 +248,7 @@ def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Blocks the stop signals for processes started inside until they can handle them; here they arrive afterwards."""
+    """Blocks the stop signals in processes that start inside, until they can handle them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     resource_tracker.ensure_running()  # unblocks some of them when it starts
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

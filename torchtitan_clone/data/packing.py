@@ -21,16 +21,14 @@ class Batch:
     With context parallelism a rank holds only some tokens of each row, and the documents of all of them.
     """
 
-    tokens_BT: Tensor
-    """int64."""
+    tokens_BT: Tensor  # int64
     targets_BT: Tensor
-    """int64; the next token, or IGNORE_INDEX."""
+    """int64; the next token, or IGNORE_INDEX, which num_targets does not count."""
     positions_BT: Tensor
     """int64; counted from 0 at the start of each row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
     """int32; 0, 1, 2, ... for the documents of a row, always for the full row; None without document masking."""
     num_targets: int
-    """Number of targets that are not IGNORE_INDEX."""
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
@@ -70,8 +68,11 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
     documents_BT = None
     if document_masking:
         ends_BT = tokens_BT == eos_id
-        positions_BT, documents_BT = _positions_and_documents(ends_BT)
         targets_BT[ends_BT] = IGNORE_INDEX
+        starts_BT = np.zeros_like(ends_BT)
+        starts_BT[:, 1:] = ends_BT[:, :-1]
+        documents_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
+        positions_BT -= np.maximum.accumulate(np.where(starts_BT, positions_BT, 0), axis=1)
     targets_BT[len(targets_BT) - padding :] = IGNORE_INDEX
     return Batch(
         tokens_BT=torch.from_numpy(tokens_BT),
@@ -80,12 +81,3 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
         documents_BT=None if documents_BT is None else torch.from_numpy(documents_BT),
         num_targets=int(np.count_nonzero(targets_BT != IGNORE_INDEX)),
     )
-
-
-def _positions_and_documents(ends_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [B, T] and document numbers [B, T] within each row, given where documents end [B, T]."""
-    starts_BT = np.zeros_like(ends_BT)
-    starts_BT[:, 1:] = ends_BT[:, :-1]
-    index_T = np.arange(ends_BT.shape[1])
-    first_BT = np.maximum.accumulate(np.where(starts_BT, index_T, 0), axis=1)
-    return index_T - first_BT, np.cumsum(starts_BT, axis=1, dtype=np.int32)

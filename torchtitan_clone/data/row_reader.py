@@ -14,11 +14,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 Cursor = tuple[int, int, int]
 """Position in a stream: epoch, document within the epoch, token within the document."""
 Bookmark = tuple[int, int, str | None]
-"""Place to resume reading the files from: epoch, document, and the library's own state there as JSON (None: the start
-of the epoch)."""
+"""Place to resume reading: epoch, document, and the library's own state there as JSON (None: start of the epoch)."""
 StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
-"""Cursors of some streams, each with the index of its row, and a bookmark at or before all of them. Plain data: JSON
-can hold it, and what comes back with lists for tuples is accepted."""
+"""Cursors of some streams, by index of the row, and a bookmark at or before all of them; also with lists for tuples."""
 RowChunk = tuple[np.ndarray, StreamPosition | None]
 """Rows [B, T + 1] and the stream position after them; None where the position follows from the number of samples."""
 HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
@@ -29,20 +27,17 @@ START: Bookmark = (0, 0, None)
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """Position of all streams of the global batch."""
+    """Position of all streams of the global batch, one per row."""
 
     cursors: list[Cursor]
-    """One per row of the global batch."""
     bookmark: Bookmark
     """At or before all cursors."""
 
     def to_plain(self) -> dict[str, object]:
-        """Returns the entries of a loader's state."""
         return {"cursors": [list(cursor) for cursor in self.cursors], "bookmark": list(self.bookmark)}
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> "StreamState | None":
-        """Returns the position in a loader's state; None where it holds none."""
         if "cursors" not in state:
             return None
         cursors = [(epoch, document, token) for epoch, document, token in state["cursors"]]
@@ -56,7 +51,6 @@ class DatasetIdentity:
     data: str
     """Fingerprint of the text."""
     tokenizer: str
-    """Fingerprint of the tokenizer."""
     eos_id: int
     held_out_fraction: float
 
@@ -87,8 +81,7 @@ def slice_of_rank(
 ) -> BatchSlice:
     """Returns the contiguous rows of a rank, out of the rows of its replica group, out of the global batch.
 
-    All slices in order are the global batch. They differ by one row where the numbers do not divide; `size` is the
-    largest of them, rounded up to a multiple of `multiple_of`.
+    The slices differ by one row where the numbers do not divide; `size` is the largest, rounded up to `multiple_of`.
     """
     start, stop = _bounds(global_batch_size, index=replica_index, count=num_replicas)
     first, last = _bounds(stop - start, index=rank, count=num_ranks)
@@ -103,15 +96,13 @@ def slice_of_rank(
 
 
 def _bounds(length: int, *, index: int, count: int) -> tuple[int, int]:
-    """First and last + 1 of the index-th of `count` nearly equal slices."""
     return index * length // count, (index + 1) * length // count
 
 
 class RowReader(IterableDataset[RowChunk]):
     """Yields the rows of one batch slice for one global batch after another, without end.
 
-    In a worker process, yields that worker's rows of the slice: the rows of all workers in order are the slice. `read`
-    yields the given rows of each global batch; workers receive it pickled.
+    A worker process yields its own rows of the slice. `read` yields the given rows of each global batch; it is pickled.
     """
 
     def __init__(self, batch_slice: BatchSlice, *, read: Callable[[range], Iterator[RowChunk]]) -> None:
@@ -130,17 +121,12 @@ class Dataset(Protocol):
     """Tokenized text that can be read from any position."""
 
     @property
-    def identity(self) -> DatasetIdentity:
-        """What determines the tokens."""
-        ...
+    def identity(self) -> DatasetIdentity: ...
 
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
     ) -> RowReader:
-        """Returns a reader of the batches after `samples` samples, or after the position of `streams`.
-
-        ConfigError if the dataset has no row.
-        """
+        """Returns a reader of the batches after `samples` or after `streams`; ConfigError if there is no row."""
         ...
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:

@@ -1,8 +1,7 @@
 """Reads text from files, one document at a time.
 
-A *source* is a list of files below one root. A *document* is one text: a row of a .jsonl or .parquet file, or a text
-file (a long one is split at line ends into several). A *bad row* is a row or a text that cannot be read: it is skipped
-and counted; more than data.max_bad_rows of them are an error.
+A *source* is a list of files below one root. A *document* is a row of a .jsonl or .parquet file, or a text file (a long
+one is split at line ends). A *bad row* cannot be read: it is skipped, and more than data.max_bad_rows are an error.
 """
 
 import gzip
@@ -37,7 +36,6 @@ _Entry = tuple[int, int, str]
 PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
 FIRST_BAD_ROWS = 5
-"""Bad rows that the report lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +57,17 @@ class BadRows:
     first: list[str] = field(default_factory=list)
 
     def add(self, place: str, *, error: Exception) -> None:
-        """Counts the row at a place; ConfigError if that is one too many."""
         self.count += 1
         if self.count <= FIRST_BAD_ROWS:
-            self.first.append(f"{place}: {_reason(error)}")
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"not JSON ({error.msg}, column {error.colno})"
+            elif isinstance(error, UnicodeDecodeError):
+                reason = f"not UTF-8 ({error.reason})"
+            self.first.append(f"{place}: {reason}")
         self.check()
 
     def check(self) -> None:
-        """ConfigError if there are more bad rows than the limit."""
         if self.count > self.limit:
             raise ConfigError(
                 f"data.max_bad_rows = {self.limit}: the data has {self.report()}\n"
@@ -74,15 +75,8 @@ class BadRows:
             )
 
     def report(self) -> str:
-        """Returns the number of bad rows and a list of the first."""
         more = [f"and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
         return "\n  ".join([f"{self.count} unreadable row(s) of text:", *self.first, *more])
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"not JSON ({error.msg}, column {error.colno})"
-    return f"not UTF-8 ({error.reason})" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def stdlib_source() -> Source:
@@ -141,7 +135,6 @@ def _path_source(path: Path, *, option: str, text_key: str) -> Source:
 
 
 def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
-    """Returns all files below root, sorted by path, except hidden ones."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
@@ -169,7 +162,8 @@ def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -
 
         return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        lines = _open_lines(raw, suffix=file.suffix)
+        compressed_lines = {".gz": gzip.open, ".zst": _zstd_lines}
+        lines = compressed_lines[file.suffix](raw) if file.suffix in compressed_lines else raw
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
     return _read_text(raw, file=file, bad_rows=bad_rows)
 
@@ -189,7 +183,6 @@ def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]
 
 
 def _pieces(raw: BinaryIO) -> Iterator[bytes]:
-    """Splits at the last line end within each PIECE_BYTES, or at the next one if there is none."""
     while piece := raw.read(PIECE_BYTES):
         if len(piece) == PIECE_BYTES:
             if end := piece.rfind(b"\n") + 1:
@@ -198,12 +191,6 @@ def _pieces(raw: BinaryIO) -> Iterator[bytes]:
             else:
                 piece += raw.readline()
         yield piece
-
-
-def _open_lines(raw: BinaryIO, *, suffix: str) -> Iterable[bytes]:
-    if suffix == ".gz":
-        return gzip.open(raw)
-    return _zstd_lines(raw) if suffix == ".zst" else raw
 
 
 def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, bad_rows: BadRows) -> Iterator[str]:
@@ -248,8 +235,7 @@ def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
     frame = None
-    block = b""
-    rest = b""
+    block = rest = b""
     while block := block or raw.read(1 << 17):
         frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
@@ -297,10 +283,8 @@ def source_fingerprint(source: Source, *, listing: Path) -> str:
         files = dict(zip(map(str, source.files), entries, strict=True))
     if files != known:
         write_atomically(listing, json.dumps(files).encode())
-    contents = [
-        (file.relative_to(source.root).as_posix(), size, digest)
-        for file, (size, _, digest) in zip(source.files, files.values(), strict=True)
-    ]
+    names = [file.relative_to(source.root).as_posix() for file in source.files]
+    contents = [(name, size, digest) for name, (size, _, digest) in zip(names, files.values(), strict=True)]
     return digest_of([contents, source.text_key])
 
 

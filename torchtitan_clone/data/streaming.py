@@ -1,10 +1,8 @@
 """Reads rows from a dataset of the Hugging Face hub, which is tokenized while it is downloaded.
 
-Each row of the global batch is a *stream*: in epoch e, stream v of G reads the documents whose index i satisfies
-(i + e) mod G = v, one after another, and cuts them into rows. A *cursor* (epoch, document, token) is the first token
-that a stream has not used. The cursors are the complete state: which rank reads a stream does not matter. A rank reads
-the documents once for all its streams, and buffers those that a stream does not need yet. A *bookmark* is a place in
-the files from which reading can resume without starting at their beginning.
+In epoch e, stream v of G reads the documents whose index i satisfies (i + e) mod G = v, and cuts them into rows. The
+cursors (epoch, document, token) of the first tokens that are not used are the complete state, on any number of ranks. A
+rank reads the documents once for all its streams. A *bookmark* is a place in the files from which reading can resume.
 """
 
 import copy
@@ -42,9 +40,7 @@ if TYPE_CHECKING:
 
 DocumentChunk = tuple[Bookmark, list[str | None]]
 """Consecutive documents, and the bookmark of the first; None: a document that is skipped."""
-
 CHUNK_DOCUMENTS = 64
-"""Documents that are read and tokenized at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,6 @@ class HubDataset:
 
     @property
     def identity(self) -> DatasetIdentity:
-        """What determines the tokens."""
         return DatasetIdentity(
             data=digest_of([self.name, self.revision, self.text_key]),
             tokenizer=self.tokenizer.fingerprint,
@@ -83,7 +78,6 @@ class HubDataset:
         return RowReader(batch_slice, read=partial(self._read_train, start=streams, seq_len=batch_slice.seq_len))
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
-        """Returns a reader of the held-out documents as one stream, from which every rank selects its rows."""
         return partial(self._read_validation, batch_slice)
 
     def _read_train(self, rows: range, *, start: StreamState, seq_len: int) -> Iterator[RowChunk]:
@@ -117,7 +111,6 @@ class HubDataset:
     def _distribute(
         self, texts: list[str | None], *, bookmark: Bookmark, streams: "dict[int, _TokenBuffer]", num_streams: int
     ) -> None:
-        """Tokenizes the documents that belong to these streams, and appends each to its stream."""
         epoch, first, _ = bookmark
         found = [
             (document, row, text)
@@ -135,10 +128,7 @@ class HubDataset:
             bookmark = (bookmark[0] + 1, 0, None)
 
     def _read_epoch(self, bookmark: Bookmark, *, split: Split) -> Iterator[DocumentChunk]:
-        """Yields the documents from a bookmark to the end of its epoch, in chunks.
-
-        Skips what is not in the split or cannot be read; ConfigError if that is a complete epoch.
-        """
+        """Yields documents from a bookmark to the end of its epoch; ConfigError if a complete epoch has no text."""
         epoch, document, state = bookmark
         stream = copy.deepcopy(self.stream)  # it keeps its position
         if state is not None:
@@ -215,7 +205,6 @@ class _TokenBuffer:
         return self._documents[0][0] if self._documents else self._start
 
     def append(self, tokens: np.ndarray, *, epoch: int, document: int) -> None:
-        """Appends the tokens of a document that come at or after the cursor at which the stream started."""
         if (epoch, document) < self._start[:2]:
             return
         used = self._start[2] if (epoch, document) == self._start[:2] else 0
@@ -238,7 +227,7 @@ class _TokenBuffer:
 
 
 def merge_positions(positions: Iterable[StreamPosition]) -> StreamState:
-    """Merges the positions of all ranks: the cursor of every stream, and a bookmark before all of them."""
+    """Merges the positions of all ranks."""
     cursors: dict[int, Cursor] = {}
     bookmarks: list[Bookmark] = []
     for cursors_of_rank, (epoch, document, place) in positions:

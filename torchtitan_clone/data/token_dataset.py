@@ -26,7 +26,6 @@ class TokenDataset:
 
     @property
     def identity(self) -> DatasetIdentity:
-        """What determines the tokens."""
         meta = self.store.meta
         return DatasetIdentity(
             data=meta.source_fingerprint,
@@ -38,13 +37,11 @@ class TokenDataset:
     def train_reader(
         self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
     ) -> RowReader:
-        """Returns a reader of shuffled epochs of the train split; ConfigError if it has no row."""
         num_rows = self._num_rows("train", seq_len=batch_slice.seq_len, remedy="add text")
         read = partial(self._read_train, batch_slice=batch_slice, num_rows=num_rows, seed=seed, samples=samples)
         return RowReader(batch_slice, read=read)
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
-        """Returns a reader of the validation split in order; ConfigError if it has no row."""
         remedy = "raise data.held_out_fraction, set validation.enable to false"
         num_rows = self._num_rows("validation", seq_len=batch_slice.seq_len, remedy=remedy)
         return partial(self._read_validation, batch_slice, num_rows=num_rows)
@@ -75,10 +72,6 @@ class TokenDataset:
             yield rows, int(np.count_nonzero(indices >= num_rows))
 
     def _rows(self, tokens: np.ndarray, *, indices: np.ndarray, seq_len: int) -> np.ndarray:
-        """Returns windows of tokens [B, T + 1], each starting at the last token of the previous one.
-
-        ConfigError if there is an id that the tokenizer does not have.
-        """
         rows = np.stack([tokens[start : start + seq_len + 1] for start in (indices * seq_len).tolist()])
         vocab_size = self.store.meta.vocab_size
         if (highest := rows.max()) >= vocab_size:

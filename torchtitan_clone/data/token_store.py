@@ -6,8 +6,7 @@
     <cache>/sources/<source>/lock, files.json, partial/   per source: lock, hashes of its files, store in progress
 
 The key is a hash of everything that determines the content. A store is written to partial/ under the source's lock and
-renamed into place after all of it is on disk, so that it is complete or does not exist. The next process removes what
-an interrupted one left in partial/.
+renamed into place after all of it is on disk, so that it is complete or does not exist.
 """
 
 import fcntl
@@ -39,9 +38,7 @@ logger = logging.getLogger("torchtitan_clone")
 Split = Literal["train", "validation"]
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 19
-"""Text that a tokenizer process gets at a time."""
 LOG_SECONDS = 10.0
-"""Time between two progress messages where there is no terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +72,9 @@ class TokenStore:
     meta: StoreMeta
 
     def tokens(self, split: Split) -> np.ndarray:
-        """Returns all token ids of a split, memory-mapped."""
         return _map(self.folder / f"{split}.tokens", dtype=_dtype(self.meta.vocab_size))
 
     def offsets(self, split: Split) -> np.ndarray:
-        """Returns the start of each document in tokens(split), and the end of the last."""
         return _map(self.folder / f"{split}.offsets", dtype="int64")
 
 
@@ -96,8 +91,8 @@ def _map(path: Path, *, dtype: str) -> np.ndarray:
 def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenStore:
     """Returns the store of a source, and makes it first if it does not exist.
 
-    Call it before process groups start: it can take long, and the other processes of the node wait for it.
-    ConfigError if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
+    Call it before process groups start: it can take long, and the other processes of the node wait for it. ConfigError
+    if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = Path(user_cache, "torchtitan_clone") if data.cache_folder is None else Path(data.cache_folder)
@@ -157,9 +152,8 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreK
         if not meta.documents["train"]:  # there is only one document, or copies of one
             meta = write(held_out_fraction=0.0)
         if not meta.documents["train"]:
-            raise ConfigError(
-                f"training data {source.name}: no text in {source.root}; set training.dataset_path to text files."
-            )
+            reason = f"training data {source.name}: no text in {source.root}"
+            raise ConfigError(f"{reason}; set training.dataset_path to text files.")
         write_atomically(folder / "meta.json", json.dumps(asdict(meta), indent=2).encode())
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -174,7 +168,6 @@ def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreK
 def _write_splits(
     source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, folder: Path, held_out_fraction: float
 ) -> StoreMeta:
-    """Tokenizes the source into the files of both splits, with at most a few batches in memory."""
     bad_rows = BadRows(limit=data.max_bad_rows)
     encoded = encode_batches(
         _batches(read_documents(source, bad_rows=bad_rows), held_out_fraction=held_out_fraction),
@@ -202,14 +195,13 @@ def _write_splits(
 def _batches(
     documents: Iterator[tuple[str, int]], *, held_out_fraction: float
 ) -> Iterator[tuple[list[str], tuple[np.ndarray, int]]]:
-    """Yields texts for one tokenizer process, which of them are held out, and the bytes of the source read so far."""
+    """Yields texts for one process, which of them are held out, and the bytes of the source read so far."""
     while batch := list(_take_characters(documents, BATCH_CHARACTERS)):
         held_out = np.array([is_held_out(text, fraction=held_out_fraction) for text, _ in batch])
         yield [text for text, _ in batch], (held_out, batch[-1][1])
 
 
 def _take_characters(documents: Iterator[tuple[str, int]], size: int) -> Iterator[tuple[str, int]]:
-    """Yields documents until they have `size` characters."""
     while size > 0 and (document := next(documents, None)):
         size -= len(document[0])
         yield document
@@ -221,13 +213,10 @@ def is_held_out(text: str, *, fraction: float) -> bool:
 
 
 def _hash(text: str) -> float:
-    """Uniform in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 class _SplitWriter:
-    """Writes documents to the two files of a split."""
-
     def __init__(self, folder: Path, split: Split) -> None:
         self._tokens = (folder / f"{split}.tokens").open("wb")
         self._offsets = (folder / f"{split}.offsets").open("wb")
@@ -268,7 +257,6 @@ def _progress(source: Source) -> Iterator[Callable[[int], None]]:
 
 
 def _commit(prepared: Path, folder: Path) -> None:
-    """Renames a complete store into place."""
     sync_folder(prepared)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -286,8 +274,8 @@ def _open_store(folder: Path) -> TokenStore:
     except (FileNotFoundError, ValueError, TypeError) as error:
         raise corrupt_store_error(folder, reason=f"meta.json: {error}") from error
     store = TokenStore(folder=folder, meta=meta)
+    token_bytes = np.dtype(_dtype(meta.vocab_size)).itemsize
     for split in get_args(Split):
-        token_bytes = np.dtype(_dtype(meta.vocab_size)).itemsize
         _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * token_bytes)
         _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
         if store.offsets(split)[-1] != meta.tokens[split]:

@@ -19,20 +19,17 @@ _FILES = (TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """A tokenizer, with the token id that separates documents."""
+    """A tokenizer, with the id of the end-of-text token, which follows every document."""
 
     backend: tokenizers.Tokenizer
     vocab_size: int
     """Highest id + 1; ids may have gaps."""
     eos_id: int
-    """End-of-text token; follows every document."""
     fingerprint: str
-    """sha256 of tokenizer.json."""
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Unpickles; the library does not save encode_special_tokens."""
         self.__dict__.update(state)
-        self.backend.encode_special_tokens = True
+        self.backend.encode_special_tokens = True  # the library does not pickle it
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
@@ -44,10 +41,9 @@ class Tokenizer:
 
 
 def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
-    """Reads tokenizer.json, and the end-of-text token from tokenizer_config.json in the same folder.
+    """Reads tokenizer.json, and the end-of-text token from tokenizer_config.json, in a folder; None: the package's.
 
-    None: the tokenizer that is part of the package. ConfigError if a file is missing or invalid, or names no
-    end-of-text token.
+    ConfigError if a file is missing or invalid, or names no end-of-text token.
     """
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
     path = folder / TOKENIZER_FILE
@@ -89,7 +85,7 @@ def tokenizer_files(hf_assets_path: str | None) -> dict[str, bytes]:
 
 
 def _eos_id(backend: tokenizers.Tokenizer, *, path: Path) -> int:
-    """Returns the id of the eos_token in a tokenizer_config.json: a string, or an object with the string "content"."""
+    """Returns the id of the eos_token, in the file a string, or an object with the string "content"."""
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torchtitan_clone.fault_tolerance.context import StreamPositions
 
 BUCKET_BYTES = 32 << 20
-"""Approximate size of the buckets in which tensors are summed."""
 
 
 class ReplicaCollectives:
@@ -71,8 +70,7 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Groups consecutive tensors of one dtype into buckets of about BUCKET_BYTES."""
     bucket: list[Tensor] = []
     for tensor in tensors:
-        is_full = sum(t.nbytes for t in bucket) >= BUCKET_BYTES
-        if bucket and (is_full or bucket[0].dtype != tensor.dtype):
+        if bucket and (sum(t.nbytes for t in bucket) >= BUCKET_BYTES or bucket[0].dtype != tensor.dtype):
             yield bucket
             bucket = []
         bucket.append(tensor)

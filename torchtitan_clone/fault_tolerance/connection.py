@@ -22,11 +22,7 @@ OVERRIDING_VARIABLES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TO
 
 
 class _ConnectTimeout(ProcessGroupWrapper):
-    """Mixin that connects with `connect_timeout` and runs collectives with `timeout`.
-
-    All groups learn of a new quorum at the same time, so a group that does not connect soon has died.
-    """
-
+    # All groups learn of a new quorum at the same time, so a group that does not connect soon has died.
     device_type = "cpu"
 
     def __init__(self, *, timeout: timedelta, connect_timeout: timedelta):
@@ -35,7 +31,6 @@ class _ConnectTimeout(ProcessGroupWrapper):
         self._connect_timeout = connect_timeout
 
     def configure(self, *args, **kwargs) -> None:
-        """Connects to the groups of a new quorum; accepts the arguments of torchft's method."""
         self.set_timeout(self._connect_timeout)
         try:
             super().configure(*args, **kwargs)
@@ -55,17 +50,15 @@ class Nccl(_ConnectTimeout, torchft.ProcessGroupNCCL):
 
 
 class Connection:
-    """torchft's manager, process group and transport of one rank.
+    """torchft's manager, process group and transport of one rank; building one is a collective over its replica group.
 
-    Building one registers with the lighthouse; a collective over the ranks of the replica group. RuntimeError if the
-    lighthouse does not answer.
+    RuntimeError if the lighthouse does not answer.
     """
 
     def __init__(self, options: FaultTolerance, *, recovery: RecoveryState, device: torch.device):
-        timeout = timedelta(milliseconds=options.process_group_timeout_ms)
+        self.timeout = timeout = timedelta(milliseconds=options.process_group_timeout_ms)
         connect_timeout = min(timeout, timedelta(milliseconds=options.heartbeat_timeout_ms))
         is_nccl = options.process_group == "nccl"
-        self.timeout = timeout
         self.device = device if is_nccl else torch.device("cpu")
         self.process_group = (Nccl if is_nccl else Gloo)(timeout=timeout, connect_timeout=connect_timeout)
         self.transport = PeerTransport(self.process_group, tensors=recovery.tensors, device=self.device)
@@ -98,16 +91,12 @@ class Connection:
 
 
 def _open_store() -> tuple[str, int, dist.TCPStore | None]:
-    """Serves a store that other machines can reach; torchrun's may be bound to an address of this machine only.
-
-    The store lives as long as the last reference to it on the first rank.
-    """
+    """Serves a store that other machines can reach; torchrun's may be bound to an address of this machine only."""
     address: list[tuple[str, int] | None] = [None]
     store = None
     if dist.get_rank() == 0:
-        host = socket.gethostname()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        address = [(host, store.port)]
+        store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        address = [(store.host, store.port)]
     dist.broadcast_object_list(address)
     assert address[0] is not None
     return *address[0], store

@@ -21,11 +21,9 @@ class RecoveryState:
     tensors: Mapping[str, Tensor]
     """Local shards of parameters, optimizer state and buffers by name. Written in place: never replace them."""
     metadata: Callable[[], Metadata]
-    """Returns all other state."""
     load_from_peer: Callable[[Metadata], None]
     """Loads a peer's metadata. Called immediately before the peer's values are copied into `tensors`."""
     stream_positions: Callable[[], StreamPositions]
-    """Returns where in the streamed data this rank has read during the step."""
     set_stream_positions: Callable[[StreamPositions], None]
     """Receives, after the step, the positions of the same rank of all replica groups."""
 
@@ -35,7 +33,6 @@ class ReplicaContext:
     """Everything that a replica group needs from the run. The callables are collectives where it says so."""
 
     device: torch.device
-    """Device of the model."""
     step: int
     """Last step that was trained."""
     parameters: Mapping[str, Tensor]
@@ -43,7 +40,6 @@ class ReplicaContext:
     outer_weights: Mapping[str, Tensor]
     """State of the outer optimizer as returned by `outer_state`; empty without semi-synchronous training."""
     recovery_state: Callable[[], RecoveryState]
-    """Called once, when the replica group joins."""
     sum_over_ranks: Callable[[list[float]], list[float]]
     """Sums each number over the ranks of this replica group; a collective."""
     is_run_complete: Callable[[], bool]
@@ -53,4 +49,3 @@ class ReplicaContext:
     identity: str
     """Text that must be equal in all replica groups: the options that decide what is trained."""
     folder: Path
-    """Output folder of this replica group."""

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 TICK_MS = 50
-"""Interval at which the lighthouse checks whether a quorum is complete."""
 
 
 class NoLighthouseError(Exception):
@@ -23,7 +22,6 @@ class NoLighthouseError(Exception):
 def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int) -> "LighthouseServer":
     """Starts the lighthouse in a thread of this process; `address()` is its URL and `shutdown()` ends it.
 
-    Its minimum number of replica groups is the run's: with fewer, the groups would use up samples and commit nothing.
     Port 0 picks a free one. ConfigError if the port is in use, or if torchft is not installed.
     """
     os.environ.setdefault("RUST_LOG", "error")

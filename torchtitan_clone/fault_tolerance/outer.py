@@ -15,10 +15,7 @@ OUTER_OPTIMIZERS = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns global weights and momentum to be saved with the training state; empty without semi-synchronous training.
-
-    The global weights are NaN until a checkpoint or `init_outer_weights` fills them.
-    """
+    """Returns the global weights, NaN until they are filled, and momentum; empty without semi-synchronous training."""
     if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
         return {}
     _, momentum = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method]
@@ -76,10 +73,10 @@ def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> l
     fragments = [[name for name in names if _module_of(name) in modules] for modules in listed]
     wrong = [name for name in names if sum(name in fragment for fragment in fragments) != 1]
     if wrong or not all(fragments):
+        found = ", ".join(sorted(set(map(_module_of, wrong)))) or "the empty ones"
         raise ConfigError(
             "fault_tolerance.module_fqns_per_model_fragment: every module of the model must be in exactly one "
-            "fragment, and no fragment may be empty; check "
-            + (", ".join(sorted(set(map(_module_of, wrong)))) or "the empty ones")
+            f"fragment, and no fragment may be empty; check {found}"
         )
     return fragments
 

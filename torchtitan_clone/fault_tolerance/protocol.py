@@ -1,8 +1,7 @@
 """The interface between the trainer and other replica groups.
 
-A *replica group* is one run of this program with a process group of its own; all replica groups of a run train one
-model. A step takes one or more *attempts*. An attempt that is not *committed*, because a group died during it or
-because its gradient is not finite, changes nothing, and its samples are divided among the remaining groups again.
+A *replica group* is one run of this program with a process group of its own; all of them train one model. An *attempt*
+at a step that is not *committed*, because a group died or its gradient is not finite, changes nothing and is repeated.
 """
 
 import os
@@ -34,8 +33,6 @@ class ReplicaGroup(Protocol):
                 ...  # optimizer.step
                 group.complete_step()
         group.close()
-
-    An implementation may wrap another one, for example to inject faults.
     """
 
     @property
@@ -56,8 +53,8 @@ class ReplicaGroup(Protocol):
     def begin_step(self) -> bool:
         """Waits for the other groups, and loads the state of a peer if this group is behind.
 
-        The set of groups is fixed from here to the next call: a group that joins later waits. Returns False if there
-        is no step to train: other groups have completed the run, or this group was asked to stop while it waited.
+        The set of groups is fixed until the next call. Returns False if there is no step to train: other groups have
+        completed the run, or this group was asked to stop while it waited.
         """
         ...
 
@@ -72,18 +69,14 @@ class ReplicaGroup(Protocol):
         """Records which samples of the global order this rank trains on in the attempt."""
 
     def commit(self, *, healthy: bool) -> bool:
-        """Votes on the attempt and returns whether it is committed, which is the same in all ranks of the group.
+        """Votes on the attempt, before the optimizer's step; returns whether it is committed, the same in all ranks.
 
-        Call it once per attempt, before the optimizer's step. `healthy` is False if the loss or the gradients of this
-        rank are not finite.
+        `healthy` is False if the loss or the gradients of this rank are not finite.
         """
         ...
 
     def complete_step(self) -> bool:
-        """Ends a committed step, after the optimizer's step. Returns False if it and others before it were rolled back.
-
-        All state, including what `load_from_peer` restores, is then that of an earlier step.
-        """
+        """Ends a step, after the optimizer's step. Returns False if all state was rolled back to an earlier step."""
         ...
 
     def rolled_back_steps(self) -> set[int]:
@@ -102,11 +95,9 @@ class SingleReplica:
     is_writer = True
 
     def begin_step(self) -> bool:
-        """Returns True: there is no other group to wait for."""
         return True
 
     def sum(self, values: list[float]) -> list[float]:
-        """Returns `values`."""
         return values
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -116,15 +107,12 @@ class SingleReplica:
         """Does nothing: the samples of a step follow from its number."""
 
     def commit(self, *, healthy: bool) -> bool:
-        """Returns True: a step that is not healthy counts too, as a skipped one."""
-        return True
+        return True  # a step that is not healthy counts too, as a skipped one
 
     def complete_step(self) -> bool:
-        """Returns True: nothing is rolled back."""
         return True
 
     def rolled_back_steps(self) -> set[int]:
-        """Returns the empty set."""
         return set()
 
     def close(self) -> None:
@@ -134,8 +122,7 @@ class SingleReplica:
 def join_replica_group(fault_tolerance: FaultTolerance, *, run: ReplicaContext) -> ReplicaGroup:
     """Connects this rank to the lighthouse; a collective over the ranks of the replica group.
 
-    Must come last in starting up: once joined, other replica groups wait for this one's heartbeat. Returns
-    `SingleReplica` without fault tolerance, else a group whose first `begin_step` joins the others.
+    Call it last in starting up: from then on the others wait for this one. Its first `begin_step` joins them.
     """
     if not fault_tolerance.enable:
         return SingleReplica()

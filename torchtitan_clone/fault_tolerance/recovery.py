@@ -1,8 +1,7 @@
 """Recovery of a replica group that is behind: rank i receives the state of a peer's rank i, tensor by tensor.
 
-The state is sent through the process group that carries the gradients, while all groups wait at the start of a step:
-no thread serves it beside training and nothing received is unpickled. All of it is received before any of it is used,
-so a peer that dies while sending leaves the receiver unchanged.
+The state is sent through the process group of the gradients, while all groups wait at the start of a step. All of it is
+received before any of it is used, so a peer that dies while sending leaves the receiver unchanged.
 """
 
 import hashlib
@@ -20,7 +19,6 @@ from torchtitan_clone.config import ConfigError
 ManagerState = dict[str, object]
 """What torchft transfers: {"torchft": its own state, "user": {STATE_KEY: metadata}}."""
 STATE_KEY = "training"
-"""Under which the metadata of training is registered with torchft's manager."""
 
 
 class ReplicaMismatchError(ConfigError):
@@ -28,10 +26,7 @@ class ReplicaMismatchError(ConfigError):
 
 
 class PeerTransport(CheckpointTransport[ManagerState]):
-    """Sends and receives torchft's state as JSON, followed by the local shards `tensors`, in this order.
-
-    `pg` is the process group of this rank and the same rank of the other replica groups, `device` that of its buffers.
-    """
+    """Sends and receives torchft's state as JSON, then the local shards `tensors`; `device` is that of the buffers."""
 
     def __init__(self, pg: ProcessGroup, *, tensors: Mapping[str, Tensor], device: torch.device):
         self._pg = pg
@@ -42,11 +37,9 @@ class PeerTransport(CheckpointTransport[ManagerState]):
         self._received: list[Tensor] = []
 
     def metadata(self) -> str:
-        """Returns a constant: the receiver needs to know nothing in advance."""
-        return "none"
+        return "none"  # the receiver needs to know nothing in advance
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: ManagerState, timeout: timedelta) -> None:
-        """Sends the state to each of these replica groups in turn."""
         header = json.dumps({"step": step, "layout": self._layout_digest, "state": state_dict}).encode()
         header_bytes = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for rank in dst_ranks:
@@ -55,10 +48,7 @@ class PeerTransport(CheckpointTransport[ManagerState]):
                     self._pg.send([tensor.detach().to(self._device).contiguous()], rank, 0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> ManagerState:
-        """Receives the state into new buffers; `copy_received` copies them into the live tensors.
-
-        ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes.
-        """
+        """Receives into new buffers; ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes."""
 
         def receive(tensor: Tensor) -> Tensor:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -79,7 +69,6 @@ class PeerTransport(CheckpointTransport[ManagerState]):
         return header["state"]
 
     def copy_received(self) -> None:
-        """Copies what was received into the live tensors."""
         for tensor, received in zip(self._tensors.values(), self._received, strict=True):
             tensor.detach().copy_(received)
         self._received = []

@@ -2,12 +2,9 @@
 
 At the end of a round the groups average how far their weights have moved from the *global weights*, of which every
 group has a copy, and an outer optimizer moves the global weights by that average. Training continues from there.
-LocalSGD is the case in which the global weights become the average. With several *fragments* of the model each round
-averages one of them, in turn, which lowers the peak bandwidth. The average may overlap with the round's last steps.
+With several *fragments* of the model each round averages one of them, in turn. A round is committed by all groups, or
+rolled back to a copy in host memory of the state at its start.
 Source: LocalSGD arXiv 1805.09767, DiLoCo arXiv 2311.08105, Streaming DiLoCo arXiv 2501.18512.
-
-Between groups a round is what a step is in synchronous training: it is committed by all groups, or rolled back. To roll
-back, every group keeps a copy of its state at the start of the round in host memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,10 +19,7 @@ from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
 
 class SemiSyncGroup(TorchFTGroup):
-    """A replica group that commits a round of steps together with the others. Implements `ReplicaGroup`.
-
-    ConfigError if the fragments do not cover the model.
-    """
+    """A replica group that commits a round of steps. ConfigError if the fragments do not cover the model."""
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext):
         self._fragments = split_into_fragments(list(run.parameters), options)
@@ -52,11 +46,10 @@ class SemiSyncGroup(TorchFTGroup):
         return True
 
     def sum(self, values: list[float]) -> list[float]:
-        """Returns `values`: within a round a step concerns this group only."""
-        return values
+        return values  # within a round a step concerns this group only
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Does nothing: within a round a step concerns this group only."""
+        """Does nothing."""
 
     def commit(self, *, healthy: bool) -> bool:
         """Returns `healthy`: a step that is not healthy is repeated by this group. The round may be rolled back."""
@@ -83,7 +76,6 @@ class SemiSyncGroup(TorchFTGroup):
         return super().complete_step()
 
     def rolled_back_steps(self) -> set[int]:
-        """Returns the steps of the rounds that other groups trained again without this one."""
         size = self._steps_per_round
         rounds = super().rolled_back_steps()
         return {step for number in rounds for step in range((number - 1) * size + 1, number * size + 1)}

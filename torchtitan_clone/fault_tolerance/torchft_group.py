@@ -1,8 +1,7 @@
 """Synchronous training of several replica groups with torchft: gradients are summed over the groups in every step.
 
-All groups form a quorum at the start of a step, so that its samples can be divided among those that are running; a
-group that is behind loads the state of a peer. No group joins before the next step. Gradients are summed after
-backward. If that fails in any rank of a group, none of its ranks commits.
+All groups form a quorum at the start of a step; a group that is behind loads the state of a peer. Gradients are summed
+after backward. If that fails in any rank of a group, none of its ranks commits.
 """
 
 from collections.abc import Iterable
@@ -21,8 +20,7 @@ from torchtitan_clone.ops.dtensor_shards import local_shard
 class TorchFTGroup:
     """A replica group that commits every step together with the others. Implements `ReplicaGroup`.
 
-    Building one is a collective over the ranks of the replica group. `steps_per_commit` is the number of steps that
-    are committed together.
+    Building one is a collective over the ranks of the replica group.
     """
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext, steps_per_commit: int = 1):
@@ -39,37 +37,29 @@ class TorchFTGroup:
 
     @property
     def replica_index(self) -> int:
-        """Index of this group among those in the quorum."""
         return self.quorum.replica_index
 
     @property
     def num_replicas(self) -> int:
-        """Number of groups in the quorum."""
         return self.quorum.num_replicas
 
     @property
     def is_writer(self) -> bool:
-        """True in the first group of the quorum."""
         return self.replica_index == 0
 
     def begin_step(self) -> bool:
-        """Forms a quorum with the other groups and starts the step's timeout."""
         if not self.quorum.join():
             return False
         self._step_timeout.start()
         return True
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums each number over the groups."""
         return self._collectives.sum(values)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums the local shards of the gradients over the groups, in buckets."""
-        finish = self._collectives.start_sum(local_shard(p.grad).detach() for p in parameters if p.grad is not None)
-        finish()
+        self._collectives.start_sum(local_shard(p.grad).detach() for p in parameters if p.grad is not None)()
 
     def record_samples(self, samples: range) -> None:
-        """Writes the samples to the log."""
         rows = [samples.start, samples.stop]
         self._log.write(replica_index=self.replica_index, num_replicas=self.num_replicas, rows=rows)
 
@@ -87,16 +77,13 @@ class TorchFTGroup:
         return True
 
     def rolled_back_steps(self) -> set[int]:
-        """Returns the steps that other groups trained again without this one."""
         return self._log.rolled_back_steps()
 
     def close(self) -> None:
-        """Disconnects; the other groups continue."""
         self._log.close()
         self.quorum.connection.manager.shutdown(wait=False)
 
     def _gather_stream_positions(self) -> None:
-        """Collects the stream positions of this rank in all replica groups; a collective between the groups."""
         self._stream_positions = self._collectives.gather(
             self.recovery.stream_positions(), replica_index=self.replica_index, num_replicas=self.num_replicas
         )

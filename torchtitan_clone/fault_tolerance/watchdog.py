@@ -16,9 +16,7 @@ logger = logging.getLogger("torchtitan_clone")
 REPORT_FRACTION = 0.9
 """Fraction of a collective's timeout after which a hang is reported: at the timeout the process may be terminated."""
 POLL_SECONDS = 0.2
-"""Interval at which the heartbeat is checked."""
 RECENT_STEPS = 64
-"""Number of steps whose median duration a step is compared with."""
 MIN_STEPS = 3
 """Steps without a timeout at the start: the first ones compile."""
 
@@ -26,15 +24,13 @@ MIN_STEPS = 3
 class Heartbeat:
     """Dumps the stacks of all threads and the recent collectives if this process makes no progress for too long.
 
-    Reports once per hang, and does not end the process: the collective's timeout does. The first report creates
-    `folder`. `rank` is the global rank.
+    Reports once per hang, and does not end the process: the collective's timeout does. `rank` is the global rank.
     """
 
     def __init__(self, *, folder: Path, rank: int) -> None:
         self._folder = folder
         self._rank = rank
-        self._timeout_seconds = float("inf")
-        self._deadline = float("inf")
+        self._timeout_seconds = self._deadline = float("inf")
         self._closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="heartbeat").start()
 
@@ -44,7 +40,6 @@ class Heartbeat:
         self._deadline = time.monotonic() + REPORT_FRACTION * timeout_seconds
 
     def close(self) -> None:
-        """Stops the reports."""
         self._closed.set()
 
     def _watch(self) -> None:
@@ -76,13 +71,11 @@ class StepTimeout:
         self._start = 0.0
 
     def start(self) -> None:
-        """Starts the timer of a step."""
         self._start = time.perf_counter()
         if len(self._seconds) >= MIN_STEPS:
             limit = self._factor * statistics.median(self._seconds) + self._grace_seconds
             faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def stop(self) -> None:
-        """Cancels the timer and records the duration of the step."""
         faulthandler.cancel_dump_traceback_later()
         self._seconds.append(time.perf_counter() - self._start)
