@@ -1,8 +1,4 @@
-"""Loads a Config from TOML files and --table.key=value arguments.
-
-The `extends` chain, the file and the command line are merged key by key. Only the merged result is validated, and an
-error names the file and line, or the command line, that supplied the value.
-"""
+"""Loads a Config from TOML files and --table.key=value arguments, merged key by key before they are validated."""
 
 import logging
 from pathlib import Path
@@ -17,10 +13,7 @@ logger = logging.getLogger("torchtitan_clone")
 
 
 def load_config(argv: list[str]) -> Config:
-    """Returns the configuration that command line arguments describe, including `--job.config_file=FILE`.
-
-    Raises ConfigError with one message per problem, each with its file and line.
-    """
+    """Returns the configuration of these arguments; ConfigError with one message per problem and its file and line."""
     problems: list[str] = []
     command_line = parse_arguments(argv, problems=problems)
     settings: Settings = {}
@@ -64,7 +57,6 @@ def _is_known(path: Key) -> bool:
 
 
 def _unknown(path: Key) -> str:
-    """Describes a key that no table has."""
     table = path[0]
     key = path[min(1, len(path) - 1)]
     elsewhere = " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])

@@ -13,10 +13,7 @@ def processes_per_node(slurm: Slurm) -> int:
 
 
 def batch_script(config: Config, *, folder: Path, repository: Path, python: str, arguments: list[str]) -> str:
-    """Returns the batch script; it ends by running scripts/slurm/job.sh, which is the same for all runs.
-
-    `folder` is the run's folder, `arguments` are those of train.py; all paths must be valid on every node.
-    """
+    """Returns a script that runs scripts/slurm/job.sh with train.py's `arguments`; paths must be valid on all nodes."""
     slurm = config.slurm
     environment = {
         "PYTHON": python,
@@ -43,7 +40,7 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
 
 
 def _setup(commands: list[str]) -> list[str]:
-    """Returns the user's setup commands; one that fails ends the job without requeueing, since it would fail again."""
+    """Returns setup commands; one that fails ends the job without requeueing."""
     failed = 'echo "job $SLURM_JOB_ID: slurm.setup failed, exit code $?: $BASH_COMMAND"; exit 2'
     return ["set -eE", f"trap {shlex.quote(failed)} ERR", *commands, "set +eE; trap - ERR"] if commands else []
 
