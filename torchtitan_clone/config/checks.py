@@ -100,8 +100,8 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
     if not options.enable:
         return
     if options.group_size < 1:
-        rule = "must be at least 1 with fault_tolerance.enable"
-        yield f"fault_tolerance.group_size = 0: {rule}; set it to the number of replica groups."
+        rule = "must be at least 1 with fault_tolerance.enable; set it to the number of replica groups"
+        yield f"fault_tolerance.group_size = 0: {rule}."
         return
     for key, highest in (("replica_id", options.group_size - 1), ("min_replica_size", options.group_size)):
         if (value := getattr(options, key)) > highest:

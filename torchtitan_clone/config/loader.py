@@ -24,8 +24,9 @@ def load_config(argv: list[str]) -> Config:
     merge_into(settings, command_line)
     _drop_foreign_keys(settings, problems=problems)
 
-    def report(path: Key, text: str) -> None:
-        problems.append(f"{_origin(settings, path)}: {'.'.join(path)}{text}")
+    def report(path: Key, text: str) -> None:  # the origin of a table is that of its first key
+        origin = next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
+        problems.append(f"{origin}: {'.'.join(path)}{text}")
 
     config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
     if problems:
@@ -66,11 +67,6 @@ def _unknown(path: Key) -> str:
     if len(path) == 1 and elsewhere:
         return f"{table}: options must be in a table; did you mean {elsewhere}?"
     return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
-
-
-def _origin(settings: Settings, path: Key) -> str:
-    """Returns where a key, or the first key of a table, was set."""
-    return next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
 
 
 def _nested(settings: Settings) -> dict[str, object]:

@@ -79,8 +79,8 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
         file = path.parent / base.value
         read_chain(file, origin=base.origin, chain=[*chain, path], settings=settings, problems=problems)
     if misplaced := own.pop(("job", "config_file"), None):
-        rule = "only valid on the command line; use job.extends in a file"
-        problems.append(f"{misplaced.origin}: job.config_file is {rule}")
+        rule = "job.config_file is only valid on the command line"
+        problems.append(f"{misplaced.origin}: {rule}; use job.extends in a file")
     merge_into(settings, own)
 
 

@@ -50,8 +50,7 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     yield f"--job-name={shlex.quote(folder.name)}"
     if config.fault_tolerance.enable:  # one array task per replica group
         yield f"--array=0-{config.fault_tolerance.group_size - 1}"
-    yield f"--nodes={slurm.nodes}"
-    yield "--ntasks-per-node=1"
+    yield from (f"--nodes={slurm.nodes}", "--ntasks-per-node=1")
     if slurm.gpus_per_node:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
     yield f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive"
@@ -60,7 +59,6 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
             yield f"--{name}={shlex.quote(value)}"
     # Without the prefix B: Slurm signals the job steps, not the batch shell.
     yield f"--signal=USR1@{slurm.signal_seconds}"
-    yield "--requeue"
-    yield "--open-mode=append"
+    yield from ("--requeue", "--open-mode=append")
     log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # %j of an array task is not the array's id
     yield f"--output={shlex.quote(f'{folder}/slurm/{log}')}"
