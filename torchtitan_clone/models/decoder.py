@@ -109,7 +109,7 @@ class OutputProjection(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
-    `auxiliary`: coefficients by name of loss terms; blocks return a sum over this rank's tokens for each, in this order.
+    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order.
     """
 
     tok_embeddings: nn.Embedding | None

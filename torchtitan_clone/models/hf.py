@@ -31,7 +31,6 @@ class DecoderHub:
     """The hub's format of one family."""
 
     family: str
-    """Value of `model.name`, for messages."""
     architecture: str
     """Class name in transformers."""
     fixed: Mapping[str, object]
