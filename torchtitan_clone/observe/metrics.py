@@ -273,8 +273,8 @@ class _WeightsAndBiases:
         if not id_file.exists():  # random, since a path would be the same on two machines
             id_file.write_text(uuid.uuid4().hex[:16])
         project = os.environ.get("WANDB_PROJECT", "torchtitan_clone")
-        where = {"project": project, "name": folder.name, "dir": folder}
-        self.run = wandb.init(id=id_file.read_text(), resume="allow", config=run_config, **where)
+        run_id = id_file.read_text()
+        self.run = wandb.init(id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config)
         self.run.define_metric("*", step_metric="step")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
