@@ -6,15 +6,5 @@ from torchtitan_clone.config.render import help_text, to_toml
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees, resolved_global_batch_size, run_folder
 from torchtitan_clone.config.schema import Config
 
-__all__ = [
-    "Config",
-    "ConfigError",
-    "Degrees",
-    "help_text",
-    "load_config",
-    "overlay",
-    "resolved_degrees",
-    "resolved_global_batch_size",
-    "run_folder",
-    "to_toml",
-]
+__all__ = ["Config", "ConfigError", "Degrees", "help_text", "load_config", "overlay", "resolved_degrees"]
+__all__ += ["resolved_global_batch_size", "run_folder", "to_toml"]

@@ -1,11 +1,8 @@
-"""Rules of a configuration's tables that a type annotation cannot express.
-
-Each rule is a function of plain values that yields messages: what is wrong with which value, and what to change.
-Rules that relate the mesh, the model and the data are in run/rules.py.
-"""
+"""Rules of a configuration's tables; rules that relate the mesh, the model and the data are in run/rules.py."""
 
 import re
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Annotated, get_args, get_origin, get_type_hints
 
 from torchtitan_clone.config.overlay import toml_like
@@ -42,22 +39,20 @@ def _bounds(table: type) -> Iterator[tuple[str, Bound]]:
 
 
 BOUNDS = {f"{table}.{key}": bound for table, cls in get_type_hints(Config).items() for key, bound in _bounds(cls)}
-"""Bound of every bounded option."""
 
 
 def find_bound_errors(config: Config) -> Iterator[str]:
     """Yields one message per option whose value is outside its range."""
     for name, bound in BOUNDS.items():
-        table, key = name.split(".")
-        value = getattr(getattr(config, table), key)
+        value = attrgetter(name)(config)
         if value is not None and not bound.holds(value):
             yield f"{name} = {toml_like(value)}: must be {bound.wording}."
     for group in config.optimizer.groups:
         for key, value in vars(group).items():
             bound = BOUNDS.get(f"optimizer.{key}")
             if bound and value is not None and not bound.holds(value):
-                where = f'optimizer.groups, pattern "{group.pattern}"'
-                yield f"{where}: {key} = {toml_like(value)} must be {bound.wording}."
+                problem = f"{key} = {toml_like(value)} must be {bound.wording}."
+                yield f'optimizer.groups, pattern "{group.pattern}": {problem}'
 
 
 def _find_training_errors(config: Config) -> Iterator[str]:
@@ -105,8 +100,8 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
     if not options.enable:
         return
     if options.group_size < 1:
-        rule = "must be at least 1 with fault_tolerance.enable"
-        yield f"fault_tolerance.group_size = 0: {rule}; set it to the number of replica groups."
+        rule = "must be at least 1 with fault_tolerance.enable; set it to the number of replica groups"
+        yield f"fault_tolerance.group_size = 0: {rule}."
         return
     for key, highest in (("replica_id", options.group_size - 1), ("min_replica_size", options.group_size)):
         if (value := getattr(options, key)) > highest:
@@ -120,12 +115,10 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
         remedy = f"set it to more than {options.process_group_timeout_ms}"
         yield f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: {rule}; {remedy}."
     if options.semi_sync_method is not None:
-        yield from _find_semi_sync_errors(
-            options, {"training.steps": config.training.steps, "checkpoint.interval": config.checkpoint.interval}
-        )
+        yield from _find_semi_sync_errors(config, options)
 
 
-def _find_semi_sync_errors(options: FaultTolerance, intervals: dict[str, int]) -> Iterator[str]:
+def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[str]:
     fragments = len(options.module_fqns_per_model_fragment) or options.num_fragments
     round_steps, rest = divmod(options.sync_steps, fragments)
     if rest or not round_steps:
@@ -137,6 +130,7 @@ def _find_semi_sync_errors(options: FaultTolerance, intervals: dict[str, int]) -
         rule = f"must be less than the interval between two averages, {round_steps} steps"
         remedy = f"set it to at most {round_steps - 1}"
         yield f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: {rule}; {remedy}."
+    intervals = {"training.steps": config.training.steps, "checkpoint.interval": config.checkpoint.interval}
     for name, steps in intervals.items():
         if steps % round_steps:
             rule = f"not a multiple of the {round_steps} steps between two averages"

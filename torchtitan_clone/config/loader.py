@@ -1,8 +1,4 @@
-"""Loads a Config from TOML files and --table.key=value arguments.
-
-The `extends` chain, the file and the command line are merged key by key. Only the merged result is validated, and an
-error names the file and line, or the command line, that supplied the value.
-"""
+"""Loads a Config from TOML files and --table.key=value arguments, merged key by key before they are validated."""
 
 import logging
 from pathlib import Path
@@ -17,10 +13,7 @@ logger = logging.getLogger("torchtitan_clone")
 
 
 def load_config(argv: list[str]) -> Config:
-    """Returns the configuration that command line arguments describe, including `--job.config_file=FILE`.
-
-    Raises ConfigError with one message per problem, each with its file and line.
-    """
+    """Returns the configuration of these arguments; ConfigError with one message per problem and its file and line."""
     problems: list[str] = []
     command_line = parse_arguments(argv, problems=problems)
     settings: Settings = {}
@@ -31,8 +24,9 @@ def load_config(argv: list[str]) -> Config:
     merge_into(settings, command_line)
     _drop_foreign_keys(settings, problems=problems)
 
-    def report(path: Key, text: str) -> None:
-        problems.append(f"{_origin(settings, path)}: {'.'.join(path)}{text}")
+    def report(path: Key, text: str) -> None:  # the origin of a table is that of its first key
+        origin = next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
+        problems.append(f"{origin}: {'.'.join(path)}{text}")
 
     config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
     if problems:
@@ -64,7 +58,6 @@ def _is_known(path: Key) -> bool:
 
 
 def _unknown(path: Key) -> str:
-    """Describes a key that no table has."""
     table = path[0]
     key = path[min(1, len(path) - 1)]
     elsewhere = " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])
@@ -74,11 +67,6 @@ def _unknown(path: Key) -> str:
     if len(path) == 1 and elsewhere:
         return f"{table}: options must be in a table; did you mean {elsewhere}?"
     return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
-
-
-def _origin(settings: Settings, path: Key) -> str:
-    """Returns where a key, or the first key of a table, was set."""
-    return next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
 
 
 def _nested(settings: Settings) -> dict[str, object]:

@@ -1,8 +1,4 @@
-"""Applies external values to a dataclass, checked by name and type.
-
-Values are not coerced: "3" is not an integer, true is not 1. The only conversion is from an integer to a
-declared float. All problems are collected and reported together.
-"""
+"""Applies external values to a dataclass, checked by name and type; converts only an integer to a declared float."""
 
 import difflib
 import json
@@ -19,7 +15,7 @@ T = TypeVar("T")
 Key = tuple[str, ...]
 """A dotted key as a tuple: ("training", "steps")."""
 Report = Callable[[Key, str], None]
-"""Callback that receives the key of a problem and its description."""
+"""Receives the key of a problem and its description."""
 SHOWN_PROBLEMS = 25
 
 _REJECTED = object()
@@ -44,10 +40,7 @@ class ConfigError(Exception):
 
 
 def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
-    """Returns a copy of the dataclass `base` updated with `values`; `where` is its dotted name, e.g. "model.args".
-
-    A table updates a nested dataclass field by field. Raises ConfigError with every unknown name and wrong type.
-    """
+    """Returns a copy of the dataclass `base`, named `where`, updated with `values`; ConfigError with all problems."""
     problems: list[str] = []
 
     def report(path: Key, text: str) -> None:

@@ -31,10 +31,7 @@ line overrides the file, the file overrides its base file (job.extends), and the
 
 
 def to_toml(config: Config) -> str:
-    """Returns the complete configuration as TOML; loading it again gives an equal configuration.
-
-    Unset options are omitted, since TOML has no null.
-    """
+    """Returns the complete configuration as TOML without unset options; loading it gives an equal configuration."""
     tables: dict[str, dict[str, object]] = asdict(config)
     job = {key: value for key, value in tables["job"].items() if key not in _NOT_SAVED}
     tables["job"] = job | {"run_name": run_name(config.job)}

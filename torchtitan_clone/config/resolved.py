@@ -33,8 +33,7 @@ def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
         tp=parallelism.tensor_parallel_degree,
     )
     if degrees.dp_shard == -1:
-        others = -math.prod(vars(degrees).values())
-        degrees = replace(degrees, dp_shard=world_size // others)
+        degrees = replace(degrees, dp_shard=world_size // -math.prod(vars(degrees).values()))
     assert math.prod(vars(degrees).values()) == world_size, f"{degrees} do not multiply to {world_size}"
     return degrees
 

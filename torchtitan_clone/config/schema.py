@@ -1,12 +1,9 @@
-"""Options of a run, as plain data.
+"""Options of a run: one frozen dataclass per TOML table. The docstring under a field is its `--help` text.
 
-One frozen dataclass per TOML table, collected in `Config`. The docstring under a field is its `--help` text; a test
-rejects fields without a docstring and fields that no code reads. Table and key names follow torchtitan v0.2 wherever
-the meaning is the same. Rules that relate several fields are in checks.py.
+Names follow torchtitan v0.2 wherever the meaning is the same. Rules that relate several fields are in checks.py.
 """
 
 # pyright: reportUnknownLambdaType=false
-# (pyright infers no types inside annotations)
 
 import math
 from collections.abc import Callable
@@ -90,8 +87,7 @@ class Training:
     local_batch_size: PositiveInt = 8
     """Micro-batch size per data-parallel rank, in sequences."""
     global_batch_size: AutoOrPositiveInt = -1
-    """Global batch size per optimizer step, over all ranks and replica groups, in sequences; -1: one micro-batch per
-    data-parallel rank, without gradient accumulation."""
+    """Sequences per optimizer step over all ranks and replica groups; -1: one micro-batch per data-parallel rank."""
     document_masking: bool = True
     """Restrict attention and positions to each document; false: treat each sequence as one document."""
     steps: PositiveInt = 10000

@@ -1,8 +1,4 @@
-"""Keys of torchtitan v0.2 that this package does not have, so that torchtitan's TOML files load here.
-
-A key is ignored if its value has no effect here: it means "off", or it tunes a feature that is off. Every other value
-is an error that states the reason and the remedy. No other module knows these keys.
-"""
+"""Keys that only torchtitan v0.2 has: ignored if the value is "off" or tunes a feature that is off, else an error."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,9 +37,8 @@ WITHOUT_EFFECT = (
 
 _OFF = TorchtitanKey("it is not supported; set it to false")
 _NO_EXPERT = TorchtitanKey("mixture-of-experts models are not supported; set it to 1", (1,))
-_HELD_OUT = TorchtitanKey(
-    "validation uses the documents that data.held_out_fraction holds out; remove the key", (), "validation.enable"
-)
+_VALIDATION_DATA = "validation uses the documents that data.held_out_fraction holds out; remove the key"
+_HELD_OUT = TorchtitanKey(_VALIDATION_DATA, (), "validation.enable")
 
 TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "job.save_config_file": TorchtitanKey("every run writes config.toml into its folder; remove the key", ("",)),
@@ -82,7 +77,6 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     ),
     "debug.moe_force_load_balance": TorchtitanKey("mixture-of-experts models are not supported; remove the key"),
 }
-"""Treatment of each key or pattern."""
 
 
 def _is_one_of(value: object, items: tuple[object, ...]) -> bool:

@@ -13,10 +13,7 @@ def processes_per_node(slurm: Slurm) -> int:
 
 
 def batch_script(config: Config, *, folder: Path, repository: Path, python: str, arguments: list[str]) -> str:
-    """Returns the batch script; it ends by running scripts/slurm/job.sh, which is the same for all runs.
-
-    `folder` is the run's folder, `arguments` are those of train.py; all paths must be valid on every node.
-    """
+    """Returns a script that runs scripts/slurm/job.sh with train.py's `arguments`; paths must be valid on all nodes."""
     slurm = config.slurm
     environment = {
         "PYTHON": python,
@@ -43,7 +40,7 @@ def batch_script(config: Config, *, folder: Path, repository: Path, python: str,
 
 
 def _setup(commands: list[str]) -> list[str]:
-    """Returns the user's setup commands; one that fails ends the job without requeueing, since it would fail again."""
+    """Returns setup commands; one that fails ends the job without requeueing."""
     failed = 'echo "job $SLURM_JOB_ID: slurm.setup failed, exit code $?: $BASH_COMMAND"; exit 2'
     return ["set -eE", f"trap {shlex.quote(failed)} ERR", *commands, "set +eE; trap - ERR"] if commands else []
 
@@ -53,8 +50,7 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     yield f"--job-name={shlex.quote(folder.name)}"
     if config.fault_tolerance.enable:  # one array task per replica group
         yield f"--array=0-{config.fault_tolerance.group_size - 1}"
-    yield f"--nodes={slurm.nodes}"
-    yield "--ntasks-per-node=1"
+    yield from (f"--nodes={slurm.nodes}", "--ntasks-per-node=1")
     if slurm.gpus_per_node:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
     yield f"--cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else "--exclusive"
@@ -63,7 +59,6 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
             yield f"--{name}={shlex.quote(value)}"
     # Without the prefix B: Slurm signals the job steps, not the batch shell.
     yield f"--signal=USR1@{slurm.signal_seconds}"
-    yield "--requeue"
-    yield "--open-mode=append"
+    yield from ("--requeue", "--open-mode=append")
     log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # %j of an array task is not the array's id
     yield f"--output={shlex.quote(f'{folder}/slurm/{log}')}"

@@ -1,16 +1,7 @@
 """Launches the training processes of this node, one per device, with torchrun's elastic agent.
 
-    python -m torchtitan_clone.launch.torchrun --nproc-per-node=2 --job.config_file=FILE --training.steps=20
-
-Differences from torchrun:
-- SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are forwarded to the workers once, and no worker is killed: workers finish the
-  current step, save and exit, and then the launcher exits. SIGQUIT (Ctrl-\\) kills all workers.
-- Workers start with these signals blocked, so that a signal during startup stays pending until they handle it.
-- Exit code 2 (configuration error, already reported by the worker) and 75 (stopped with steps left) are passed on
-  without output. Any other failure prints one short block and gives a nonzero exit code.
-- Workers die with the launcher, even if it is killed by SIGKILL.
-- Ranks that are not shown log to files, which are deleted after success unless --log-folder is given; shown ranks
-  write to the terminal directly.
+Unlike torchrun it forwards STOP_SIGNALS once, so that workers finish the step and save; SIGQUIT (Ctrl-\\) kills them,
+and so does the launcher's death. Exit codes 2 and 75 are passed on; other failures print one short block.
 """
 
 import argparse
@@ -40,10 +31,8 @@ if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
     from torch.distributed.elastic.agent.server.api import RunResult
 
 CONFIG_ERROR = 2
-"""Exit code of a worker that has reported a configuration error."""
 SIOCGIFADDR = 0x8915
 LAST_LINES = 20
-"""Lines shown from the log of a failed rank that is not shown on the console."""
 
 
 def main(argv: list[str]) -> int:

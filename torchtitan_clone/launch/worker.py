@@ -1,7 +1,4 @@
-"""First program of a launched process: ties its lifetime to the launcher's, then becomes the training process.
-
-Imports nothing but the standard library, since every second here delays the start of training.
-"""
+"""First program of a launched process; imports only the standard library, so that training starts sooner."""
 
 import ctypes
 import os

@@ -1,7 +1,4 @@
-"""Causal attention that stays within documents.
-
-The mask is built once per batch and shared by all layers. CUDA uses FlexAttention, which has no backward on CPU; CPU
-uses ops/blockwise_attention.py. Neither needs memory of T^2.
+"""Causal attention within documents: FlexAttention on CUDA, ops/blockwise_attention.py on CPU.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
 """
@@ -33,11 +30,8 @@ class DocumentMask(nn.Module):
 
 
 def block_mask(starts_BT: Tensor) -> BlockMask:
-    """Returns FlexAttention's mask for tokens whose documents start at these indices of the row.
-
-    It follows from the starts of the first and last token of each block of queries; create_block_mask would evaluate
-    all T^2 pairs, and must be compiled not to hold them at once.
-    """
+    """Returns FlexAttention's mask for tokens whose documents start at these indices of the row."""
+    # Computed from the first and last token of each block of queries: create_block_mask would evaluate all T^2 pairs.
     T = starts_BT.shape[1]
     starts_BQ1 = starts_BT[:, ::BLOCK, None]
     last_BQ1 = F.pad(starts_BT, (0, -T % BLOCK), mode="replicate")[:, BLOCK - 1 :: BLOCK, None]
@@ -60,8 +54,7 @@ def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled_flex_attention():
-    # Without compilation FlexAttention materializes the full score matrix.
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention)  # uncompiled, it materializes the full score matrix
 
 
 class CoreAttention(nn.Module):
@@ -82,10 +75,7 @@ class CoreAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, and with `qk_norm_eps` an RMSNorm of each head's q and k.
-
-    Source: arXiv 2305.13245; norm of queries and keys, arXiv 2302.05442.
-    """
+    """Grouped-query attention; `qk_norm_eps` adds an RMSNorm of q and k. Source: arXiv 2305.13245, arXiv 2302.05442."""
 
     def __init__(self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None):
         super().__init__()
@@ -99,8 +89,7 @@ class Attention(nn.Module):
         self.core = CoreAttention()
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
-        """Returns [B, T, D]."""
-        # The number of heads is inferred, because tensor parallelism shards the projections' outputs.
+        """Returns [B, T, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))

@@ -1,7 +1,4 @@
-"""The decoder that model families share, in plain single-device PyTorch.
-
-Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms.
-"""
+"""The decoder of all families. Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,26 +34,21 @@ class ModelArgs:
     tied_embeddings: bool = False
 
     POSITIVE: ClassVar[tuple[str, ...]] = ("dim", "n_layers", "vocab_size", "max_seq_len", "rope_theta")
-    """Names of fields that must be above 0 where they are set."""
 
     @property
     def head_dim(self) -> int:
-        """Size of one head."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Number of key and value heads."""
         return self.n_kv_heads or self.n_heads
 
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
         found: list[str] = []
         if self.kv_heads < 1 or self.n_heads % self.kv_heads:
-            found.append(
-                f"model.args: n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; "
-                "set n_kv_heads to a divisor"
-            )
+            problem = f"n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; set n_kv_heads to a divisor"
+            found.append(f"model.args: {problem}")
         values = {name: getattr(self, name) for name in self.POSITIVE}
         not_positive = {name: value for name, value in values.items() if value is not None and value <= 0}
         return found + [f"model.args.{name} = {value} must be above 0" for name, value in not_positive.items()]
@@ -64,11 +56,9 @@ class ModelArgs:
 
 @runtime_checkable
 class HasBuffers(Protocol):
-    """A module with buffers that must be computed after construction on the meta device."""
+    """A module whose buffers must be computed after construction on the meta device, on `device` or where they are."""
 
-    def init_buffers(self, device: torch.device | None = None) -> None:
-        """Sets the buffers to their initial values, on `device` or where they are."""
-        ...
+    def init_buffers(self, device: torch.device | None = None) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +75,7 @@ class FSDPGroup:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each with a norm before it and a residual connection around it.
-
-    Where the feed-forward returns its output and sums [A] of auxiliary terms, the block returns these too.
-    """
+    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
 
     def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
@@ -98,17 +85,14 @@ class TransformerBlock(nn.Module):
         self.feed_forward = feed_forward
 
     def forward(self, x_BTD: Tensor, rope: Rope, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns [B, T, D], or this and sums [A]."""
+        """Returns [B, T, D], and sums [A] of auxiliary terms where the feed-forward does."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         out = self.feed_forward(self.ffn_norm(x_BTD))
         return x_BTD + out if isinstance(out, Tensor) else (x_BTD + out[0], out[1])
 
 
 class OutputProjection(nn.Module):
-    """Maps hidden states to logits, or directly to the loss, so that all logits need never exist at once.
-
-    The loss is computed here because FSDP holds the full weight only during this module's forward.
-    """
+    """Maps hidden states to logits, or directly to the loss, since FSDP frees the full weight after its forward."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -125,8 +109,7 @@ class OutputProjection(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
-    `build_block(args, layer)` returns the block of a layer. `auxiliary` has the coefficients of the terms that are
-    added to the loss, by name; blocks return one sum over this rank's tokens for each, in this order.
+    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -155,10 +138,7 @@ class Decoder(nn.Module):
         self.init_buffers()
 
     def init_buffers(self, device: torch.device | None = None) -> None:
-        """Computes the rotary frequencies and the initial values of other buffers, in place or on `device`.
-
-        It resets persistent buffers too, so it must be called before their values are loaded.
-        """
+        """Sets buffers to initial values, in place or on `device`; persistent ones too, so call it before loading."""
         args = self.args
         at = device or self.inv_freq.device
         self.inv_freq = inverse_frequencies(args.head_dim, theta=args.rope_theta, scaling=args.rope_scaling, device=at)
@@ -176,11 +156,10 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns logits [B, T, V], or with `loss_fn` the loss over `targets_BT`.
+        """Returns logits [B, T, V], or with `loss_fn` the loss, or with auxiliary terms [1 + A]: the loss, their sums.
 
-        `documents_BT` numbers the documents of a row; attention stays within them. None: attention is causal only.
-        A model with auxiliary terms returns with `loss_fn` a vector [1 + A]: the loss, then the sums of the terms over
-        layers. Its stages pass `(hidden_BTD, sums_A)` on; a later stage gets both in place of the tokens.
+        `documents_BT` numbers the documents of a row; None: attention is causal only. Other stages than the last return
+        hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the tokens.
         """
         rope = cos_sin(positions_BT, self.inv_freq)
         mask = self.attention_mask(documents_BT)
@@ -214,10 +193,7 @@ class Decoder(nn.Module):
                 del self.layers[name]
 
     def fsdp_groups(self) -> list[FSDPGroup]:
-        """Returns the groups in which FSDP shards this model, in the order of forward.
-
-        Modules that share a weight are in one group.
-        """
+        """Returns the groups in which FSDP shards this model, in forward order; a shared weight is in one group."""
         ends = tuple(module for module in (self.norm, self.output) if module is not None)
         groups = [FSDPGroup(modules=(block,), is_block=True) for block in self.layers.values()]
         if self.tok_embeddings is not None and self.is_tied:
@@ -233,10 +209,7 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def initial_std(args: ModelArgs, name: str) -> float | None:
-    """Returns the standard deviation of a parameter's initial values; None for norms, which start at one.
-
-    Those of wo, w2 and w3 are smaller in deeper layers.
-    """
+    """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
     if "norm" in name:
         return None
     if name == "output.weight" or (args.tied_embeddings and name == "tok_embeddings.weight"):
@@ -244,6 +217,5 @@ def initial_std(args: ModelArgs, name: str) -> float | None:
     if name == "tok_embeddings.weight":
         return 1.0
     if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")):
-        layer = int(name.split(".")[1])
-        return 0.02 / (2 * (layer + 1)) ** 0.5
+        return 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
     return 0.02

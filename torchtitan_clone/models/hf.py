@@ -1,7 +1,4 @@
-"""The format of a decoder on the Hugging Face hub: its tensors, and config.json in both directions.
-
-Rotary positions rotate the pairs (i, i + H/2) on both sides, so that no weights are permuted.
-"""
+"""The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,12 +21,8 @@ CONFIG_KEYS: Mapping[str, str] = {
     "tied_embeddings": "tie_word_embeddings",
 }
 """Keys of config.json by the names of our arguments."""
-_ROPE_KEYS = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
+_ROPE_KEYS = {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE_KEYS["original_max_seq_len"] = "original_max_position_embeddings"
 _DEFAULT_ROPE_THETA = 10000.0
 
 
@@ -38,7 +31,6 @@ class DecoderHub:
     """The hub's format of one family."""
 
     family: str
-    """Value of `model.name`, for messages."""
     architecture: str
     """Class name in transformers."""
     fixed: Mapping[str, object]
@@ -46,7 +38,6 @@ class DecoderHub:
     defaults: Mapping[str, object]
     """Values of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
-    """Keys of config.json by the names of our arguments."""
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
     def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
@@ -71,14 +62,15 @@ class DecoderHub:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
         scaling = values["rope_scaling"]
+        if scaling:
+            scaling = {"rope_type": "llama3", **{theirs: scaling[ours] for ours, theirs in _ROPE_KEYS.items()}}
         return {
             "architectures": [self.architecture],
             **self.fixed,
             **{theirs: values[ours] for ours, theirs in self.keys.items()},
             "head_dim": args.head_dim,
             "rope_theta": args.rope_theta,
-            "rope_scaling": scaling
-            and {"rope_type": "llama3", **{theirs: scaling[ours] for ours, theirs in _ROPE_KEYS.items()}},
+            "rope_scaling": scaling,
         }
 
     def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,10 +94,8 @@ class DecoderHub:
         size = values["hidden_size"]
         heads = values["num_attention_heads"]
         if (head_dim := values.get("head_dim") or size // heads) != size // heads:
-            raise ConfigError(
-                f"config.json: head_dim = {head_dim}, and {self.family} supports only hidden_size {size} / "
-                f"num_attention_heads {heads} = {size // heads}"
-            )
+            supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
+            raise ConfigError(f"config.json: head_dim = {head_dim}, and {self.family} supports only {supported}")
 
     def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
@@ -120,5 +110,5 @@ class DecoderHub:
                 values = {ours: scaling[theirs] for ours, theirs in _ROPE_KEYS.items()}
                 return {"rope_theta": float(theta), "rope_scaling": values}
             case other:
-                supported = f'{self.family} supports only "default" and "llama3"'
-                raise ConfigError(f'config.json: rope type "{other}", and {supported}')
+                rule = f'{self.family} supports only "default" and "llama3"'
+                raise ConfigError(f'config.json: rope type "{other}", and {rule}')

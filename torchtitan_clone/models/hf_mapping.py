@@ -1,9 +1,4 @@
-"""Declares which tensors of the Hugging Face hub hold a model's tensors.
-
-Import and export are derived from these declarations by ops/tensor_pieces.py.
-
-Legend: E experts, F hidden, D model.
-"""
+"""Declares which tensors of the Hugging Face hub hold a model's tensors; ops/tensor_pieces.py imports and exports."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +18,7 @@ def same(name: str) -> Rule:
 
 
 def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
-    """One tensor of the hub for each {index} of our first dimension, mapped by `rule`.
-
-    For our [E, F, D], `stacked(same, "experts.{index}.up_proj.weight")` reads E tensors [F, D].
-    """
+    """One tensor of the hub for each {index} of our first dimension, mapped by `rule`, as "experts.{index}.weight"."""
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
         return [
@@ -49,10 +41,7 @@ def transposed(name: str) -> Rule:
 
 
 def fused(rule: Rule, *, dim: int, index: int, count: int = 2, interleaved: bool = False) -> Rule:
-    """Our tensor is share `index` of `count` of a tensor of the hub along the hub's `dim`.
-
-    `rule` maps our tensor to a tensor of the size of the share. Shares are consecutive, or interleaved: `index::count`.
-    """
+    """Our tensor, mapped by `rule`, is share `index` of `count` along the hub's `dim`: a block, or `index::count`."""
 
     def pieces(shape: tuple[int, ...]) -> list[Piece]:
         (share,) = rule(shape)
@@ -76,10 +65,8 @@ def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
         size = shape[dim] // len(names)
         each = (*shape[:dim], size, *shape[dim + 1 :])
         step = len(names) if interleaved else 1
-        return [
-            Piece(source=name, shape=each, to=_share(index, dim=dim, size=size, step=step))
-            for index, name in enumerate(names)
-        ]
+        shares = [_share(index, dim=dim, size=size, step=step) for index in range(len(names))]
+        return [Piece(source=name, shape=each, to=share) for name, share in zip(names, shares, strict=True)]
 
     return pieces
 

@@ -1,21 +1,14 @@
-"""How tensor parallelism shards a decoder: torch's ParallelStyle objects by module name.
+"""How tensor and sequence parallelism shard a decoder: torch's ParallelStyle objects by module name.
 
-Activations are sharded along the sequence between blocks (sequence parallelism), and by heads or hidden size inside
-attention and feed-forward. parallel/tensor.py shards the output projection.
-Source: arXiv 1909.08053, arXiv 2205.05198.
+parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv 2205.05198.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +18,7 @@ class TensorPlan:
     styles: Mapping[str, ParallelStyle]
     """Styles by module name; * matches one component of a name."""
     replicated: tuple[str, ...] = ()
-    """Names of parameters that stay plain tensors; * as in fnmatch. Their gradients are not summed over the axis, so
-    each rank must compute them completely. Every other parameter must become a DTensor."""
+    """Parameters that stay plain tensors; * as in fnmatch. Each rank must compute their gradients completely."""
 
 
 def decoder_styles() -> dict[str, ParallelStyle]:
@@ -51,9 +43,6 @@ def decoder_styles() -> dict[str, ParallelStyle]:
 
 
 def qk_norm_styles() -> dict[str, ParallelStyle]:
-    """Returns styles for norms of queries and keys per head.
-
-    Their weights are replicated DTensors, whose gradients are summed over the axis: each rank has only some heads.
-    """
+    """Returns styles for norms of queries and keys, whose gradients are summed over the axis: a rank has some heads."""
     norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}

@@ -1,7 +1,6 @@
-"""Rotary position embedding, in the half-rotation layout of Hugging Face.
+"""Rotary position embedding, in the half-rotation layout of Hugging Face. Source: arXiv 2104.09864.
 
 Legend: B batch, T tokens, N heads, H head dim.
-Source: arXiv 2104.09864; the frequency scaling is that of Llama 3.1.
 """
 
 import math

@@ -40,18 +40,14 @@ class KeptOperations:
     """Those of which every second one is recomputed: half the memory for half the work."""
 
 
-_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)
+_TORCH_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)
+_ATTENTION = frozenset(attention.default for attention in _TORCH_ATTENTION)
 DENSE_KEPT = KeptOperations(
     always=frozenset(
-        {
-            *(attention.default for attention in _ATTENTION),
-            torch.ops.higher_order.flex_attention,
-            torch.ops.torchtitan_clone.document_attention.default,
-        }
+        {*_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default}
     ),
     alternating=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}),
 )
-"""For decoders that consist of attention and dense products."""
 
 
 def dense_flops_per_token(
@@ -64,8 +60,7 @@ def dense_flops_per_token(
     frozen = sum(size for name, size in sizes.items() if name.startswith(frozen_blocks))
     flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.head_dim, seq_len=seq_len)
     total = flops(matmul_parameters=sum(sizes.values()) - embedding, n_layers=args.n_layers)
-    # Backward costs twice as much as forward.
-    return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3
+    return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3  # backward costs twice the forward
 
 
 def equal_costs(args: ModelArgs) -> list[int]:
@@ -78,15 +73,12 @@ class ModelSpec:
     """A family of models."""
 
     name: str
-    """Value of `model.name`."""
     flavors: Mapping[str, ModelArgs]
     """Arguments by the value of `model.flavor`."""
     build: Callable[[Any], Decoder]
     """Builds the model, in single-device PyTorch without any parallelism."""
     tensor_plan: Callable[[Any], TensorPlan]
-    """Returns how tensor parallelism shards the modules."""
     hugging_face: DecoderHub
-    """The family's format on the Hugging Face hub."""
     initial_std: Callable[[Any, str], float | None] = initial_std
     """Standard deviation of the initial values of the parameter of a name; None: they are one."""
     flops_per_token: FlopsPerToken = dense_flops_per_token

@@ -26,23 +26,17 @@ PEAK_BF16_TFLOPS = (
 
 
 def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
-    """Returns the peak of one device for dense products in `dtype`, from its data sheet; None if unknown.
-
-    A MIG slice of a GPU has no published peak.
-    """
+    """Returns the peak of one device for dense products in `dtype`, from its data sheet; None if unknown or MIG."""
     if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
         return None
-    matches = (tflops * 1e12 for pattern, tflops in PEAK_BF16_TFLOPS if re.search(pattern, device_name))
-    return next(matches, None)
+    return next((tflops * 1e12 for pattern, tflops in PEAK_BF16_TFLOPS if re.search(pattern, device_name)), None)
 
 
 def training_flops_per_token(
     *, matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
 ) -> float:
-    """Returns 6 N + 12 L H D T: forward and backward without recomputation.
+    """Returns 6 N + 12 L H D T: forward and backward without recomputation. Source: arXiv 2204.02311, appendix B.
 
-    The second term counts attention over the full sequence. Causal and document masks skip at least half of it, but by
-    convention it is not reduced, so that MFU is comparable with published numbers.
-    Source: arXiv 2204.02311, appendix B.
+    By convention the attention term is not reduced for masks, so that MFU is comparable with published numbers.
     """
     return 6.0 * matmul_parameters + 12.0 * n_layers * n_heads * head_dim * seq_len

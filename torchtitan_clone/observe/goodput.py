@@ -1,7 +1,6 @@
-"""Goodput: how the wall-clock time of a run was spent, over all its restarts, as measured on rank 0.
+"""Goodput: how the wall-clock time of a run was spent over all restarts, as cumulative rows of metrics.jsonl.
 
-Cumulative rows are written to metrics.jsonl at the start, with every checkpoint and at the end. A killed process leaves
-no final row; the next process reconstructs its time from the rows after the last goodput row.
+A killed process leaves no final row; the next one reconstructs its time from the rows after the last goodput row.
 """
 
 import json
@@ -32,12 +31,10 @@ class Ledger:
         self._sums["starts"] += 1
 
     def book(self, kind: Kind, seconds: float) -> None:
-        """Books elapsed seconds under a category."""
         self._sums[kind] += seconds
         self._booked += seconds
 
     def throw_away(self, *, steps: int, seconds: float) -> None:
-        """Books steps that must be repeated."""
         self.book("thrown_away", seconds)
         self._sums["steps_thrown_away"] += steps
 
@@ -50,7 +47,6 @@ class Ledger:
         return {"goodput_percent": 100 * progress / total, "progress_seconds": progress, **seconds, **counts}
 
     def line(self) -> str:
-        """Formats the totals so far as a log line."""
         row = self.row()
         total = row["progress_seconds"] + sum(row[f"{kind}_seconds"] for kind in KINDS)
         shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
@@ -61,10 +57,7 @@ class Ledger:
 
 
 def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -> Ledger:
-    """Returns the ledger of a process that resumes after resume_step.
-
-    `file` is metrics.jsonl as the previous process left it; `lost` counts its steps that other replica groups repeated.
-    """
+    """Returns the ledger of a process that resumes from metrics.jsonl; other replica groups repeated `lost` steps."""
     written, last = _newest_rows(file)
     if not written:
         return Ledger(started=started)

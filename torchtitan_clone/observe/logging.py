@@ -18,7 +18,6 @@ class _Formatter(logging.Formatter):
         self.color = color
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns "time message", or from WARNING on "time LEVEL [rank N] message"."""
         time = self.formatTime(record, self.datefmt)
         label = f"{record.levelname} [rank {self.rank}] " if record.levelno >= logging.WARNING else ""
         if self.color:

@@ -1,7 +1,6 @@
 """Metrics of a run: console lines, rows of metrics.jsonl, TensorBoard and Weights & Biases.
 
-A row is a step with named values; rates and sums are over all ranks. Only rank 0 logs. A run that resumes after step k
-drops the rows after k, so that every metric stays one continuous curve.
+Only rank 0 logs, over all ranks. A run that resumes after step k drops the rows after k.
 """
 
 import contextlib
@@ -42,11 +41,9 @@ class Row:
     values: Mapping[str, Value]
 
     def to_json(self) -> str:
-        """Returns the row as a flat JSON object."""
         return json.dumps({"step": self.step, **self.values, "time": self.time}, allow_nan=False)
 
     def numbers(self) -> dict[str, float]:
-        """Returns the numeric columns."""
         numbers = {key: value for key, value in self.values.items() if isinstance(value, int | float)}
         return {key: value for key, value in numbers.items() if not isinstance(value, bool)}
 
@@ -75,26 +72,21 @@ class StepRecord:
     """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
 
     def columns(self) -> dict[str, Value]:
-        """Returns the values as columns of a row."""
         columns = {key: value for key, value in vars(self).items() if key not in ("step", "auxiliary")}
         return columns | {f"auxiliary/{name}": value for name, value in self.auxiliary.items()}
 
 
 @dataclass
 class _Interval:
-    """The steps since the last logged step."""
-
     start: float = field(default_factory=time.perf_counter)
     num_steps: int = 0
     data_seconds: float = 0.0
 
 
 class MetricsWriter:
-    """Logs metrics to the console and writes them to sinks in the run's `folder`; does nothing on ranks other than 0.
+    """Logs metrics on rank 0 to the console and to sinks in the run's `folder`; call `start` before logging.
 
-    flops_per_token is that of the full model, tokens_per_step that of the global batch, peak_flops the sum over all
-    devices, or None if unknown, in which case MFU is not logged. run_config is sent to Weights & Biases. `started` is
-    the start of this process, in seconds since the epoch. Call `start` before logging.
+    tokens_per_step is over all ranks; peak_flops sums all devices, None: MFU is not logged; `started` is epoch seconds.
     """
 
     def __init__(
@@ -185,12 +177,10 @@ class MetricsWriter:
             self._write(step, {"event": EVENT, "complete": complete, **self.ledger.row()})
 
     def progress(self, step: int) -> None:
-        """Updates the progress bar, if any; cheap enough for every step."""
         if self._bar:
             self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Closes the progress bar and all sinks."""
         self._opened.close()
         for sink in self.sinks:
             _ignore_disk_errors(sink.close)
@@ -225,8 +215,6 @@ def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object])
 
 
 class _JsonLines:
-    """Writes one JSON object per line and flushes each to the operating system."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
         self.stream = file.open("a", encoding="utf-8")
@@ -276,11 +264,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """Logs to a Weights & Biases run, whose id is stored in the run's folder for a resume.
-
-    `step` is a column and not wandb's own counter, which cannot decrease: steps that a resume repeats are logged twice,
-    at the same x coordinate.
-    """
+    """Logs `step` as a column: wandb's own counter cannot decrease, so steps that a resume repeats are logged twice."""
 
     def __init__(self, folder: Path, *, run_config: dict[str, object]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -288,14 +272,9 @@ class _WeightsAndBiases:
         id_file = folder / "wandb_id"
         if not id_file.exists():  # random, since a path would be the same on two machines
             id_file.write_text(uuid.uuid4().hex[:16])
-        self.run = wandb.init(
-            id=id_file.read_text(),
-            resume="allow",
-            dir=folder,
-            name=folder.name,
-            project=os.environ.get("WANDB_PROJECT", "torchtitan_clone"),
-            config=run_config,
-        )
+        project = os.environ.get("WANDB_PROJECT", "torchtitan_clone")
+        run_id = id_file.read_text()
+        self.run = wandb.init(id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config)
         self.run.define_metric("*", step_metric="step")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
@@ -349,7 +328,6 @@ def _named(values: Mapping[str, float]) -> str:
 
 
 def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:
-    time_left = timedelta(seconds=round((total_steps - record.step) * record.step_seconds))
     columns = [
         f"step {record.step:,}/{total_steps:,}",
         f"loss {record.loss:.4f}",
@@ -361,7 +339,7 @@ def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: i
         f"MFU {rates['mfu_percent']:.1f} %" if "mfu_percent" in rates else "",
         f"memory {record.memory_gib:.2f} GiB",
         f"data wait {record.data_seconds / record.step_seconds:.1%}",
-        f"ETA {time_left}",
+        f"ETA {timedelta(seconds=round((total_steps - record.step) * record.step_seconds))}",
         f"skipped {record.skipped_steps:,}" if record.skipped_steps else "",
     ]
     return "  ".join(filter(None, columns))

@@ -14,7 +14,6 @@ from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.logging import logger
 
 MAX_MEMORY_EVENTS = 100_000
-"""Number of allocator events in a snapshot; older ones are dropped."""
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -25,11 +24,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Profiler:
-    """Writes what [profiling] enables into the run's `folder`, counting steps from `resume_step`.
-
-    A trace holds the last profiler_active of every profile_freq steps. Memory snapshots (CUDA only) are written every
-    profile_freq steps, and when an out-of-memory error leaves the context manager.
-    """
+    """Context manager that writes what [profiling] enables into the run's `folder`, counting steps from resume_step."""
 
     def __init__(self, profiling: Profiling, *, folder: Path, rank: int, resume_step: int) -> None:
         self._profiling = profiling
@@ -54,7 +49,6 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """Marks the end of a training step."""
         self._step += 1
         if self._profile:
             self._profile.step()
@@ -84,7 +78,6 @@ class Profiler:
         logger.info("wrote memory snapshot %s", file)
 
     def _make_file(self, folder: str, *, name: str) -> Path:
-        """Creates the folder of this step and returns the path of a file in it."""
         step_folder = self._folder / folder / f"step-{self._step}"
         step_folder.mkdir(parents=True, exist_ok=True)
         return step_folder / f"rank{self._rank}_{name}"

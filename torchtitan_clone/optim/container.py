@@ -31,12 +31,10 @@ class OptimizerContainer:
                 group["lr"] = group["initial_lr"] * factor
 
     def step(self) -> None:
-        """Updates the parameters from their gradients."""
         for torch_optimizer in self.torch_optimizers.values():
             torch_optimizer.step()
 
     def zero_grad(self) -> None:
-        """Sets the gradients to None."""
         for torch_optimizer in self.torch_optimizers.values():
             torch_optimizer.zero_grad(set_to_none=True)
 
@@ -54,7 +52,6 @@ class OptimizerContainer:
             self.torch_optimizers[self._settings[name].name].state[parameter] = by_parameter[name]
 
     def _state(self, name: str) -> dict[str, Tensor]:
-        """Returns the state of one parameter; initializes it before the first step."""
         parameter = self._parameters[name]
         settings = self._settings[name]
         state = self.torch_optimizers[settings.name].state[parameter]
@@ -64,11 +61,7 @@ class OptimizerContainer:
 
 
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
-    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name.
-
-    Weight decay applies to matrices only, unless `decay_all_parameters` or the group's own weight_decay is set.
-    find_optimizer_errors() checks the patterns, against the parameters of all ranks.
-    """
+    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name."""
     if unknown := find_unknown_optimizers(optimizer):
         raise ConfigError(unknown)
     trainable = {name: parameter for name, parameter in named_parameters.items() if parameter.requires_grad}

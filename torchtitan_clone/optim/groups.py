@@ -23,11 +23,7 @@ class ResolvedGroup:
 
 
 def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[ResolvedGroup]:
-    """Returns the non-empty groups of these named parameters.
-
-    The groups of `optimizer.groups` come first, in their order, then the parameters that match no pattern. Each is
-    split into the decayed parameters and the others.
-    """
+    """Returns the non-empty groups, each split into decayed parameters and others; those without a pattern are last."""
     found: list[ResolvedGroup] = []
     for group, matched in _assign(optimizer, parameters=parameters):
         own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
@@ -44,18 +40,13 @@ def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:
     """Returns one message for each name that OPTIMIZERS lacks."""
     names = {"optimizer.name": optimizer.name}
     names |= {f"{_describe(group)}: name": group.name for group in optimizer.groups if group.name is not None}
-    return [
-        f'{option} = "{name}": no such optimizer; known: {", ".join(OPTIMIZERS)}'
-        for option, name in names.items()
-        if name not in OPTIMIZERS
-    ]
+    unknown = {option: name for option, name in names.items() if name not in OPTIMIZERS}
+    known = ", ".join(OPTIMIZERS)
+    return [f'{option} = "{name}": no such optimizer; known: {known}' for option, name in unknown.items()]
 
 
 def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns one message for each rule that the table breaks, given the parameters of all ranks.
-
-    Only names and shapes are read, so the parameters may be on the meta device.
-    """
+    """Returns one message for each broken rule, given the parameters of all ranks, which may be on the meta device."""
     found = [*find_unknown_optimizers(optimizer), *_unmatched_patterns(optimizer, parameters=parameters)]
     return found or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
 
@@ -74,10 +65,8 @@ def _unmatched_patterns(optimizer: Optimizer, *, parameters: Mapping[str, Tensor
         if matched:
             continue
         if any(fnmatchcase(name, group.pattern) for name in parameters):
-            yield (
-                f"{_describe(group)}: every parameter that it matches belongs to an earlier group, and the first match "
-                "wins; list it before that group, or remove it"
-            )
+            rule = "every parameter that it matches belongs to an earlier group, and the first match wins"
+            yield f"{_describe(group)}: {rule}; list it before that group, or remove it"
         else:
             known = dict.fromkeys(map(_without_index, parameters))
             yield f"{_describe(group)}: matches no parameter of the model{did_you_mean(group.pattern, known)}"
@@ -87,10 +76,8 @@ def _vectors_of_matrix_optimizers(optimizer: Optimizer, *, parameters: Mapping[s
     for group in resolve_groups(optimizer, parameters=parameters):
         vectors = dict.fromkeys(_without_index(name) for name, p in group.parameters.items() if p.ndim < 2)
         if vectors and OPTIMIZERS[group.settings.name].matrices_only:
-            yield (
-                f'optimizer "{group.settings.name}" updates matrices only, and is assigned {", ".join(vectors)}; '
-                "name another optimizer for them in optimizer.groups"
-            )
+            rule = f"updates matrices only, and is assigned {', '.join(vectors)}"
+            yield f'optimizer "{group.settings.name}" {rule}; name another optimizer for them in optimizer.groups'
 
 
 def _without_index(name: str) -> str:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torchtitan_clone.config.schema import Optimizer
 
 ParamGroup = dict[str, object]
-"""A torch param group: "params" and their arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,18 +23,14 @@ class Llama3Args(ModelArgs):
         """Hidden size of the feed-forward: hidden_dim, or computed from the multipliers where that is unset."""
         if self.hidden_dim is not None:
             return self.hidden_dim
-        # 2/3 of 4 D times the multiplier, rounded up to a multiple.
-        size = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        size = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))  # 2/3 of 4 D, rounded up to a multiple
         return self.multiple_of * ((size + self.multiple_of - 1) // self.multiple_of)
 
     def violations(self) -> list[str]:
-        """Returns one sentence for each invalid value."""
         found = []
         if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
-            found.append(
-                f"model.args: dim {self.dim} over n_heads {self.n_heads} must give heads of an even size; "
-                "set dim to an even multiple of n_heads"
-            )
+            rule = "must give heads of an even size; set dim to an even multiple of n_heads"
+            found.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
         return found + super().violations()
 
 

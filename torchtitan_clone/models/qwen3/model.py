@@ -24,11 +24,9 @@ class Qwen3Args(ModelArgs):
 
     @property
     def ffn_hidden_dim(self) -> int:
-        """Hidden size of the feed-forward."""
         return self.hidden_dim
 
     def violations(self) -> list[str]:
-        """Returns one sentence for each invalid value."""
         found = super().violations()
         if self.head_dim % 2:
             found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
