@@ -274,7 +274,9 @@ class _WeightsAndBiases:
             id_file.write_text(uuid.uuid4().hex[:16])
         project = os.environ.get("WANDB_PROJECT", "torchtitan_clone")
         run_id = id_file.read_text()
-        self.run = wandb.init(id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config)
+        self.run = wandb.init(
+            id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config
+        )
         self.run.define_metric("*", step_metric="step")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
