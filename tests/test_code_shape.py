@@ -33,7 +33,7 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "package": 13_500, "script": 80}
+MOST_LINES = {"trainer": 350, "package": 13_500, "testing": 1_500, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_METHODS = 15
 MOST_ATTRIBUTES = 15
@@ -389,7 +389,11 @@ def test_the_trainer_is_short_and_does_not_know_pipelines() -> None:
 
 
 def test_the_package_is_small() -> None:
-    assert sum(line_count(path) for path in PACKAGE.glob("**/*.py")) <= MOST_LINES["package"]
+    """testing/, which holds what tests share, has a limit of its own."""
+    lines = {path: line_count(path) for path in PACKAGE.glob("**/*.py")}
+    testing = sum(count for path, count in lines.items() if PACKAGE / "testing" in path.parents)
+    assert testing <= MOST_LINES["testing"]
+    assert sum(lines.values()) - testing <= MOST_LINES["package"]
 
 
 def test_scripts_are_thin() -> None:

@@ -48,7 +48,7 @@ def test_llama_405b_on_512_ranks():
     assert status == 0, text
     assert usage.ru_maxrss < 8 * 2**20
     assert "405,853,388,800" in text
-    assert "one forward and backward of 8 rows" in text
+    assert "one forward and backward of 8 sequences" in text
     ranks = re.findall(r"^ +\d  +([\d,]+) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", text, re.MULTILINE)
     assert len(ranks) == 8
     assert sum(int(size.replace(",", "")) for size in ranks) == 405_853_388_800

@@ -178,7 +178,7 @@ def test_a_signal_during_start_up_ends_all_ranks(corpus, tmp_path, is_one_late):
         time.sleep(0.0005)
     if is_one_late:  # it ends before it reaches the other rank, which waits for it
         run.signal(signal.SIGSTOP, ranks=[1])
-    while "rows" not in run.output:  # in the line about the run, after which the process group starts
+    while "sequences x" not in run.output:  # in the line about the run, after which the process group starts
         time.sleep(0.001)
     run.signal(signal.SIGUSR1)
     if is_one_late:
