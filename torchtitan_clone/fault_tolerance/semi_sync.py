@@ -18,18 +18,13 @@ from torchtitan_clone.fault_tolerance.outer import OuterWeights, split_into_frag
 from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
 
-class SemiSyncGroup:
-    """A replica group that commits a round of steps. Implements `ReplicaGroup`.
-
-    ConfigError if the fragments do not cover the model.
-    """
+class SemiSyncGroup(TorchFTGroup):
+    """A replica group that commits a round of steps. ConfigError if the fragments do not cover the model."""
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext):
         self._fragments = split_into_fragments(list(run.parameters), options)
         self._steps_per_round = options.sync_steps // len(self._fragments)
-        self._group = TorchFTGroup(options, run=run, steps_per_commit=self._steps_per_round)
-        self.recovery = self._group.recovery
-        self.quorum = self._group.quorum
+        super().__init__(options, run=run, steps_per_commit=self._steps_per_round)
         self._outer_weights = OuterWeights(run.outer_weights, parameters=run.parameters, options=options)
         self._delay_steps = options.fragment_sync_delay
         self._steps_in_round = 0
@@ -38,24 +33,12 @@ class SemiSyncGroup:
         self._start_tensors: dict[str, Tensor] = {}
         self._start_metadata: Metadata = {}
 
-    @property
-    def replica_index(self) -> int:
-        return self._group.replica_index
-
-    @property
-    def num_replicas(self) -> int:
-        return self._group.num_replicas
-
-    @property
-    def is_writer(self) -> bool:
-        return self._group.is_writer
-
     def begin_step(self) -> bool:
         """Forms a quorum and copies the state at the start of a round; within a round only starts the timeout."""
         if self._steps_in_round:
-            self._group.step_timeout.start()
+            self._step_timeout.start()
             return True
-        if not self._group.begin_step():
+        if not super().begin_step():
             return False
         tensors = self.recovery.tensors.items()
         self._start_tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
@@ -68,12 +51,9 @@ class SemiSyncGroup:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Does nothing."""
 
-    def record_samples(self, samples: range) -> None:
-        self._group.record_samples(samples)
-
     def commit(self, *, healthy: bool) -> bool:
         """Returns `healthy`: a step that is not healthy is repeated by this group. The round may be rolled back."""
-        self._group.step_timeout.stop()
+        self._step_timeout.stop()
         return healthy
 
     def complete_step(self) -> bool:
@@ -82,29 +62,29 @@ class SemiSyncGroup:
         names = self._fragments[self.quorum.num_committed % len(self._fragments)]
         if self._steps_in_round == self._steps_per_round - self._delay_steps:
             self._outer_gradients = {name: self._outer_weights.gradient(name) for name in names}
-            self._finish_sum = self.quorum.collectives.start_sum(self._outer_gradients.values())
+            self._finish_sum = self._collectives.start_sum(self._outer_gradients.values())
         if self._steps_in_round < self._steps_per_round:
             return True
         self._finish_sum()
-        self._group.gather_stream_positions()
+        self._gather_stream_positions()
         self._steps_in_round = 0
         if not self.quorum.vote():
             self._roll_back()
             return False
         for name, total in self._outer_gradients.items():
             self._outer_weights.step(name, gradient=total / self.num_replicas)
-        return self._group.complete_step()
+        return super().complete_step()
 
     def rolled_back_steps(self) -> set[int]:
         size = self._steps_per_round
-        rounds = self._group.rolled_back_steps()
+        rounds = super().rolled_back_steps()
         return {step for number in rounds for step in range((number - 1) * size + 1, number * size + 1)}
 
     def close(self) -> None:
         """Rolls back an unfinished round, which the other groups train again with all its samples, and disconnects."""
         if self._steps_in_round:
             self._roll_back()
-        self._group.close()
+        super().close()
 
     @torch.no_grad()
     def _roll_back(self) -> None:

@@ -29,7 +29,7 @@ class TorchFTGroup:
         self._log = self.quorum.log
         self._collectives = self.quorum.collectives
         grace_seconds = 2 * self.quorum.connection.timeout.total_seconds()
-        self.step_timeout = StepTimeout(factor=options.stall_factor, grace_seconds=grace_seconds)
+        self._step_timeout = StepTimeout(factor=options.stall_factor, grace_seconds=grace_seconds)
         self._stream_positions: StreamPositions = []
         self._log.write(started=run.step)
         if dist.get_rank() == 0:
@@ -50,7 +50,7 @@ class TorchFTGroup:
     def begin_step(self) -> bool:
         if not self.quorum.join():
             return False
-        self.step_timeout.start()
+        self._step_timeout.start()
         return True
 
     def sum(self, values: list[float]) -> list[float]:
@@ -67,8 +67,8 @@ class TorchFTGroup:
         """Votes on the step. A step that is not healthy in one group is repeated by all."""
         if not healthy:
             self.quorum.report_error(FloatingPointError("loss or gradient is not finite"))
-        self.gather_stream_positions()
-        self.step_timeout.stop()
+        self._gather_stream_positions()
+        self._step_timeout.stop()
         return self.quorum.vote()
 
     def complete_step(self) -> bool:
@@ -83,8 +83,7 @@ class TorchFTGroup:
         self._log.close()
         self.quorum.connection.manager.shutdown(wait=False)
 
-    def gather_stream_positions(self) -> None:
-        """Collects the stream positions of all groups for `complete_step`."""
+    def _gather_stream_positions(self) -> None:
         self._stream_positions = self._collectives.gather(
             self.recovery.stream_positions(), replica_index=self.replica_index, num_replicas=self.num_replicas
         )
