@@ -55,7 +55,7 @@ def model_table(model: Model) -> str:
 
 
 def main() -> int:
-    """Parse, convert, say how to go on."""
+    """Parses the command line, converts, and prints how to start training; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="folder with .safetensors files and config.json")
     parser.add_argument("folder", type=Path, help="folder to write step-0 and model.toml into")
