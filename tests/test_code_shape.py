@@ -23,7 +23,8 @@ REPOSITORY = PACKAGE.parent
 TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
 LAYERS = [
-    {"config", "files", "torch_compat"},
+    {"documents", "files", "torch_compat"},
+    {"config"},
     {"ops", "observe"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
     {"run"},
@@ -33,7 +34,7 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "package": 13_500, "testing": 1_500, "script": 80}
+MOST_LINES = {"trainer": 350, "package": 16_000, "testing": 2_200, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_METHODS = 15
 MOST_ATTRIBUTES = 15
