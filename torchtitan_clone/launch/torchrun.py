@@ -124,7 +124,7 @@ def _listen_address(options: argparse.Namespace, arguments: list[str]) -> str:
     except socket.gaierror:
         pass  # it may be temporary
     except OSError as error:
-        reason = os.strerror(error.errno)
+        reason = os.strerror(error.errno or 0)
         raise argparse.ArgumentError(
             None,
             f"MASTER_ADDR = {options.master_addr}: node 0 cannot listen there: {reason}; set it to an address "
