@@ -2,8 +2,9 @@
 
     python scripts/lighthouse.py --job.config_file=FILE --fault_tolerance.min_replica_size=1
 
-Prints the address that the replica groups need in $TORCHFT_LIGHTHOUSE. Start one process for all groups, on any machine
-that they can reach. It holds no state: if it dies, training waits until it is started again at the same address.
+Prints the address that the replica groups need in $TORCHFT_LIGHTHOUSE. Start one process for all groups; if they are on
+several machines, with --bind=ADDRESS of this machine in their network. It holds no state: if it dies, training waits
+until it is started again at the same address.
 """
 
 import argparse
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
+from torchtitan_clone.network import LOOPBACK
 
 
 def main(argv: list[str]) -> int:
@@ -25,15 +27,21 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--port", type=int, default=29510, help="port to listen on (29510); 0 picks a free one")
+    parser.add_argument(
+        "--bind",
+        default=LOOPBACK,
+        help="address of this machine to listen at (127.0.0.1, which only this machine can reach); where groups run on "
+        "several machines, its address in their private network: who reaches the lighthouse can disturb the run",
+    )
     own, options = parser.parse_known_args(argv)
     file = os.environ.get("CONFIG_FILE")
     try:
         config = load_config([*([f"--job.config_file={file}"] if file else []), *options])
-        lighthouse = start_lighthouse(config.fault_tolerance, port=own.port)
+        lighthouse = start_lighthouse(config.fault_tolerance, port=own.port, bind=own.bind)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    print(f"TORCHFT_LIGHTHOUSE={lighthouse.address()}", flush=True)
+    print(f"TORCHFT_LIGHTHOUSE={lighthouse.url}", flush=True)
     while True:
         signal.pause()
 

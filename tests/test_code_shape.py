@@ -23,7 +23,7 @@ REPOSITORY = PACKAGE.parent
 TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
 LAYERS = [
-    {"documents", "files", "torch_compat"},
+    {"documents", "files", "network", "torch_compat"},
     {"config"},
     {"ops", "observe"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
@@ -44,6 +44,18 @@ LARGE_CLASSES: dict[str, str] = {}
 """Classes that may have more methods or attributes, each with the reason."""
 FUNCTION_LEVEL_CIRCLES: dict[str, str] = {}
 """Imports inside functions that close a circle of files, as "importer -> imported", each with the reason."""
+
+UNPICKLING = {
+    "pickle", "cloudpickle", "dill", "marshal", "shelve", "torch.load", "Unpickler",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+"""Modules and functions that unpickle."""
+MAY_UNPICKLE = {
+    "torchtitan_clone.network": "serves stores at one address",
+    "torchtitan_clone.data.encoder": "reads the pipe of a process that it started itself",
+    "torchtitan_clone.testing.harness": "reads the pipe of a process that it started itself",
+}
 
 READ_BEFORE_A_CONFIG_EXISTS = {"job.extends"}
 """Read from what the user wrote, while the Config is still being put together."""
@@ -110,6 +122,23 @@ def test_model_files_do_not_use_torch_distributed() -> None:
         or any(ast.unparse(node) == "torch.distributed" for node in attributes(sources()[module]))
     ]
     assert not wrong, listed(wrong)
+
+
+def test_nothing_that_others_can_write_is_unpickled() -> None:
+    """Unpickling executes code: neither collectives nor files may do it; and stores listen at one address only."""
+    wrong = [f"{module} imports {name}" for module in sources() for name in imports(module) if name in UNPICKLING]
+    for module, tree in sources().items():
+        called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        found = [node for node in called if {tail_name(node), ast.unparse(node)} & UNPICKLING]
+        wrong += [f"{module} calls {ast.unparse(node)} in line {node.lineno}" for node in found]
+        passed = [node for node in ast.walk(tree) if isinstance(node, ast.keyword) and is_true(node.value)]
+        wrong += [f"{module} passes {node.arg}=True" for node in passed if node.arg in ("allow_pickle", "is_master")]
+    unexplained = [text for text in wrong if text.split()[0] not in MAY_UNPICKLE]
+    assert not unexplained, listed(unexplained)
+
+
+def is_true(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
 
 
 def test_no_model_folder_imports_another() -> None:

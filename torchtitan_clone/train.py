@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
-from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, wait_for_lighthouse
+from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
@@ -86,10 +86,12 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
             config.training.steps,
         )
         return 0
+    lighthouse = None
     if config.fault_tolerance.enable:
         with stop.raising_at_once():
             seconds = config.fault_tolerance.process_group_timeout_ms / 1000
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
+            lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
     for line in (config.job.description, one_line_summary(plan)):
         if line:
             logger.info("%s", line)
@@ -105,7 +107,7 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
         return 1
     if not starts:
         raise StopBeforeTraining(stop.reason or "a signal to another rank")
-    with process_group(config.comm, launch=launch, device=device):
+    with process_group(config.comm, launch=launch, device=device, lighthouse=lighthouse):
         try:
             trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
             complete = trainer.train()

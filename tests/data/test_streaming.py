@@ -24,8 +24,10 @@ from tests.data.loaders import (
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import open_dataset
+from torchtitan_clone.data.row_reader import positions_from_json
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.testing.harness import run_ranks
 
 pytest.importorskip("datasets")
@@ -118,18 +120,16 @@ def test_a_resume_reads_from_the_bookmark(dataset):
     assert place is not None or document == 0
 
 
-def gather(value):
-    """Returns the objects of all ranks."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+def gather(positions):
+    """Returns the positions of all ranks."""
+    return [position for value in all_gather_json(positions) for position in positions_from_json(value)]
 
 
 def read_on_a_rank(name: str):
     """Reads batches, saves the state, and reads more; returns the state and the later batches."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    loader = train_loader(hub(name), rank=rank, num_ranks=num_ranks, all_gather_object=gather)
+    loader = train_loader(hub(name), rank=rank, num_ranks=num_ranks, gather_positions=gather)
     next_batches(loader, 40)
     state = loader.state_dict()
     following = next_batches(loader, 5)

@@ -8,7 +8,12 @@ import pytest
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, start_lighthouse, wait_for_lighthouse
+from torchtitan_clone.fault_tolerance.lighthouse import (
+    NoLighthouseError,
+    parse_lighthouse_address,
+    start_lighthouse,
+    wait_for_lighthouse,
+)
 from torchtitan_clone.testing.runs import options, train
 
 
@@ -21,11 +26,28 @@ def port():
 
 def test_a_port_in_use_is_a_config_error():
     lighthouse = start_lighthouse(FaultTolerance(), port=0)
-    port = int(lighthouse.address().rpartition(":")[2])
+    port = int(lighthouse.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen at port {port}: Address already in use.*; choose another"):
         start_lighthouse(FaultTolerance(), port=port)
     wait_for_lighthouse(f"http://localhost:{port}", seconds=5)
-    lighthouse.shutdown()
+    lighthouse.server.shutdown()
+
+
+@pytest.mark.parametrize("bind", ["198.51.100.7", "no-such.invalid", "", "a b"])
+def test_an_address_of_another_machine_is_a_config_error(bind):
+    with pytest.raises(ConfigError, match=f"cannot listen at {bind}:0: .*; choose another port, or an address of this"):
+        start_lighthouse(FaultTolerance(), port=0, bind=bind)
+
+
+def test_a_lighthouse_listens_at_the_address_that_it_prints():
+    for bind in ("127.0.0.2", "::1"):
+        lighthouse = start_lighthouse(FaultTolerance(), port=0, bind=bind)
+        wait_for_lighthouse(lighthouse.url, seconds=5)
+        host, port = parse_lighthouse_address(lighthouse.url)
+        assert host == bind
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        lighthouse.server.shutdown()
 
 
 @pytest.mark.parametrize("address", ["localhost:29510", "http://localhost", "29510", "http://localhost:x"])

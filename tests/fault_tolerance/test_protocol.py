@@ -1,6 +1,5 @@
 """A run without replica groups, and what replica groups require of a machine."""
 
-import socket
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ def test_a_single_replica_commits_every_step_unchanged():
     parameter.grad = torch.full((2,), 3.0)
     context = ReplicaContext(
         device=torch.device("cpu"),
+        address="127.0.0.1",
         step=0,
         parameters={"w": parameter},
         outer_weights={},
@@ -53,21 +53,14 @@ def test_a_single_replica_commits_every_step_unchanged():
 
 
 def test_all_missing_requirements_are_one_config_error(monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise OSError("no such family")
-
     enabled = FaultTolerance(enable=True, group_size=2)
     check_replica_requirements(enabled, lighthouse="http://here:1")
     check_replica_requirements(FaultTolerance(), lighthouse=None)
     monkeypatch.setitem(sys.modules, "torchft", None)
-    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    monkeypatch.setattr(socket, "create_server", refuse)
     with pytest.raises(ConfigError) as error:
         check_replica_requirements(enabled, lighthouse=None)
     for text in (
         'pip install "torchtitan_clone[ft]"',
         "$TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py",
-        "nowhere.invalid does not resolve; add it to /etc/hosts",
-        "torchft's servers listen on IPv6",
     ):
         assert text in str(error.value)

@@ -1,4 +1,4 @@
-"""Tests of torchrun.py and worker.py: signals, exit codes and output of the launcher."""
+"""Tests of torchrun.py, rendezvous.py and worker.py: signals, exit codes and output of the launcher."""
 
 import os
 import signal
@@ -158,6 +158,10 @@ def test_workers_do_not_outlive_the_launcher(launch, tmp_path, number, code):
             "LOG_FOLDER = /proc/here: cannot create it: No such file or directory; set it to",
         ),
         (["--master-addr=no-such.invalid"], "MASTER_ADDR = no-such.invalid: unknown host; set it to the"),
+        (
+            ["--master-addr=192.0.2.199", "--nnodes=2"],
+            "MASTER_ADDR = 192.0.2.199: node 0 cannot listen there: Cannot assign requested address; set it to an",
+        ),
     ],
 )
 def test_invalid_options_name_the_variables_of_run_train(capfd, options, problem):

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, entry_for, file_header
-from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
+from torchtitan_clone.ops.dtensor_shards import (
+    TensorShard,
+    describe_shard,
+    local_shard,
+    shards_from_json,
+    shards_to_json,
+)
+from torchtitan_clone.ops.json_collectives import gather_json, scatter_json
 
 INDEX_FILE = "index.json"
 
@@ -51,14 +58,13 @@ class Plan:
 
 def plan_save(state: Mapping[str, Tensor]) -> Plan:
     """Plans with all ranks who writes what; valid as long as names, shapes and shardings stay. Collective."""
-    is_coordinator = dist.get_rank() == 0
     shards = {name: describe_shard(tensor) for name, tensor in state.items()}
-    gathered: list[dict[str, TensorShard]] = [{}] * dist.get_world_size()
-    dist.gather_object(shards, gathered if is_coordinator else None)
-    received: list[Plan | None] = [None]
-    dist.scatter_object_list(received, _plans(gathered) if is_coordinator else None)
-    assert received[0] is not None
-    return received[0]
+    plans = _plans([shards_from_json(value) for value in gather_json(shards_to_json(shards))])
+    written = [[[placement.name for placement in plan.placements], plan.total_bytes] for plan in plans]
+    names, total_bytes = scatter_json(written).items(count=2)
+    own = {name: shards[name] for name in (value.choice(*shards) for value in names.items())}
+    plan = replace(_plan_file(own, rank=dist.get_rank()), total_bytes=total_bytes.integer())
+    return replace(plan, index=plans[0].index) if plans else plan
 
 
 def plan_save_offline(state: Mapping[str, Tensor]) -> Plan:
@@ -67,6 +73,8 @@ def plan_save_offline(state: Mapping[str, Tensor]) -> Plan:
 
 
 def _plans(shards_of_ranks: Sequence[Mapping[str, TensorShard]]) -> list[Plan]:
+    if not shards_of_ranks:
+        return []
     files = [_plan_file(shards, rank=rank) for rank, shards in enumerate(_without_replicas(shards_of_ranks))]
     total_bytes = sum(plan.bytes for plan in files)
     plans = [replace(plan, total_bytes=total_bytes) for plan in files]

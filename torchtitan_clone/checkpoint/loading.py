@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +19,13 @@ from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
 from torchtitan_clone.checkpoint.layout import INDEX_FILE
 from torchtitan_clone.checkpoint.tensor_file import DTYPES, bytes_of
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import Value
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
+from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 
 logger = logging.getLogger("torchtitan_clone")
 
 MAX_NAMES_SHOWN = 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,17 +173,15 @@ def _unused(names: list[str], state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _of_all_ranks(found: list[str]) -> list[str]:
-    return sorted({name for names in _gather(found) for name in names})
+    gathered = [name.text() for names in _gather(found) for name in names.items()]
+    return sorted(set(gathered))
 
 
 def first_error(error: str | None, *, group: dist.ProcessGroup | None = None) -> str | None:
     """Returns the error of the first rank that has one, on all ranks. Collective."""
-    return next((each for each in _gather(error, group=group) if each is not None), None)
+    errors = [optional_text(each) for each in _gather(error, group=group)]
+    return next((each for each in errors if each is not None), None)
 
 
-def _gather(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    if not dist.is_initialized():
-        return [value]
-    gathered = [value] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+def _gather(value: object, *, group: dist.ProcessGroup | None = None) -> list[Value]:
+    return all_gather_json(value, group=group) if dist.is_initialized() else [Value(value, where="value")]

@@ -15,6 +15,7 @@ from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loada
 from torchtitan_clone.checkpoint.tensor_file import read_entries
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.ops.json_collectives import broadcast_json
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -107,15 +108,15 @@ def _check_header(folder: Path, name: str) -> None:
 
 def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
     """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one."""
-    answer: list[tuple[list[int], bool]] = [([], False)]
+    answer: list[object] = []
     if dist.get_rank() == 0:
         commit.restore_replaced(folder)
         if not is_shared:  # a partial folder may belong to another replica group that is saving now
             commit.delete_leftovers(folder)
         steps = commit.committed_steps(folder)
-        answer = [(steps, bool(steps or commit.corrupt_steps(folder)))]
-    dist.broadcast_object_list(answer)
-    return answer[0]
+        answer = [steps, bool(steps or commit.corrupt_steps(folder))]
+    steps_of_run, had_steps = broadcast_json(answer).items(count=2)
+    return steps_of_run.integers(), had_steps.flag()
 
 
 def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:

@@ -25,6 +25,7 @@ from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.torch_compat import default_store
 
 logger = logging.getLogger("torchtitan_clone")
@@ -232,10 +233,9 @@ class SaveRunner:
     def _agree(self, error: str | None) -> tuple[str, str | None]:
         """Exchanges the state of all ranks; returns the id of the next save and why it cannot start. Collective."""
         is_busy = self._save is not None and not self._save.finished.is_set()
-        answers: list[tuple[bool, str, str | None]] = [(is_busy, "", None)] * dist.get_world_size()
-        dist.all_gather_object(answers, (is_busy, uuid.uuid4().hex[:12], error))
-        _, save_id, error = answers[0]
-        if any(busy for busy, _, _ in answers):
+        answers = [value.items(count=3) for value in all_gather_json([is_busy, uuid.uuid4().hex[:12], error])]
+        save_id, error = answers[0][1].text(pattern="[0-9a-f]{12}"), optional_text(answers[0][2])
+        if any(busy.flag() for busy, _, _ in answers):
             return save_id, "the previous save is still in progress; if this repeats, increase checkpoint.interval"
         if self._save is not None and dist.get_rank() == 0:
             self._save.coordinator.forget()

@@ -359,6 +359,8 @@ class Comm:
 
     mode: Literal["default", "fake_backend"] = "default"
     """Set to "fake_backend" to simulate WORLD_SIZE ranks in one process and print their memory and collectives."""
+    interface: str = ""
+    """Network interface that the nodes and replica groups of a run communicate over; "": loopback if all are here."""
     init_timeout_seconds: PositiveInt = 300
     """Timeout of a collective until the first step has finished and while saving, in seconds."""
     train_timeout_seconds: PositiveInt = 100

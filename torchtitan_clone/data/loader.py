@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from torchtitan_clone.data.tokenizer import Tokenizer
 logger = logging.getLogger("torchtitan_clone")
 
 T = TypeVar("T")
-AllGatherObject = Callable[[object], list[Any]]
+GatherPositions = Callable[[list[StreamPosition]], Iterable[StreamPosition]]
 LABELS = {
     "data": "the fingerprint of the data",
     "tokenizer": "the fingerprint of the tokenizer",
@@ -83,7 +83,7 @@ class Loader:
         global_batch_size: int,
         local_batch_size: int = 1,
         num_workers: int = 0,
-        all_gather_object: AllGatherObject = lambda value: [value],
+        gather_positions: GatherPositions = lambda positions: positions,
     ) -> None:
         self._slice_of_replica = partial(
             slice_of_rank,
@@ -102,7 +102,7 @@ class Loader:
         self._train_reader = partial(dataset.train_reader, seed=seed)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
         self._num_workers = num_workers
-        self._all_gather_object = all_gather_object
+        self._gather_positions = gather_positions
         order = {"seq_len": options.seq_len, "document_masking": options.document_masking, "seed": seed}
         self._order: dict[str, object] = asdict(dataset.identity) | order
         self._samples = 0
@@ -151,8 +151,7 @@ class Loader:
     def state_dict(self) -> dict[str, object]:
         """Returns plain data, the same on every rank; a collective over all ranks for hub data."""
         if self._uncollected:
-            of_ranks: list[list[StreamPosition]] = self._all_gather_object(self._uncollected)
-            self._streams = merge_positions(position for positions in of_ranks for position in positions)
+            self._streams = merge_positions(self._gather_positions(self._uncollected))
             self._uncollected = []
         streams = {} if self._streams is None else self._streams.to_plain()
         return {"samples": self._samples, **self._order, **streams}

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan_clone.documents import Value
+
 Cursor = tuple[int, int, int]
 """Position in a stream: epoch, document within the epoch, token within the document."""
 Bookmark = tuple[int, int, str | None]
@@ -23,6 +25,27 @@ HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
 """Yields held-out rows [B, T + 1] of each global batch once, and how many of them, at the end, are padding."""
 
 START: Bookmark = (0, 0, None)
+_MAX_STATE = 1 << 24  # characters of a bookmark's state
+
+
+def positions_from_json(value: Value) -> list[StreamPosition]:
+    """Returns stream positions that another rank sent as JSON. DocumentError if they are not valid."""
+    return [_position_from_json(each) for each in value.items()]
+
+
+def _position_from_json(value: Value) -> StreamPosition:
+    cursors, bookmark = value.items(count=2)
+    epoch, document, state = bookmark.items(count=3)
+    return (
+        [_cursor_from_json(each) for each in cursors.items()],
+        (epoch.integer(), document.integer(), None if state.value is None else state.text(max_chars=_MAX_STATE)),
+    )
+
+
+def _cursor_from_json(value: Value) -> tuple[int, Cursor]:
+    row, cursor = value.items(count=2)
+    epoch, document, token = cursor.integers(count=3)
+    return row.integer(), (epoch, document, token)
 
 
 @dataclass(frozen=True, kw_only=True)

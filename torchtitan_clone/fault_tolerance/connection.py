@@ -2,21 +2,27 @@
 
 import logging
 import os
-import socket
+import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torchft
+from torchft.coordination import ManagerServer
+from torchft.manager import MANAGER_ADDR_KEY, MANAGER_PORT_ENV, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupWrapper
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.context import RecoveryState
 from torchtitan_clone.fault_tolerance.recovery import PeerTransport
+from torchtitan_clone.network import join_host_and_port, serve_store
+from torchtitan_clone.ops.json_collectives import broadcast_json
 from torchtitan_clone.torch_compat import set_group_timeout
 
 logger = logging.getLogger("torchtitan_clone")
 
+HEARTBEAT_INTERVAL = timedelta(milliseconds=100)  # torchft's default
 OVERRIDING_VARIABLES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 """Environment variables that torchft prefers to the arguments of its manager."""
 
@@ -52,10 +58,11 @@ class Nccl(_ConnectTimeout, torchft.ProcessGroupNCCL):
 class Connection:
     """torchft's manager, process group and transport of one rank; building one is a collective over its replica group.
 
+    `address` is that of this machine at which ranks and other groups connect to what rank 0 serves.
     RuntimeError if the lighthouse does not answer.
     """
 
-    def __init__(self, options: FaultTolerance, *, recovery: RecoveryState, device: torch.device):
+    def __init__(self, options: FaultTolerance, *, recovery: RecoveryState, device: torch.device, address: str):
         self.timeout = timeout = timedelta(milliseconds=options.process_group_timeout_ms)
         connect_timeout = min(timeout, timedelta(milliseconds=options.heartbeat_timeout_ms))
         is_nccl = options.process_group == "nccl"
@@ -64,7 +71,8 @@ class Connection:
         self.transport = PeerTransport(self.process_group, tensors=recovery.tensors, device=self.device)
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # failures are logged by `Quorum`, in one line
         try:
-            host, port, self._store = _open_store()
+            self._served = _serve(options, address=address, connect_timeout=connect_timeout)
+            host, port = _share_address(self._served)
             self.manager = torchft.Manager(
                 pg=self.process_group,
                 load_state_dict=None,
@@ -74,11 +82,10 @@ class Connection:
                 timeout=timeout,
                 quorum_timeout=timeout,
                 connect_timeout=connect_timeout,
-                rank=dist.get_rank(),
+                rank=dist.get_rank() + 1,  # rank 0 would serve another manager, at all addresses of this machine
                 world_size=dist.get_world_size(),
                 store_addr=host,
                 store_port=port,
-                hostname=socket.gethostname(),
                 replica_id=f"replica_{options.replica_id}",
                 checkpoint_transport=self.transport,
                 init_sync=False,  # initial weights are a function of the seed
@@ -89,17 +96,50 @@ class Connection:
                 f"scripts/lighthouse.py first ({error})"
             ) from None
 
+    def close(self) -> None:
+        """Leaves the other groups."""
+        self.manager.shutdown(wait=False)
+        if self._served is not None:
+            self._served.manager.shutdown()
 
-def _open_store() -> tuple[str, int, dist.TCPStore | None]:
-    """Serves a store that other machines can reach; torchrun's may be bound to an address of this machine only."""
-    address: list[tuple[str, int] | None] = [None]
-    store = None
-    if dist.get_rank() == 0:
-        store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
-        address = [(store.host, store.port)]
-    dist.broadcast_object_list(address)
-    assert address[0] is not None
-    return *address[0], store
+
+@dataclass(frozen=True, kw_only=True)
+class _Served:
+    """What rank 0 serves to its replica group and to the others."""
+
+    store: dist.TCPStore
+    manager: ManagerServer
+
+
+def _serve(options: FaultTolerance, *, address: str, connect_timeout: timedelta) -> _Served | None:
+    """Serves, on rank 0, a store and torchft's manager of this replica group at one address of this machine.
+
+    torchft.Manager would serve its manager at all addresses; the keys in the store are where it looks for another.
+    """
+    if dist.get_rank() != 0:
+        return None
+    store = serve_store(address)
+    replica_id = f"replica_{options.replica_id}:{uuid.uuid4()}"
+    manager = ManagerServer(
+        replica_id=replica_id,
+        lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
+        hostname=f"[{address}]" if ":" in address else address,
+        bind=join_host_and_port(address, int(os.environ.get(MANAGER_PORT_ENV, "0"))),
+        store_addr=f"{address}:{store.port}",
+        world_size=dist.get_world_size(),
+        heartbeat_interval=HEARTBEAT_INTERVAL,
+        connect_timeout=connect_timeout,
+        quorum_retries=0,
+    )
+    store.set(MANAGER_ADDR_KEY, manager.address())
+    store.set(REPLICA_ID_KEY, replica_id)
+    return _Served(store=store, manager=manager)
+
+
+def _share_address(served: _Served | None) -> tuple[str, int]:
+    """Returns host and port of the store that rank 0 serves."""
+    host, port = broadcast_json(None if served is None else [served.store.host, served.store.port]).items(count=2)
+    return host.text(), port.integer(low=1, high=65535)
 
 
 def warn_of_hazards(options: FaultTolerance) -> None:

@@ -33,6 +33,8 @@ class ReplicaContext:
     """Everything that a replica group needs from the run. The callables are collectives where it says so."""
 
     device: torch.device
+    address: str
+    """Address of this machine at which other ranks and replica groups connect."""
     step: int
     """Last step that was trained."""
     parameters: Mapping[str, Tensor]

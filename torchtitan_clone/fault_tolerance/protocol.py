@@ -5,7 +5,6 @@ at a step that is not *committed*, because a group died or its gradient is not f
 """
 
 import os
-import socket
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Protocol
@@ -151,19 +150,5 @@ def check_replica_requirements(fault_tolerance: FaultTolerance, *, lighthouse: s
         )
     else:
         parse_lighthouse_address(lighthouse)
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        problems.append(
-            f"fault_tolerance.enable: other replica groups connect to this machine by its hostname, and "
-            f"{socket.gethostname()} does not resolve; add it to /etc/hosts or to the name server"
-        )
-    try:
-        socket.create_server(("::", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        problems.append(
-            f"fault_tolerance.enable: torchft's servers listen on IPv6, which this machine does not support ({error}); "
-            "enable it in the kernel (no IPv6 address is needed)"
-        )
     if problems:
         raise ConfigError(problems)

@@ -125,7 +125,7 @@ class Quorum:
     """
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext, recovery: RecoveryState, steps_per_commit: int):
-        self.connection = Connection(options, recovery=recovery, device=run.device)
+        self.connection = Connection(options, recovery=recovery, device=run.device, address=run.address)
         self._manager = self.connection.manager
         self.collectives = ReplicaCollectives(self._manager, device=self.connection.device)
         self.log = AttemptLog(run.folder, rank=dist.get_rank(), manager=self._manager)

@@ -81,7 +81,7 @@ class TorchFTGroup:
 
     def close(self) -> None:
         self._log.close()
-        self.quorum.connection.manager.shutdown(wait=False)
+        self.quorum.connection.close()
 
     def _gather_stream_positions(self) -> None:
         self._stream_positions = self._collectives.gather(

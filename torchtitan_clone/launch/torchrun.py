@@ -6,32 +6,31 @@ and so does the launcher's death. Exit codes 2 and 75 are passed on; other failu
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
-import uuid
 from collections.abc import Callable, Iterator
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.documents import escape
+from torchtitan_clone.network import LOOPBACK, InterfaceError, find_interface, is_loopback, listen
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE
 
 if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
     from torch.distributed.elastic.agent.server import SimpleElasticAgent
     from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 CONFIG_ERROR = 2
-SIOCGIFADDR = 0x8915
 LAST_LINES = 20
 
 
@@ -39,6 +38,7 @@ def main(argv: list[str]) -> int:
     """Launches the processes of this node; returns the exit code."""
     try:
         options, arguments = _parse(argv)
+        listen_address = _listen_address(options, arguments)
     except argparse.ArgumentError as error:
         sys.stderr.write(f"error: {error.message}\n")
         return CONFIG_ERROR
@@ -49,11 +49,12 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     if options.nnodes > 1:
-        # By default gloo uses the address of the host name, which is a loopback address on many machines.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_towards(options.master_addr))
         _log(f"node {options.node_rank} of {options.nnodes}: rendezvous at {_describe_rendezvous(options)}")
     log_folder = options.log_folder or Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
-    code = _launch(options, arguments, log_folder=log_folder, agents=agents)
+    rendezvous = _rendezvous(options, listen_address=listen_address)
+    agent = _build_agent(options, arguments, log_folder=log_folder, rendezvous=rendezvous)
+    agents.append(agent)
+    code = _launch(options, agent=agent, log_folder=log_folder)
     if code in (0, CONFIG_ERROR, REQUEUE_EXIT_CODE) and not options.log_folder:
         shutil.rmtree(log_folder)
     return code
@@ -108,43 +109,50 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"LOG_FOLDER = {options.log_folder}: cannot create it: {error.strerror}; set it to a writable path"
 
 
-def _interface_towards(host: str) -> str:
-    """Returns the network interface that routes to a host, or "" if none is found, in which case gloo selects one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # on a datagram socket this looks up the route and sends nothing
-        except OSError:
-            return ""
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:
-                continue  # no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == own:
-                return name
-    return ""
+def _listen_address(options: argparse.Namespace, arguments: list[str]) -> str:
+    """Returns the address of this machine at which node 0 listens. ArgumentError if it is not of this machine."""
+    if options.nnodes == 1:
+        return LOOPBACK
+    name = _interface_option(arguments)
+    try:
+        if name:
+            return find_interface(name).address
+        if options.node_rank == 0:
+            listen(options.master_addr).close()
+    except InterfaceError as error:
+        raise argparse.ArgumentError(None, f'comm.interface = "{escape(name)}": {error}') from None
+    except socket.gaierror:
+        pass  # it may be temporary
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise argparse.ArgumentError(
+            None,
+            f"MASTER_ADDR = {options.master_addr}: node 0 cannot listen there: {reason}; set it to an address "
+            "of node 0, or set comm.interface to the network interface on which node 0 listens",
+        ) from None
+    return options.master_addr
+
+
+def _interface_option(arguments: list[str]) -> str:
+    try:
+        return load_config(arguments).comm.interface
+    except ConfigError:  # the workers report it
+        return ""
 
 
 def _describe_rendezvous(options: argparse.Namespace) -> str:
     """Returns the rendezvous address, with a warning if other nodes cannot reach it."""
     place = f"{options.master_addr}:{options.master_port}"
-    with contextlib.suppress(OSError):
-        if ip_address(socket.gethostbyname(options.master_addr)).is_loopback:
-            place += ", a loopback address; set MASTER_ADDR to an address of node 0 that all nodes can reach"
+    if is_loopback(options.master_addr):
+        place += ", a loopback address; set MASTER_ADDR to an address of node 0 that all nodes can reach"
     return place
 
 
-def _launch(
-    options: argparse.Namespace, arguments: list[str], *, log_folder: Path, agents: "list[SimpleElasticAgent]"
-) -> int:
+def _launch(options: argparse.Namespace, *, agent: "SimpleElasticAgent", log_folder: Path) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    agent = _build_agent(options, arguments, log_folder=log_folder)
-    agents.append(agent)
     try:
         result = cast("RunResult", agent.run())
     except SignalException as stop:
@@ -157,35 +165,33 @@ def _launch(
     return _report(result, shown=_shown_ranks(options), log_folder=log_folder) if result.is_failed() else 0
 
 
-def _build_agent(options: argparse.Namespace, arguments: list[str], *, log_folder: Path) -> "SimpleElasticAgent":
+def _rendezvous(options: argparse.Namespace, *, listen_address: str) -> "RendezvousHandler":
+    from torchtitan_clone.launch.rendezvous import StaticRendezvous
+
+    return StaticRendezvous(
+        node=options.node_rank,
+        nodes=options.nnodes,
+        listen_address=listen_address,
+        master_address=options.master_addr,
+        port=options.master_port if options.nnodes > 1 else 0,
+    )
+
+
+def _build_agent(
+    options: argparse.Namespace, arguments: list[str], *, log_folder: Path, rendezvous: "RendezvousHandler"
+) -> "SimpleElasticAgent":
     from torch.distributed.elastic.agent.server import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    one_node = options.nnodes == 1
-    rendezvous = RendezvousParameters(
-        backend="c10d" if one_node else "static",
-        endpoint="127.0.0.1:0" if one_node else f"{options.master_addr}:{options.master_port}",
-        run_id=uuid.uuid4().hex if one_node else "torchtitan_clone",
-        min_nodes=options.nnodes,
-        max_nodes=options.nnodes,
-        local_addr="127.0.0.1" if one_node else None,
-        rank=options.node_rank,
-        timeout=900,
-    )
     spec = WorkerSpec(
         role="default",
         local_world_size=options.nproc_per_node,
         entrypoint=sys.executable,
         args=("-m", "torchtitan_clone.launch.worker", str(os.getpid()), options.module, *arguments),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
+        rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.1,
-        master_addr=None if one_node else options.master_addr,
-        master_port=None if one_node else options.master_port,
-        local_addr=rendezvous.local_addr,
     )
     shown = _shown_ranks(options)
     to_files = {rank: Std.NONE if rank in shown else Std.ALL for rank in range(options.nproc_per_node)}

@@ -8,7 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_clone.documents import MAX_INTEGER, Value
+from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import global_offset
+
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -44,6 +48,25 @@ class TensorShard:
         """Returns the slices that select the region from this shard."""
         return tuple(slice(a - start, b - start) for (a, b), start in zip(region, self.offset, strict=True))
 
+    def to_json(self) -> list[object]:
+        """Returns this as data that JSON can hold."""
+        return [self.offset, self.size, self.global_shape, str(self.dtype), self.device_type]
+
+    @staticmethod
+    def from_json(value: Value) -> "TensorShard":
+        """Returns the shard that to_json() describes. DocumentError if it is not inside its global tensor."""
+        match value.value:  # without a Value for each number, of which a large run has millions
+            case [list(offset), list(size), list(shape), str(dtype), str(device_type)] if (
+                len(offset) == len(size) == len(shape)
+                and all(type(number) is int and 0 <= number <= MAX_INTEGER for number in (*offset, *size, *shape))
+                and (0 in size or all(a + b <= whole for a, b, whole in zip(offset, size, shape, strict=True)))
+                and dtype in DTYPES
+            ):
+                places = {"offset": tuple(offset), "size": tuple(size), "global_shape": torch.Size(shape)}
+            case _:
+                value.refuse("must be offset, size and shape of a region of a tensor, its data type and device type")
+        return TensorShard(**places, dtype=DTYPES[dtype], device_type=device_type)
+
 
 def describe_shard(tensor: Tensor) -> TensorShard:
     """Returns what this rank holds of a tensor."""
@@ -59,10 +82,18 @@ ShardMap = Mapping[str, Mapping[int, TensorShard]]  # by the tensor's name and b
 def gather_shard_map(tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None) -> ShardMap:
     """Returns which rank holds which shard of the tensors of all ranks; a collective over `group`."""
     own = {name: describe_shard(tensor) for name, tensor in tensors.items()}
-    shards_of_ranks: list[dict[str, TensorShard]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(shards_of_ranks, own, group=group)
     found: dict[str, dict[int, TensorShard]] = {}
-    for rank, shards in enumerate(shards_of_ranks):
-        for name, shard in shards.items():
+    for rank, shards in enumerate(all_gather_json(shards_to_json(own), group=group)):
+        for name, shard in shards_from_json(shards).items():
             found.setdefault(name, {})[rank] = shard
     return found
+
+
+def shards_to_json(shards: Mapping[str, TensorShard]) -> dict[str, list[object]]:
+    """Returns the shards of one rank by the tensor's name as data that JSON can hold."""
+    return {name: shard.to_json() for name, shard in shards.items()}
+
+
+def shards_from_json(value: Value) -> dict[str, TensorShard]:
+    """Returns the shards that shards_to_json() describes. DocumentError if one is not valid."""
+    return {name: TensorShard.from_json(shard) for name, shard in value.entries().items()}

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.documents import escape
+from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
 from torchtitan_clone.torch_compat import process_groups, set_group_timeout
 
 logger = logging.getLogger("torchtitan_clone")
@@ -80,22 +82,62 @@ def _describe_difference(own: str, others: str) -> str:
 
 
 @contextmanager
-def process_group(comm: Comm, *, launch: Launch, device: torch.device) -> Iterator[None]:
-    """Creates the default process group: gloo for CPU tensors, NCCL for CUDA tensors. One process needs no torchrun."""
+def process_group(comm: Comm, *, launch: Launch, device: torch.device, lighthouse: str | None = None) -> Iterator[None]:
+    """Creates the default process group: gloo for CPU tensors, NCCL for CUDA tensors. One process needs no torchrun.
+
+    All sockets of this and later groups belong to the interface that choose_run_interface() returns.
+    """
+    _bind_backends(comm, interface=choose_run_interface(comm, lighthouse=lighthouse))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Read when the first group is created: the number of collectives that the flight recorder keeps.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    if "RANK" in os.environ:  # $MASTER_ADDR alone may be set for other reasons, for example in a Slurm job
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
+    store = _open_store(comm, launch=launch, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
     # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
     dist.destroy_process_group()
+
+
+def _open_store(comm: Comm, *, launch: Launch, timeout: timedelta) -> dist.Store:
+    """Returns the store of all ranks: the launcher's, or one that rank 0 serves if another program started them."""
+    if "RANK" not in os.environ:  # $MASTER_ADDR alone may be set for other reasons, for example in a Slurm job
+        return dist.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        address = find_interface(comm.interface).address if comm.interface else host
+        return dist.PrefixStore("default_pg", serve_store(address, port=port, timeout=timeout))
+    return dist.PrefixStore("default_pg", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
+def choose_run_interface(comm: Comm, *, lighthouse: str | None) -> Interface | None:
+    """Returns the interface over which ranks and replica groups communicate; `lighthouse` is a host, if there is one.
+
+    It is loopback if rank 0 and the lighthouse are on this machine, and None if there is no route to them.
+    """
+    masters = [os.environ["MASTER_ADDR"]] if {"RANK", "MASTER_ADDR"} <= os.environ.keys() else []
+    return choose_interface(comm.interface, hosts=[*masters, *([lighthouse] if lighthouse else [])])
+
+
+def check_interface(comm: Comm) -> None:
+    """Raises ConfigError if this machine lacks the interface that comm.interface names."""
+    try:
+        choose_interface(comm.interface, hosts=())
+    except InterfaceError as error:
+        raise ConfigError(f'comm.interface = "{escape(comm.interface)}": {error}') from None
+
+
+def _bind_backends(comm: Comm, *, interface: Interface | None) -> None:
+    """Binds gloo and NCCL to an interface. By default gloo listens at the address that the host name resolves to."""
+    if interface is None or not interface.name:
+        return
+    if comm.interface or interface.address == LOOPBACK:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface.name
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface.name}"  # without "=" a prefix of names
+    else:  # NCCL finds the interfaces between nodes by itself
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface.name)
 
 
 def set_timeout(seconds: int) -> None:

@@ -3,13 +3,15 @@
 import socket
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.config.schema import Comm
+from torchtitan_clone.documents import Value
+from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.parallel.trace import Kwargs, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
@@ -66,6 +68,20 @@ class StepBreakdown:
     def computation(self) -> float | None:
         return None if self.communication is None else self.total - self.data - self.communication
 
+    @staticmethod
+    def from_json(value: Value) -> "StepBreakdown":
+        """Returns the breakdown whose fields a rank sent as JSON. DocumentError if one is missing or not valid."""
+        table = value.table("host", "data", "total", "communication", "source", "link")
+        communication = table["communication"]
+        return StepBreakdown(
+            host=table["host"].text(),
+            data=table["data"].number(),
+            total=table["total"].number(),
+            communication=None if communication.value is None else communication.number(),
+            source=table["source"].integer(),
+            link=table["link"].number(),
+        )
+
 
 class StragglerMonitor:
     """Reports slow ranks and slow links every comm.straggler_freq steps.
@@ -94,8 +110,7 @@ class StragglerMonitor:
             host=socket.gethostname(), data=data_seconds, total=total_seconds, source=source, link=link,
             communication=timer.seconds if timer else None,
         )  # fmt: skip
-        ranks = [own] * self._launch.world_size
-        dist.all_gather_object(ranks, own)
+        ranks = [StepBreakdown.from_json(value) for value in all_gather_json(asdict(own))]
         noise = LINK_NOISE_SECONDS[self._device.type]
         return [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]
 
@@ -149,8 +164,7 @@ def measure_link(*, local_rank: int, device: torch.device) -> tuple[int, float]:
 
     A collective. A rank never sends and receives at once, so that a slow link shows at its own end only.
     """
-    local_ranks = [local_rank] * dist.get_world_size()
-    dist.all_gather_object(local_ranks, local_rank)
+    local_ranks = [value.integer() for value in all_gather_json(local_rank)]
     ring = sorted(range(len(local_ranks)), key=lambda rank: (local_ranks[rank], rank))
     place = ring.index(dist.get_rank())
     last = len(ring) - 1

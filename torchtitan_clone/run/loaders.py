@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoader
+from torchtitan_clone.data.row_reader import StreamPosition, positions_from_json
+from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.parallel.mesh import batch_rank, context_rank
 from torchtitan_clone.run.plan import RunPlan
@@ -35,7 +36,7 @@ def open_loaders(
         global_batch_size=plan.global_batch_size,
         local_batch_size=config.training.local_batch_size,
         num_workers=config.data.num_workers,
-        all_gather_object=_all_gather_object,
+        gather_positions=_gather_positions,
     )
     if position:
         loader.load_state_dict(position, allow_change=config.checkpoint.allow_data_change)
@@ -59,7 +60,5 @@ def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
 
 
-def _all_gather_object(value: object) -> list[object]:
-    gathered: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+def _gather_positions(positions: list[StreamPosition]) -> list[StreamPosition]:
+    return [position for value in all_gather_json(positions) for position in positions_from_json(value)]

@@ -24,7 +24,7 @@ from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.metrics import check_metrics
 from torchtitan_clone.optim import build_schedule, find_optimizer_errors
-from torchtitan_clone.parallel.runtime import Launch
+from torchtitan_clone.parallel.runtime import Launch, check_interface
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
@@ -105,6 +105,7 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     was trained on the same data.
     """
     config = plan.config
+    check_interface(config.comm)
     check_start(plan)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)
     progress = _expected_progress(plan)

@@ -1,8 +1,14 @@
 """How a run joins the other replica groups."""
 
+import os
+
 from torchtitan_clone.checkpoint.manager import CheckpointManager
+from torchtitan_clone.config import Config
+from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.fault_tolerance.protocol import ReplicaContext, ReplicaGroup, join_replica_group
+from torchtitan_clone.network import LOOPBACK
 from torchtitan_clone.parallel.gradients import sum_over_ranks
+from torchtitan_clone.parallel.runtime import choose_run_interface
 from torchtitan_clone.run.plan import RunPlan, replica_identity
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.stopping import StopPolicy
@@ -23,6 +29,7 @@ def join_run(
 
     context = ReplicaContext(
         device=state.engine.device,
+        address=_own_address(config) if config.fault_tolerance.enable else LOOPBACK,
         step=state.step,
         parameters=state.engine.parameters,
         outer_weights=state.outer_weights,
@@ -34,6 +41,14 @@ def join_run(
         folder=plan.output_folder,
     )
     return join_replica_group(config.fault_tolerance, run=context)
+
+
+def _own_address(config: Config) -> str:
+    lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
+    interface = choose_run_interface(config.comm, lighthouse=lighthouse)
+    if interface is None:
+        raise RuntimeError(f"there is no route to the lighthouse at {lighthouse}")
+    return interface.address
 
 
 def _warm_up(state: RunState) -> None:

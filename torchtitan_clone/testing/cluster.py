@@ -31,7 +31,7 @@ JOIN_MS = 2500
 def serve_lighthouse(fault_tolerance: FaultTolerance, port: int, pipe: Connection) -> None:
     """Runs a lighthouse in this process and sends its address."""
     lighthouse = start_lighthouse(fault_tolerance, port=port)
-    pipe.send(lighthouse.address())
+    pipe.send(lighthouse.url)
     threading.Event().wait()
 
 

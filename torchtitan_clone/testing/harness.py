@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.network import LOOPBACK, serve_store
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -54,7 +56,7 @@ def start_ranks(
     function: Callable[..., object], world_size: int, *args: object, env: Mapping[str, str] | None = None
 ) -> list[StartedRank]:
     """Starts `function(*args)` on every rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store(LOOPBACK)
     started = []
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
@@ -62,7 +64,7 @@ def start_ranks(
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             # There may be more ranks than GPUs: ranks use the CPU unless the caller asks for GPUs.
