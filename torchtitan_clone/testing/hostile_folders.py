@@ -121,7 +121,8 @@ def train_guarded(argv: list[str], log: Path, reads: Path, readable: list[str]) 
 HOSTILE_VALUES = (
     "null", "true", '"x"', '""', "-1", "0", "1.5", "[]", "{}", str(2**31), str(2**63), str(2**70), str(-(2**70)),
     "1e400", "-1e400", "NaN", "9" * 5000, "[" * 200_000, '{"a":' * 200_000, "[" * 90 + "]" * 90,
-    f'"{"x" * 1_000_000}"', '"../../secret"', '"../secret"', '"/etc/passwd"', '"/dev/zero"', '"."', '".."', '"a\\u0000b"', '"a\\n\\u001b[31mb"',
+    f'"{"x" * 1_000_000}"', '"../../secret"', '"../secret"', '"/etc/passwd"', '"/dev/zero"', '"."', '".."',
+    '"a\\u0000b"', '"a\\n\\u001b[31mb"',
     '"\\ud800"', '[[[[]]]]', "[1, [2, [3]]]", '{"__class__": "os.system"}', "nul", '"open',
 )  # fmt: skip
 """Texts that take the place of a value in JSON; some are not JSON."""
