@@ -1,7 +1,7 @@
 """Hostile checkpoint folders are damage like any other: refused with one error, nothing outside is opened.
 
-Tests of checkpoint/commit.py, index.py, verify.py, position.py and tensor_file.py in torchtitan_clone/checkpoint, of
-torchtitan_clone/fault_tolerance/recovery.py, and of benchmarks/hostile_folders.py.
+Tests of torchtitan_clone/checkpoint/verify.py and torchtitan_clone/checkpoint/commit.py, and of the fuzzer
+benchmarks/hostile_folders.py.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Corruption of every kind, in every kind of file, is found; all ranks resume from the same older step."""
+"""Corruption of every kind, in every kind of file, is found; all ranks resume from the same older step.
+
+Tests of resume.py, verify.py and position.py; tests/attacks/test_checkpoint_folders.py has documents that were forged.
+"""
 
 import os
 import pickle
