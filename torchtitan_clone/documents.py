@@ -129,17 +129,27 @@ class Value:
 
     def entries(self) -> "dict[str, Value]":
         """Returns the values of a table with any keys."""
+        entries = self.plain_entries()
+        return {key: Value(item, where=f"{self.where}: {key}"[-MAX_TEXT:]) for key, item in entries.items()}
+
+    def plain_entries(self) -> dict[str, object]:
+        """Returns a table with any keys whose values are not checked; for tables of a million values."""
         if not isinstance(self.value, dict):
             self.refuse("must be a table")
-        return {key: Value(item, where=f"{self.where}: {key}"[-MAX_TEXT:]) for key, item in self.value.items()}
+        return self.value
+
+    def plain_items(self) -> list[object]:
+        """Returns a list whose values are not checked."""
+        if not isinstance(self.value, list):
+            self.refuse("must be a list")
+        return self.value
 
     def items(self, *, count: int | None = None) -> "list[Value]":
         """Returns the values of a list, of `count` items if given."""
-        if not isinstance(self.value, list):
-            self.refuse("must be a list")
-        if count is not None and len(self.value) != count:
+        items = self.plain_items()
+        if count is not None and len(items) != count:
             self.refuse(f"must be a list of {count} items")
-        return [Value(item, where=f"{self.where}[{position}]") for position, item in enumerate(self.value)]
+        return [Value(item, where=f"{self.where}[{position}]") for position, item in enumerate(items)]
 
     def integer(self, *, low: int = 0, high: int = MAX_INTEGER) -> int:
         """Returns an integer in [low, high]."""

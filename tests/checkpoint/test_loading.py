@@ -1,4 +1,4 @@
-"""Tests of loading.py, layout.py and offline.py: states load on any mesh and in other programs, or are refused."""
+"""Tests of loading.py, index.py, layout.py and offline.py: states load on any mesh and elsewhere, or are refused."""
 
 import pytest
 import torch

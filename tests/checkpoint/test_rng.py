@@ -1,4 +1,4 @@
-"""Tests of resume.py: every rank resumes with its own random state."""
+"""Tests of random_state.py: every rank resumes with its own random state."""
 
 import pytest
 import torch

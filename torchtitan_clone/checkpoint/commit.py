@@ -11,21 +11,36 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS, FileRecord, digest_of_file, write_file
+from torchtitan_clone.checkpoint.position import check_position
+from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.documents import (
+    MAX_BYTES,
+    DocumentError,
+    Value,
+    is_plain_name,
+    open_regular,
+    parse_json,
+    read_json,
+    read_regular,
+)
 from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
 MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
+VERSIONS_FILE = "versions.json"
 _FINISHED_FILE = "finished.json"
 _FORMAT = 1
+_MAX_DIGITS = 18  # of a step
+_MAX_REASON = 100  # characters in the name of a folder
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -56,16 +71,30 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
 
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Turns errors about a file of a checkpoint into CorruptCheckpointError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{name} is missing") from None
+    except OSError as error:
+        raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from None
+    except DocumentError as error:
+        raise CorruptCheckpointError(str(error)) from None
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """Returns the folder of a committed step."""
     return folder / f"step-{step}"
 
 
 def committed_steps(folder: Path) -> list[int]:
-    """Returns the steps that were committed, oldest first; their files may have been damaged since."""
+    """Returns the steps that were committed, oldest first; they may have been damaged since, and be no folder."""
     if not folder.is_dir():
         return []
-    matches = [re.fullmatch(r"step-(\d+)", entry.name) for entry in folder.iterdir() if entry.is_dir()]
+    pattern = rf"step-(0|[1-9][0-9]{{0,{_MAX_DIGITS - 1}}})"
+    matches = [re.fullmatch(pattern, entry.name) for entry in folder.iterdir()]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -131,61 +160,93 @@ def write_manifest(folder: Path, *, step: int, files: Mapping[str, FileRecord]) 
 
 def read_manifest(folder: Path, *, step: int | None = None) -> Manifest:
     """Returns the manifest of a checkpoint; CorruptCheckpointError if it is missing, invalid or of another step."""
-    try:
-        content_and_digest = json.loads((folder / MANIFEST_FILE).read_bytes())
-        content = content_and_digest["manifest"]
-        algorithm = content["algorithm"]
-        is_known = algorithm in DIGESTS
-        is_intact = not is_known or content_and_digest["digest"] == _digest_of(content, algorithm=algorithm)
-        files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        files[PROGRESS_FILE]  # every checkpoint has one
-        manifest = Manifest(step=content["step"], algorithm=algorithm, files=files)
-    except FileNotFoundError:
-        raise CorruptCheckpointError(f"{MANIFEST_FILE} is missing") from None
-    except OSError as error:
-        raise CorruptCheckpointError(f"{MANIFEST_FILE} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptCheckpointError(f"{MANIFEST_FILE} is not a valid manifest") from None
-    if not is_intact:
+    with reading(MANIFEST_FILE):
+        document = read_json(folder / MANIFEST_FILE).table("manifest", "digest")
+        manifest = _parse_manifest(document["manifest"])
+    if manifest.algorithm not in DIGESTS:
+        raise ConfigError(
+            f"{folder} was written with {manifest.algorithm} digests, which need a package: pip install xxhash"
+        )
+    if document["digest"].value != _digest_of(document["manifest"].value, algorithm=manifest.algorithm):
         raise CorruptCheckpointError(f"{MANIFEST_FILE} does not match its own digest")
-    if not is_known:
-        raise ConfigError(f"{folder} was written with {algorithm} digests, which need a package: pip install xxhash")
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{MANIFEST_FILE} belongs to step {manifest.step}")
     return manifest
 
 
+def _parse_manifest(value: Value) -> Manifest:
+    content = value.table("format", "step", "algorithm", "files")
+    content["format"].integer(low=_FORMAT, high=_FORMAT)
+    files: dict[str, FileRecord] = {}
+    for name, each in content["files"].entries().items():
+        if not is_plain_name(name) or name == MANIFEST_FILE:
+            each.refuse("its key must be the plain name of another file in the same folder")
+        record = each.table("bytes", "digest")
+        files[name] = FileRecord(bytes=record["bytes"].integer(), digest=record["digest"].text())
+    if PROGRESS_FILE not in files:
+        content["files"].refuse(f"must list {PROGRESS_FILE}")
+    step = content["step"].integer(high=10**_MAX_DIGITS - 1)
+    return Manifest(step=step, algorithm=content["algorithm"].choice(*ALGORITHMS), files=files)
+
+
 def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
     """Returns the manifest; CorruptCheckpointError if a file has another size or the progress is not intact."""
+    if step is not None and folder.is_symlink():
+        raise CorruptCheckpointError(f"{folder.name} is a link and not a folder")
     manifest = read_manifest(folder, step=step)
     for name, record in manifest.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            raise CorruptCheckpointError(f"{name} is missing") from None
-        if size != record.bytes:
-            raise CorruptCheckpointError(f"{name} has {size:,} bytes instead of {record.bytes:,}")
-    check_digest(folder, PROGRESS_FILE, manifest=manifest)
-    read_progress(folder)
+        with reading(name):
+            status = (folder / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CorruptCheckpointError(f"{name} is not a regular file")
+        if status.st_size != record.bytes:
+            raise CorruptCheckpointError(f"{name} has {status.st_size:,} bytes instead of {record.bytes:,}")
+    read_progress(folder, manifest=manifest)
     return manifest
 
 
 def check_digest(folder: Path, name: str, *, manifest: Manifest) -> None:
     """Reads a file; CorruptCheckpointError if it does not match its digest in the manifest."""
-    try:
-        found = digest_of_file(folder / name, name=manifest.algorithm)
-    except OSError as error:
-        raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from None
+    with reading(name), open_regular(folder / name) as file:
+        found = digest_of(file, name=manifest.algorithm)
     if found != manifest.files[name].digest:
         raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
 
 
-def read_progress(folder: Path) -> Progress:
-    """Returns the progress of a checkpoint; CorruptCheckpointError if it cannot be read."""
-    try:
-        return Progress(**json.loads((folder / PROGRESS_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise CorruptCheckpointError(f"{PROGRESS_FILE} cannot be read: {error}") from None
+def read_document(folder: Path, name: str, *, manifest: Manifest, max_bytes: int = MAX_BYTES) -> Value:
+    """Returns a JSON document whose bytes match the manifest; CorruptCheckpointError for others."""
+    record = manifest.files.get(name)
+    if record is None:
+        raise CorruptCheckpointError(f"{name} is not in {MANIFEST_FILE}")
+    with reading(name):
+        content = read_regular(folder / name, max_bytes=min(record.bytes, max_bytes))
+        if _digest_of_bytes(content, algorithm=manifest.algorithm) != record.digest:
+            raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
+        return parse_json(content, where=name)
+
+
+def read_progress(folder: Path, *, manifest: Manifest | None = None) -> Progress:
+    """Returns the progress of a checkpoint; CorruptCheckpointError if it is not valid or of another step."""
+    manifest = manifest or read_manifest(folder)
+    with reading(PROGRESS_FILE):
+        progress = parse_progress(read_document(folder, PROGRESS_FILE, manifest=manifest))
+    if progress.step != manifest.step:
+        raise CorruptCheckpointError(
+            f"{PROGRESS_FILE} belongs to step {progress.step}, the manifest to {manifest.step}"
+        )
+    return progress
+
+
+def parse_progress(value: Value) -> Progress:
+    """Returns the progress that a document holds; DocumentError if a value has another type or range."""
+    content = value.table("step", "tokens_seen", "skipped_steps", "data")
+    step = content["step"].integer(high=10**_MAX_DIGITS - 1)
+    return Progress(
+        step=step,
+        tokens_seen=content["tokens_seen"].integer(),
+        skipped_steps=content["skipped_steps"].integer(high=step),
+        data=check_position(content["data"]),
+    )
 
 
 def commit(partial: Path, final: Path) -> None:
@@ -229,9 +290,9 @@ def delete_leftovers(folder: Path) -> None:
 
 def quarantine(folder: Path, *, step: int, suffix: str, reason: str) -> Path:
     """Renames a step, so that it no longer counts as a checkpoint; returns its new path."""
-    name = f"step-{step}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')}"
+    name = f"step-{step}.{suffix}-{re.sub(r'[^A-Za-z0-9]+', '-', reason).strip('-')[:_MAX_REASON]}"
     names = (folder / f"{name}{number}" for number in ("", *(f"-{again}" for again in range(2, 1000))))
-    target = next(path for path in names if not path.exists())
+    target = next(path for path in names if not os.path.lexists(path))
     with contextlib.suppress(FileNotFoundError):  # another replica group has renamed it
         step_folder(folder, step).rename(target)
     sync_folder(folder)
@@ -254,14 +315,25 @@ def mark_finished(folder: Path, *, step: int) -> None:
 
 
 def finished_step(folder: Path) -> int:
-    """Returns the last step of a complete run; 0 if the run is not complete."""
+    """Returns the last step of a complete run; 0 if the run is not complete, or no checkpoint of that step is left."""
     try:
-        return json.loads((folder / _FINISHED_FILE).read_bytes())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        step = read_json(folder / _FINISHED_FILE).table("step")["step"].integer()
+    except (OSError, DocumentError):
         return 0
+    newest = newest_complete_step(folder) or 0
+    if newest < step:
+        text = "%s/%s says that step %d was the last, but the newest complete checkpoint is that of step %d: ignored"
+        logger.warning(text, folder, _FINISHED_FILE, step, newest)
+        return 0
+    return step
 
 
-def _digest_of(content: Mapping[str, object], *, algorithm: str) -> str:
+def _digest_of(content: object, *, algorithm: str) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return _digest_of_bytes(text.encode(), algorithm=algorithm)
+
+
+def _digest_of_bytes(content: Bytes, *, algorithm: str) -> str:
     digest = DIGESTS[algorithm]()
-    digest.update(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    digest.update(content)
     return digest.hexdigest()

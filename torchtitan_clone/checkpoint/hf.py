@@ -24,6 +24,7 @@ from torchtitan_clone.checkpoint.loading import first_error
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
 from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
 
@@ -253,8 +254,8 @@ def open_weight_folder(path: Path) -> WeightFolder:
 
 def _entries_of(file: Path) -> list[Entry]:
     try:
-        return tensor_file.read_entries(file)
-    except OSError as error:
+        return [*tensor_file.read_header(file, follow_links=True).entries.values()]
+    except (OSError, DocumentError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
 
 

@@ -24,6 +24,8 @@ from torchtitan_clone.ops.dtensor_shards import (
 from torchtitan_clone.ops.json_collectives import gather_json, scatter_json
 
 INDEX_FILE = "index.json"
+OFFSETS_KEY = "DCP_SHARDING_INFO"
+"""Entry of a header, as torch's reader expects it: the offset of each shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +102,8 @@ def _plan_file(shards: Mapping[str, TensorShard], *, rank: int) -> Plan:
     """Places the shards one after another, largest item size first, so that all are aligned without padding."""
     names = sorted(shards, key=lambda name: (-shards[name].dtype.itemsize, name))
     entries = [entry_for(name, dtype=shards[name].dtype, shape=shards[name].size) for name in names]
-    # The offsets are where torch's reader expects them.
     offsets = {name: {"saved_offsets": shards[name].offset} for name in names}
-    header = file_header(entries, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+    header = file_header(entries, metadata={OFFSETS_KEY: json.dumps(offsets)})
     ends = accumulate((entry.num_bytes for entry in entries), initial=len(header))
     spans = zip(names, pairwise(ends), strict=True)
     placements = [Placement(name=name, shard=shards[name], begin=begin, end=end) for name, (begin, end) in spans]

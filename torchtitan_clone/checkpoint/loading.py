@@ -3,11 +3,9 @@
 With a process group, functions here are collectives over all ranks; without one, they serve a single process.
 """
 
-import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from io import BufferedReader
+from collections.abc import Callable, Collection, Mapping, Sequence
+from io import BufferedReader, FileIO
 from math import prod
 from pathlib import Path
 
@@ -15,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
-from torchtitan_clone.checkpoint.layout import INDEX_FILE
-from torchtitan_clone.checkpoint.tensor_file import DTYPES, bytes_of
+from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, reading
+from torchtitan_clone.checkpoint.index import Index
+from torchtitan_clone.checkpoint.tensor_file import bytes_of
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import Value
+from torchtitan_clone.documents import Value, escape, open_regular
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
 from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 
@@ -28,56 +26,21 @@ logger = logging.getLogger("torchtitan_clone")
 MAX_NAMES_SHOWN = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """A tensor of a checkpoint; `shards` are the file of each, its first byte there, and the shard."""
+def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:
+    """Fills tensors that the checkpoint has with the same shape; CorruptCheckpointError on all ranks if one fails.
 
-    dtype: torch.dtype
-    shape: torch.Size
-    shards: Sequence[tuple[str, int, TensorShard]]
-
-    def empty(self, *, device: str = "cpu") -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def read_index(folder: Path) -> dict[str, SavedTensor]:
-    """Returns the tensors of a checkpoint by name; CorruptCheckpointError if the index is not valid."""
-    try:
-        tensors = json.loads((folder / INDEX_FILE).read_bytes())["tensors"]
-        return {
-            name: _saved_tensor(entry["parts"], dtype=DTYPES[entry["dtype"]], shape=torch.Size(entry["shape"]))
-            for name, entry in tensors.items()
-        }
-    except OSError as error:
-        raise CorruptCheckpointError(f"{INDEX_FILE} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{INDEX_FILE} is not a valid index: {error}") from None
-
-
-def _saved_tensor(
-    parts: Iterable[tuple[list[int], list[int], str, int]], *, dtype: torch.dtype, shape: torch.Size
-) -> SavedTensor:
-    def shard(offset: Sequence[int], size: Sequence[int]) -> TensorShard:
-        return TensorShard(offset=tuple(offset), size=tuple(size), global_shape=shape, dtype=dtype, device_type="cpu")
-
-    shards = [(file, begin, shard(offset, size)) for offset, size, file, begin in parts]
-    return SavedTensor(dtype=dtype, shape=shape, shards=shards)
-
-
-def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor] | None = None) -> None:
-    """Fills tensors that the checkpoint has with the same shape; CorruptCheckpointError on all ranks if one fails."""
+    The index must be that of `verify`: files are read where it says.
+    """
     problem: str | None = None
     try:
-        _fill(folder, state, index=read_index(folder) if index is None else index)
-    except OSError as error:
-        problem = f"{Path(error.filename or folder).name} cannot be read: {error.strerror}"
+        _fill(folder, state, index=index)
     except CorruptCheckpointError as error:
         problem = str(error)
     if (problem := first_error(problem)) is not None:
         raise CorruptCheckpointError(problem)
 
 
-def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, SavedTensor]) -> None:
+def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:
     needed: dict[str, list[tuple[int, TensorShard, Tensor, TensorShard]]] = {}
     for name, tensor in state.items():
         wanted = describe_shard(tensor)
@@ -85,13 +48,16 @@ def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Mapping[str, Save
             if wanted.overlap(saved) is not None:
                 needed.setdefault(file, []).append((begin, saved, local_shard(tensor).detach(), wanted))
     for file, shards in needed.items():
-        with (folder / file).open("rb") as stream:
+        with reading(file), BufferedReader(open_regular(folder / file)) as stream:
             for begin, saved, target, wanted in shards:
-                _read(stream, begin=begin, saved=saved, target=target, wanted=wanted)
+                if not _read(stream, begin=begin, saved=saved, target=target, wanted=wanted):
+                    raise CorruptCheckpointError(f"{file} ends early")
 
 
-def _read(stream: BufferedReader, *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard) -> None:
-    """Reads the rows that both shards hold, directly into the target if its memory layout allows."""
+def _read(
+    stream: "BufferedReader[FileIO]", *, begin: int, saved: TensorShard, target: Tensor, wanted: TensorShard
+) -> bool:
+    """Reads the rows that both shards hold, directly into the target if its memory layout allows; returns if it can."""
     region = wanted.overlap(saved)
     assert region is not None
     overlap = target[wanted.window(region)]
@@ -102,19 +68,19 @@ def _read(stream: BufferedReader, *, begin: int, saved: TensorShard, target: Ten
     stream.seek(begin + (window[0].start * prod(shape[1:]) * saved.dtype.itemsize if window else 0))
     buffer = bytes_of(rows).numpy().data
     if stream.readinto(buffer) != buffer.nbytes:
-        raise CorruptCheckpointError(f"{Path(stream.name).name} ends early")
+        return False
     if not is_direct:
         overlap.copy_(rows[(slice(None), *window[1:])] if window else rows)
+    return True
 
 
 def loadable_tensors(
-    folder: Path, state: Mapping[str, Tensor], *, is_checked: Callable[[str], bool], allow_partial: bool
+    folder: Path, state: Mapping[str, Tensor], *, index: Index, is_checked: Callable[[str], bool], allow_partial: bool
 ) -> dict[str, Tensor]:
     """Returns the tensors of `state` that the checkpoint has with the same shape.
 
     ConfigError, or a warning if `allow_partial`, if checked names are not on both sides with one shape and dtype.
     """
-    index = read_index(folder)
     checked = {name: tensor for name, tensor in state.items() if is_checked(name)}
     shapes: list[str] = []
     dtypes: list[str] = []
@@ -143,7 +109,7 @@ def loadable_tensors(
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}"
+    return f"{escape(', '.join(names[:MAX_NAMES_SHOWN]))}{more}"
 
 
 def _missing(state: Mapping[str, Tensor], index: Collection[str]) -> list[str]:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone import __version__
-from torchtitan_clone.checkpoint.commit import Progress, mark_finished, newest_complete_step
+from torchtitan_clone.checkpoint.commit import VERSIONS_FILE, Progress, mark_finished, newest_complete_step
 from torchtitan_clone.checkpoint.layout import plan_save
+from torchtitan_clone.checkpoint.random_state import random_state
 from torchtitan_clone.checkpoint.rank_file import RankFile
-from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point, rng_state
+from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point
 from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner
 from torchtitan_clone.config.schema import Checkpoint
 
@@ -67,7 +68,7 @@ class CheckpointManager:
         self._state = state
         self._is_shared = is_shared
         self._policy = SavePolicy(checkpoint)
-        self._saves = SaveRunner(checkpoint, extra_files={**extra_files, "versions.json": _versions()})
+        self._saves = SaveRunner(checkpoint, extra_files={**extra_files, VERSIONS_FILE: _versions()})
         self._file: RankFile | None = None
         self._resume_point: ResumePoint | None = None
 
@@ -97,14 +98,14 @@ class CheckpointManager:
     def load(self) -> None:
         """Fills the tensors from the checkpoint that `find_resume_point` chose, if any. Collective."""
         if self._resume_point is not None:
-            load_resume_point(self._resume_point, checkpoint=self._options, state=self._state() | rng_state())
+            load_resume_point(self._resume_point, checkpoint=self._options, state=self._state() | random_state())
 
     def prepare(self) -> None:
         """Plans who writes what, and allocates buffers in the background. Valid until `forget_plan`. Collective."""
         if self._file is not None or not self.is_saving_enabled:
             return
         options = self._options
-        plan = plan_save(self._state() | rng_state())
+        plan = plan_save(self._state() | random_state())
         self._file = RankFile(plan, mode=options.async_mode, timeout_seconds=options.writer_timeout_seconds)
         self._saves.run_in_background(self._file.prepare)
 
@@ -125,7 +126,7 @@ class CheckpointManager:
             self.finish()
         self.prepare()
         assert self._file is not None
-        state = self._state() | rng_state()
+        state = self._state() | random_state()
         save = self._saves.start(progress, folder=self._folder, file=self._file, state=state)
         if save is None:
             return

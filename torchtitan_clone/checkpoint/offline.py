@@ -6,12 +6,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import NOTHING_DONE
+from torchtitan_clone.checkpoint.commit import NOTHING_DONE, CorruptCheckpointError
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save_offline
-from torchtitan_clone.checkpoint.loading import load_tensors, read_index
-from torchtitan_clone.checkpoint.resume import MODEL, find_corruption
+from torchtitan_clone.checkpoint.loading import load_tensors
+from torchtitan_clone.checkpoint.resume import MODEL
 from torchtitan_clone.checkpoint.saving import finalize
 from torchtitan_clone.checkpoint.tensor_file import file_content
+from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 
@@ -20,11 +21,12 @@ class Weights:
     """The parameters and buffers of a verified checkpoint; ConfigError if there is none, or if it is corrupted."""
 
     def __init__(self, folder: Path):
-        if (problem := find_corruption(folder, step=None, digests=True)) is not None:
+        try:
+            self._index = verify(folder, step=None, digests=True)
+        except CorruptCheckpointError as problem:
             what = f"{folder} is not a checkpoint or is corrupted: {problem}"
-            raise ConfigError(f"{what}; give an intact step-N folder of a run")
+            raise ConfigError(f"{what}; give an intact step-N folder of a run") from None
         self._folder = folder
-        self._index = read_index(folder)
 
     def meta(self) -> dict[str, Tensor]:
         """Returns the tensors by name, on the meta device."""
@@ -49,5 +51,7 @@ def write_weights_checkpoint(
     files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
     extra_files = {**extra_files, INDEX_FILE: plan.index}
     finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
-    if (problem := find_corruption(folder, step=0, digests=True)) is not None:
-        raise OSError(f"{folder} does not read back as written: {problem}; check the disk it is on")
+    try:
+        verify(folder, step=0, digests=True)
+    except CorruptCheckpointError as problem:
+        raise OSError(f"{folder} does not read back as written: {problem}; check the disk it is on") from None

@@ -1,18 +1,18 @@
 """Chooses the checkpoint that a run resumes from: the newest one that all ranks agree is intact."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Progress
-from torchtitan_clone.checkpoint.loading import first_error, load_tensors, loadable_tensors
-from torchtitan_clone.checkpoint.tensor_file import read_entries
+from torchtitan_clone.checkpoint.index import Index
+from torchtitan_clone.checkpoint.loading import load_tensors, loadable_tensors
+from torchtitan_clone.checkpoint.random_state import RNG, set_random_state
+from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.ops.json_collectives import broadcast_json
@@ -22,8 +22,6 @@ logger = logging.getLogger("torchtitan_clone")
 MODEL = "model/"
 OPTIMIZER = "optimizer/"
 OUTER = "outer/"
-RNG = "rng/"
-TENSOR_FILES = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +29,7 @@ class ResumePoint:
     """A verified checkpoint, and the groups of tensors to load from it; `progress` is None if the run starts anew."""
 
     folder: Path
+    index: Index
     groups: tuple[str, ...]
     progress: Progress | None
 
@@ -39,12 +38,13 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) 
     """Returns the newest intact step, load_step or initial_load_path; ConfigError if it is corrupted. Collective."""
     steps, had_steps = _agree_on_steps(folder, is_shared=is_shared)
     for step in reversed([step for step in steps if checkpoint.load_step in (-1, step)]):
-        if _verify_or_quarantine(checkpoint, folder=folder, step=step):
+        if (index := _verify_or_quarantine(checkpoint, folder=folder, step=step)) is not None:
             if checkpoint.load_step != -1:
                 _quarantine_newer(folder, step=step)
             source = commit.step_folder(folder, step)
             progress = commit.progress_to_resume(source, checkpoint=checkpoint)
-            return ResumePoint(folder=source, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
+            groups = (MODEL, OPTIMIZER, OUTER, RNG)
+            return ResumePoint(folder=source, index=index, groups=groups, progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, steps)) or "none"
         what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
@@ -67,43 +67,20 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
 
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
     try:
-        tensors = loadable_tensors(point.folder, wanted, is_checked=is_checked, allow_partial=checkpoint.allow_partial)
-        load_tensors(point.folder, tensors)
+        tensors = loadable_tensors(
+            point.folder, wanted, index=point.index, is_checked=is_checked, allow_partial=checkpoint.allow_partial
+        )
+        load_tensors(point.folder, tensors, index=point.index)
     except CorruptCheckpointError as error:
         remedy = f"move {point.folder.name} out of its folder to use an older checkpoint"
         if checkpoint.verify == "sizes":
             remedy = 'set checkpoint.verify = "full" to check all bytes first and fall back to an older step'
         raise ConfigError(f"{point.folder}: {error}; {remedy}") from None
-    _set_rng_state(tensors)
+    set_random_state(tensors)
     loaded = " and ".join(group.rstrip("/") for group in point.groups if group != RNG)
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
-
-
-def find_corruption(folder: Path, *, step: int | None, digests: bool) -> str | None:
-    """Returns what is wrong with a checkpoint, or None; `digests` checks the bytes of tensors too. Collective."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    problem: str | None = None
-    try:
-        manifest = commit.check_sizes(folder, step=step)
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
-        for name in by_size[rank::world_size]:  # dealt in turn, to balance the reading
-            if digests or not name.endswith(TENSOR_FILES):
-                commit.check_digest(folder, name, manifest=manifest)
-            if name.endswith(TENSOR_FILES):
-                _check_header(folder, name)
-    except CorruptCheckpointError as error:
-        problem = str(error)
-    return first_error(problem)
-
-
-def _check_header(folder: Path, name: str) -> None:
-    try:
-        read_entries(folder / name)
-    except OSError as error:
-        raise CorruptCheckpointError(f"{name} is not a safetensors file: {error}") from None
 
 
 def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
@@ -119,14 +96,15 @@ def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
     return steps_of_run.integers(), had_steps.flag()
 
 
-def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> bool:
-    problem = find_corruption(commit.step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
-    if problem is not None:
+def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> Index | None:
+    try:
+        return verify(commit.step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
+    except CorruptCheckpointError as problem:
         if dist.get_rank() == 0:
-            target = commit.quarantine(folder, step=step, suffix="bad", reason=problem)
+            target = commit.quarantine(folder, step=step, suffix="bad", reason=str(problem))
             logger.error("the checkpoint of step %d is corrupted: %s; renamed it to %s", step, problem, target)
         dist.barrier()
-    return problem is None
+    return None
 
 
 def _quarantine_newer(folder: Path, *, step: int) -> None:
@@ -142,29 +120,12 @@ def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
     if (found := commit.initial_folder(checkpoint)) is None:
         return None
     folder, step = found
-    problem = find_corruption(folder, step=step, digests=checkpoint.verify == "full")
-    if problem is not None:
+    try:
+        index = verify(folder, step=step, digests=checkpoint.verify == "full")
+    except CorruptCheckpointError as problem:
         why = f"{folder} is corrupted: {problem}; copy it again or choose another one"
-        raise ConfigError(f"checkpoint.initial_load_path: {why}")
+        raise ConfigError(f"checkpoint.initial_load_path: {why}") from None
     if checkpoint.initial_load_model_only:
-        return ResumePoint(folder=folder, groups=(MODEL,), progress=None)
+        return ResumePoint(folder=folder, index=index, groups=(MODEL,), progress=None)
     progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
-    return ResumePoint(folder=folder, groups=(MODEL, OPTIMIZER, RNG), progress=progress)
-
-
-def rng_state() -> dict[str, Tensor]:
-    """Returns copies of the states of this rank's random number generators, under names that contain the rank."""
-    rank = dist.get_rank()
-    states = {f"{RNG}cpu/{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"{RNG}cuda/{rank}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Sets the states that were loaded; a rank that did not exist when they were saved keeps its own."""
-    for name, tensor in state.items():
-        if name.startswith(f"{RNG}cpu/"):
-            torch.set_rng_state(tensor)
-        elif name.startswith(f"{RNG}cuda/"):
-            torch.cuda.set_rng_state(tensor)
+    return ResumePoint(folder=folder, index=index, groups=(MODEL, OPTIMIZER, RNG), progress=progress)

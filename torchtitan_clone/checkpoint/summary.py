@@ -1,11 +1,13 @@
 """Describes the checkpoints of a run as text, without loading tensors."""
 
+import json
 import time
 from pathlib import Path
 
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import escape
 
 
 def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
@@ -14,7 +16,7 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
     are_intact = True
     for step in commit.committed_steps(folder):
         path = commit.step_folder(folder, step)
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
+        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))
         try:
             columns = _columns(path, step=step, digests=digests)
         except CorruptCheckpointError as error:
@@ -29,16 +31,19 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
 
 def _columns(path: Path, *, step: int, digests: bool) -> str:
     manifest = commit.check_sizes(path, step=step)
-    for name in manifest.files if digests else ():
-        commit.check_digest(path, name, manifest=manifest)
+    if digests:
+        from torchtitan_clone.checkpoint.verify import verify  # imports torch
+
+        verify(path, step=step, digests=True)
+    tokens = commit.read_progress(path, manifest=manifest).tokens_seen
     gib = sum(record.bytes for record in manifest.files.values()) / 2**30
     state = "verified" if digests else "complete"
-    return f"{gib:>8.3f}  {len(manifest.files):>5}  {commit.read_progress(path).tokens_seen:>16,}  {state}"
+    return f"{gib:>8.3f}  {len(manifest.files):>5}  {tokens:>16,}  {state}"
 
 
 def describe_step(folder: Path, *, step: int | None) -> list[str]:
     """Returns the progress, versions and tensors of a step, by default the newest; ConfigError if it is not intact."""
-    from torchtitan_clone.checkpoint.loading import read_index  # imports torch
+    from torchtitan_clone.checkpoint.index import read_index  # imports torch
 
     steps = commit.committed_steps(folder)
     wanted = commit.newest_complete_step(folder) if step is None else step
@@ -48,13 +53,14 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
         raise ConfigError(f"{folder} has no {missing}; its steps: {available}; choose one of them with --step")
     path = commit.step_folder(folder, wanted)
     try:
-        commit.check_sizes(path, step=wanted)
-        progress = commit.read_progress(path)
-        index = read_index(path)
+        manifest = commit.check_sizes(path, step=wanted)
+        progress = commit.read_progress(path, manifest=manifest)
+        index = read_index(path, manifest=manifest)
+        versions = commit.read_document(path, commit.VERSIONS_FILE, manifest=manifest).value
     except CorruptCheckpointError as error:
         raise ConfigError(f"step {wanted} is corrupted: {error}; choose another one with --step") from None
     counts = f"{progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"
-    return [f"{path}: step {progress.step:,}, {counts}", (path / "versions.json").read_text()] + [
-        f"{name:<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
+    return [f"{path}: step {progress.step:,}, {counts}", json.dumps(versions, indent=1)] + [
+        f"{escape(name):<60}  {str(saved.dtype)[6:]:<13}  {list(saved.shape)!s:<18}  in {len(saved.shards)} shards"
         for name, saved in sorted(index.items())
     ]

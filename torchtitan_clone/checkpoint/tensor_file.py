@@ -7,15 +7,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.writer import DIGEST, digest_of_file, pieces_of, write_file
+from torchtitan_clone.checkpoint.writer import DIGEST, digest_of, pieces_of, write_file
+from torchtitan_clone.documents import MAX_BYTES, DocumentError, Value, escape, open_regular, parse_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -23,6 +24,10 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 8
+MAX_HEADER = 100_000_000  # bytes that the format allows
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,19 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The tensors of a file, which fill it without gaps or overlaps; `begins` are their first bytes in the file."""
+
+    entries: Mapping[str, Entry]
+    begins: Mapping[str, int]
+    metadata: Mapping[str, str]
+
+
+Span = tuple[int, int]
+"""First and last (exclusive) byte of a tensor after the header."""
 
 
 def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
@@ -71,8 +89,9 @@ def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable
         # Drops the page cache, so that the values are read back from the disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     try:
-        is_intact = digest_of_file(path, name=DIGEST) == digest and len(read_entries(path)) == len(entries)
-    except OSError:
+        with open_regular(path) as file:
+            is_intact = digest_of(file, name=DIGEST) == digest and len(read_header(path).entries) == len(entries)
+    except (OSError, DocumentError):
         is_intact = False
     if not is_intact:
         raise OSError(f"{path.name} does not read back as written; check the disk {path.parent} is on")
@@ -96,14 +115,58 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def read_entries(path: Path) -> list[Entry]:
-    """Returns the entries of a file from its header. OSError if the file cannot be read, is not valid or truncated."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-            return [Entry(name=name, dtype=s.get_dtype(), shape=tuple(s.get_shape())) for name, s in slices.items()]
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
+def read_header(path: Path, *, follow_links: bool = False) -> Header:
+    """Returns the header of a file. DocumentError if it is not a complete file of this format, OSError if unreadable.
+
+    Stricter than the library, which an untrusted header can make read beyond a tensor's own bytes or not at all.
+    """
+    with BufferedReader(open_regular(path, follow_links=follow_links)) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if not 2 <= length <= min(MAX_HEADER, size - _LENGTH_BYTES):
+            raise DocumentError(
+                f"{path.name}: not a safetensors file: of {size:,} bytes, {length:,} would be its header"
+            )
+        document = parse_json(file.read(length), where=path.name)
+    tensors = dict(document.plain_entries())
+    metadata = Value(tensors.pop("__metadata__", None) or {}, where=f"{path.name}: __metadata__").entries()
+    first = _LENGTH_BYTES + length
+    found = [_parse_entry(value, name=name, where=path.name) for name, value in tensors.items()]
+    _check_spans(found, size=size - first, where=path.name)
+    return Header(
+        entries={entry.name: entry for entry, _ in found},
+        begins={entry.name: first + begin for entry, (begin, _) in found},
+        metadata={key: text.text(max_chars=MAX_BYTES) for key, text in metadata.items()},
+    )
+
+
+def _parse_entry(value: object, *, name: str, where: str) -> tuple[Entry, Span]:
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)], **others} if (
+            not others and is_shape(shape) and type(begin) is int and type(end) is int
+        ):
+            return Entry(name=name, dtype=dtype, shape=tuple(shape)), (begin, end)
+        case _:
+            rule = f"at most {MAX_DIMENSIONS} dimensions and {MAX_ELEMENTS} elements, and data_offsets of two integers"
+            return Value(value, where=f"{where}: {name}").refuse(f"must be a table of dtype, a shape with {rule}")
+
+
+def is_shape(value: Sequence[object]) -> bool:
+    """Returns whether this is the shape of a tensor, whose size torch can compute."""
+    sizes = [size for size in value if type(size) is int and size >= 0]
+    return len(sizes) == len(value) <= MAX_DIMENSIONS and prod(filter(None, sizes)) <= MAX_ELEMENTS
+
+
+def _check_spans(found: Sequence[tuple[Entry, Span]], *, size: int, where: str) -> None:
+    position = 0
+    for entry, (begin, end) in sorted(found, key=lambda item: item[1]):
+        if begin != position or end < begin or (entry.torch_dtype and end - begin != entry.num_bytes):
+            what = f"{begin} to {end} for {entry.dtype} {list(entry.shape)} after byte {position}"
+            place = f"{where}: {entry.name}: data_offsets {what}"
+            raise DocumentError(f"{escape(place)}: tensors must fill the file one after another")
+        position = end
+    if position != size:
+        raise DocumentError(f"{where}: its tensors have {position:,} bytes, and the file has {size:,} for them")
 
 
 def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> bytes:
@@ -114,4 +177,4 @@ def file_header(entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> byt
         table[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": span}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

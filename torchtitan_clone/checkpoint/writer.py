@@ -36,6 +36,8 @@ class Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
+ALGORITHMS = ("blake2b", "xxh3_128")
+"""Names of digests that a manifest may contain; the last one needs the package xxhash."""
 DIGESTS: dict[str, Callable[[], Digest]] = {"blake2b": lambda: hashlib.blake2b(digest_size=16)}
 """Constructors of digests by their name in a manifest; new files use the last one."""
 if xxhash is not None:
@@ -105,13 +107,12 @@ def _set_direct(file: FileIO, wanted: bool) -> bool:
     return changed != flags
 
 
-def digest_of_file(path: Path, *, name: str) -> str:
-    """Returns the digest of a file by the algorithm of this name."""
+def digest_of(file: FileIO, *, name: str) -> str:
+    """Returns the digest of an open file by the algorithm of this name."""
     digest = DIGESTS[name]()
-    with path.open("rb", buffering=0) as file:
-        buffer = memoryview(bytearray(PIECE))
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
+    buffer = memoryview(bytearray(PIECE))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
     return digest.hexdigest()
 
 

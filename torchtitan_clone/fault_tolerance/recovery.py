@@ -15,6 +15,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from torchft.process_group import ProcessGroup
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import MAX_BYTES, DocumentError, Value, parse_json
 
 ManagerState = dict[str, object]
 """What torchft transfers: {"torchft": its own state, "user": {STATE_KEY: metadata}}."""
@@ -48,7 +49,10 @@ class PeerTransport(CheckpointTransport[ManagerState]):
                     self._pg.send([tensor.detach().to(self._device).contiguous()], rank, 0).wait(timeout)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> ManagerState:
-        """Receives into new buffers; ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes."""
+        """Receives into new buffers; ReplicaMismatchError if the peer's tensors have other names, shapes or dtypes.
+
+        DocumentError if the header is not one: torchft then repeats the quorum.
+        """
 
         def receive(tensor: Tensor) -> Tensor:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -57,16 +61,29 @@ class PeerTransport(CheckpointTransport[ManagerState]):
             return buffer
 
         (length,) = receive(torch.zeros(1, dtype=torch.int64)).tolist()
-        header = json.loads(bytes(receive(torch.empty(length, dtype=torch.uint8)).tolist()))
-        if header["layout"] != self._layout_digest:
+        if not 0 < length <= MAX_BYTES:
+            raise DocumentError(
+                f"a replica group announces a header of {length:,} bytes; at most {MAX_BYTES:,} are read"
+            )
+        header = receive(torch.empty(length, dtype=torch.uint8)).cpu().numpy().tobytes()
+        state = self._checked_state(parse_json(header, where="the header of a replica group"), step=step)
+        self._received = [receive(tensor) for tensor in self._tensors.values()]
+        return state
+
+    def _checked_state(self, header: Value, *, step: int) -> ManagerState:
+        """Returns torchft's state; the training state in it is checked by whoever loads it."""
+        content = header.table("step", "layout", "state")
+        if content["layout"].text() != self._layout_digest:
             raise ReplicaMismatchError(
                 "another replica group has a different model, optimizer or number of ranks, so this one cannot load "
                 "its state; start all replica groups with the same configuration and the same number of ranks"
             )
-        if header["step"] != step:
-            raise RuntimeError(f"a replica group sent step {header['step']}, not {step}")
-        self._received = [receive(tensor) for tensor in self._tensors.values()]
-        return header["state"]
+        content["step"].integer(low=step, high=step)
+        state = content["state"].table("torchft", "user")
+        for count in state["torchft"].table("step", "batches_committed").values():
+            count.integer()
+        state["user"].table(STATE_KEY)[STATE_KEY].entries()
+        return {key: each.value for key, each in state.items()}
 
     def copy_received(self) -> None:
         for tensor, received in zip(self._tensors.values(), self._received, strict=True):

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import Progress
+from torchtitan_clone.checkpoint.commit import Progress, parse_progress
 from torchtitan_clone.data import Loader
+from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.run.engine import Engine
@@ -73,7 +74,10 @@ class RunState:
         def load_from_peer(metadata: Mapping[str, Any]) -> None:
             before_load()
             self.was_recovered = True
-            self.progress = Progress(**metadata)
+            try:
+                self.progress = parse_progress(Value(metadata, where="the state of another replica group"))
+            except DocumentError as error:
+                raise TrainingError(f"cannot recover from another replica group: {error}") from None
             self.loader.load_state_dict(self.progress.data, allow_change=False)
 
         return RecoveryState(

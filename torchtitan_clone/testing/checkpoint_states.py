@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_clone.checkpoint.commit import Progress
-from torchtitan_clone.checkpoint.loading import load_tensors, read_index
+from torchtitan_clone.checkpoint.index import read_index
+from torchtitan_clone.checkpoint.loading import load_tensors
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.checkpoint.saving import SaveReport
 from torchtitan_clone.config import ConfigError
