@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan_clone.documents import DocumentError, Value
+
 Cursor = tuple[int, int, int]
 """Position in a stream: epoch, document within the epoch, token within the document."""
 Bookmark = tuple[int, int, str | None]
@@ -23,6 +25,7 @@ HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
 """Yields held-out rows [B, T + 1] of each global batch once, and how many of them, at the end, are padding."""
 
 START: Bookmark = (0, 0, None)
+_MAX_STATE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +41,21 @@ class StreamState:
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> "StreamState | None":
+        """Returns the position that `to_plain` wrote, None if there is none; DocumentError if it is damaged."""
         if "cursors" not in state:
             return None
-        cursors = [(epoch, document, token) for epoch, document, token in state["cursors"]]
-        return cls(cursors=cursors, bookmark=tuple(state.get("bookmark", START)))
+        rows = [item.integers(count=3) for item in Value(state["cursors"], where="cursors").items()]
+        if not rows:
+            raise DocumentError("cursors: must not be empty")
+        epoch, document, place = Value(list(state.get("bookmark", START)), where="bookmark").items(count=3)
+        return cls(
+            cursors=[(epoch, document, token) for epoch, document, token in rows],
+            bookmark=(
+                epoch.integer(),
+                document.integer(),
+                None if place.value is None else place.text(max_chars=_MAX_STATE),
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
