@@ -36,8 +36,8 @@ FILES = ("one.safetensors", "two.safetensors")
 @pytest.fixture(autouse=True)
 def no_hang():
     """Ends a test that blocks."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("blocked for 60 s"))
-    signal.alarm(60)
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("blocked for 300 s"))
+    signal.alarm(300)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -46,7 +46,7 @@ DOCUMENT_BYTES = 1 << 24
 """A longer text is a bad row: tokenizing one takes about 130 times its memory in one process."""
 LINE_BYTES = 1 << 26
 """A longer line of a .jsonl file is a bad row: it holds such a text with every character escaped."""
-EMPTY_ROWS = 1 << 22
+EMPTY_ROWS = 1 << 20
 """More rows without text in succession are an error: a small compressed file can hold any number of them."""
 FIRST_BAD_ROWS = 5
 _MAX_REASON = 500
