@@ -363,7 +363,7 @@ class _ZstdReader(io.RawIOBase):
         try:
             self._output = memoryview(frame.decompress(self._input))
         except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
+            raise OSError(str(error).rpartition(": ")[2]) from error
         self._input = frame.unused_data
         self._frame = None if frame.eof else frame
 

@@ -15,8 +15,6 @@ from torchtitan_clone.testing.runs import losses, make_corpus, options, train
 
 HUB_DOCUMENTS = ("config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json")
 TEXTS = ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt")
-SPACE = " " * 64 * 1024
-"""Data from which the library writes small compressed files."""
 
 
 class HubTarget:
@@ -35,8 +33,7 @@ class HubTarget:
         assert code == 0, output
         (folder / "run" / "hf" / "step-2").rename(self.clean / "hub")
         split_weights(self.clean / "hub")
-        # The run that makes the token store, so that the others read it.
-        code, output = train(self.argv(self.clean), log_folder=folder / "logs")
+        code, output = train(self.argv(self.clean), log_folder=folder / "logs")  # makes the token store
         assert code == 0, output
         self._expected = losses(self.clean / "runs")
         shutil.rmtree(self.clean / "runs")
@@ -88,7 +85,7 @@ def split_weights(hub: Path) -> None:
 
 
 def damage_hub_file(folder: Path, source: random.Random) -> str:
-    """Replaces a file of the hub folder by something else; the values of weights stay."""
+    """Replaces a document of the hub folder by something else."""
     return damage_file(folder / "hub" / source.choice(HUB_DOCUMENTS), source)
 
 
@@ -105,8 +102,7 @@ def damage_tokenizer(folder: Path, source: random.Random) -> str:
     vocab, merges = (json.dumps(document["model"].pop(key)) for key in ("vocab", "merges"))
     path.write_text(json.dumps(document))
     done = damage_json(path, source)
-    text = path.read_text().replace('"model": {', f'"model": {{"vocab": {vocab}, "merges": {merges}, ', 1)
-    path.write_text(text)
+    path.write_text(path.read_text().replace('"model": {', f'"model": {{"vocab": {vocab}, "merges": {merges}, ', 1))
     return done
 
 
@@ -164,7 +160,7 @@ def damage_text_file(folder: Path, source: random.Random) -> str:
 def damage_row(folder: Path, source: random.Random) -> str:
     """Adds a row that is not one to a file of rows, compressed or not, or much of nothing."""
     rows = [f'{{"text": {value}}}' for value in HOSTILE_VALUES] + list(HOSTILE_VALUES)
-    row = source.choice([*rows, '{"text": "' + SPACE * 1600, "\n" * (1 << 24), '{"text": ""}\n' * (1 << 21)]).encode()
+    row = source.choice([*rows, '{"text": "' + " " * 10**8, "\n" * (1 << 24), '{"text": ""}\n' * (1 << 21)]).encode()
     kind = source.choice(("", ".gz", ".zst"))
     compress = {"": bytes, ".gz": lambda data: gzip.compress(data, 1), ".zst": zstandard.ZstdCompressor().compress}
     (folder / "text" / f"z.jsonl{kind}").write_bytes(compress[kind](row))
@@ -174,9 +170,8 @@ def damage_row(folder: Path, source: random.Random) -> str:
 def damage_store(folder: Path, source: random.Random) -> str:
     """Damages a file of the token store; tokens keep their values."""
     meta = next(folder.glob("cache/stores/*/meta.json"))
-    if source.random() < 0.5:
-        return damage_json(meta, source)
-    return damage_file(source.choice([meta, *meta.parent.glob("*.offsets")]), source)
+    files = [meta, *meta.parent.glob("*.offsets")]
+    return damage_json(meta, source) if source.random() < 0.5 else damage_file(source.choice(files), source)
 
 
 KINDS: dict[str, Kind] = {
