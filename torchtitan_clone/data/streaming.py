@@ -34,7 +34,7 @@ from torchtitan_clone.data.row_reader import (
 from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
-from torchtitan_clone.documents import parse_json, shorten
+from torchtitan_clone.documents import Value, parse_json, shorten
 
 if TYPE_CHECKING:
     import datasets
@@ -156,7 +156,9 @@ class HubDataset:
 
     def _resume(self, stream: "datasets.IterableDataset", state: str) -> None:
         try:
-            stream.load_state_dict(cast("dict[str, Any]", parse_json(state, where="bookmark").value))
+            place = parse_json(state, where="bookmark")
+            _check_state(place, like=stream.state_dict())
+            stream.load_state_dict(cast("dict[str, Any]", place.value))
         except Exception as error:  # the library reads the state without checking it
             reason = shorten(f"{type(error).__name__}: {error}")
             raise ConfigError(f"the position in {self.name} that the checkpoint holds is damaged: {reason}") from error
@@ -198,6 +200,23 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
         held_out_fraction=data.held_out_fraction,
         max_bad_rows=data.max_bad_rows,
     )
+
+
+def _check_state(state: Value, *, like: object) -> None:
+    """Compares a state with that of a stream at its start: the library ignores one that it does not expect."""
+    if isinstance(like, dict):
+        entries = state.entries()
+        for key, value in cast("dict[str, object]", like).items():
+            _check_state(entries.get(key, Value(None, where=f"{state.where}: {key}")), like=value)
+        if "epoch" in like and entries["epoch"].value != like["epoch"]:
+            entries["epoch"].refuse(f"must be {like['epoch']}")
+    elif isinstance(like, list):
+        for item, value in zip(state.items(count=len(like)), cast("list[object]", like), strict=True):
+            _check_state(item, like=value)
+    elif isinstance(like, str):
+        state.choice(like)
+    elif isinstance(like, int):
+        state.integer()
 
 
 class _TokenBuffer:
