@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.ops.tensor_pieces import Piece
@@ -87,7 +87,7 @@ class DecoderHub:
         known = {*self.defaults, *given, "num_key_value_heads"}
         problems = [f"config.json: {key} is missing" for key in self.keys.values() if key not in known]
         problems += [
-            f"{_entry(given, key).described()}, and {self.family} supports only {value!r}"
+            f"config.json: {key} = {shorten(repr(given[key]))}, and {self.family} supports only {value!r}"
             for key, value in self.fixed.items()
             if given.get(key, value) != value
         ]
