@@ -149,11 +149,7 @@ class Value:
 
     def refuse(self, rule: str) -> NoReturn:
         """Raises DocumentError with this place, value and rule."""
-        raise DocumentError(f"{self.described()}: {rule}")
-
-    def described(self) -> str:
-        """Returns this place and the value, cut if it is long, as "config.json: hidden_size = 64"."""
-        return f"{escape(self.where)} = {self._shown()}"
+        raise DocumentError(f"{escape(self.where)} = {self._shown()}: {rule}")
 
     def table(self, *keys: str, optional: tuple[str, ...] = ()) -> "dict[str, Value]":
         """Returns the values of a table that has all of `keys`, perhaps some of `optional`, and no others."""

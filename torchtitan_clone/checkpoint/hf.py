@@ -297,9 +297,13 @@ def _choose_tensors(files: Mapping[str, Entries], weight_map: Mapping[str, str])
 
 def _entries_of(file: Path, *, name: str) -> list[Entry]:
     try:
-        return [*tensor_file.read_header(file).entries.values()]
+        entries = [*tensor_file.read_header(file).entries.values()]
     except (OSError, DocumentError) as error:
         raise DocumentError(f"{name} cannot be read: {shorten(str(error))}") from error
+    if unknown := [entry for entry in entries if entry.torch_dtype is None]:
+        found = f"{shorten(unknown[0].name)} has type {shorten(unknown[0].dtype)}"
+        raise DocumentError(f"{name}: {found}; quantized weights cannot be trained on")
+    return entries
 
 
 def _read_table(path: Path, name: str) -> Value | None:

@@ -107,7 +107,7 @@ class DecoderHub:
     def _check_head_dim(self, given: Mapping[str, object], *, size: int, heads: int) -> None:
         if "head_dim" in given and (entry := _entry(given, "head_dim")).integer() not in (0, size // heads):
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
-            raise ConfigError(f"{entry.described()}, and {self.family} supports only {supported}")
+            entry.refuse(f"{self.family} supports only {supported}")
 
     def _rope(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
@@ -120,7 +120,7 @@ class DecoderHub:
         if kind is None or kind.text() == "default":
             return values
         if kind.value != "llama3":
-            raise ConfigError(f'{kind.described()}, and {self.family} supports only "default" and "llama3"')
+            kind.refuse(f'{self.family} supports only "default" and "llama3"')
         if absent := [name for name in _ROPE_KEYS.values() if name not in scaling]:
             raise ConfigError(f"config.json: the rope scaling has no {', '.join(absent)}")
         values["rope_scaling"] = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in _ROPE_KEYS.items()}

@@ -108,8 +108,7 @@ def damage_tokenizer(folder: Path, source: random.Random) -> str:
 
 def damage_header(folder: Path, source: random.Random) -> str:
     """Changes a value of the header of a file of weights, or its length."""
-    path = folder / "hub" / f"model-{source.randrange(2)}.safetensors"
-    content = path.read_bytes()
+    content = (path := folder / "hub" / f"model-{source.randrange(2)}.safetensors").read_bytes()
     size = int.from_bytes(content[:8], "little")
     if source.random() < 0.2:
         length = source.choice((0, 1, size - 1, size + 8, 2**31, 2**63))
