@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.testing.hostile_checkpoints import CheckpointTarget
 from torchtitan_clone.testing.hostile_folders import run_case
+from torchtitan_clone.testing.hostile_hub import HubTarget
 
-TARGETS = {"checkpoint": CheckpointTarget}
+TARGETS = {"checkpoint": CheckpointTarget, "hub": HubTarget}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.tokenizer import CONFIG_FILE, SHIPPED_FOLDER, TOKENIZER_FILE
@@ -38,8 +39,8 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def main() -> None:
-    """Trains a tokenizer and writes its files."""
+def main() -> int:
+    """Trains a tokenizer and writes its files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab_size", type=int, default=2048)
     parser.add_argument("--dataset_path", help="as training.dataset_path; default: the standard library's source")
@@ -48,13 +49,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.dataset_path is not None and options.folder == SHIPPED_FOLDER:
         parser.error("--dataset_path needs --folder: the shipped tokenizer is made from the standard library")
-    source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
-    texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
-    options.folder.mkdir(parents=True, exist_ok=True)
-    train(texts, vocab_size=options.vocab_size).save(str(options.folder / TOKENIZER_FILE))
+    try:
+        source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
+        texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
+        tokenizer = train(texts, vocab_size=options.vocab_size)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(options.folder / TOKENIZER_FILE))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     (options.folder / CONFIG_FILE).write_text(json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n")
     print(f"wrote {options.folder / TOKENIZER_FILE}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

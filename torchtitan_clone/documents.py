@@ -59,6 +59,32 @@ def read_regular(path: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool =
     return bytes(content)
 
 
+def find_member(folder: Path, *, name: str) -> Path | None:
+    """Returns the regular file of that name in a folder of the Hugging Face hub; None if the folder has none.
+
+    A link may lead to a file of the folder or, from a snapshot in the hub's cache, to one of its blobs:
+    `snapshots/<revision>/<name> -> ../../blobs/<hash>`. DocumentError for other links and if it is no regular file.
+    """
+    path = folder / name
+    if not os.path.lexists(path):
+        return None
+    home = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(path))
+    is_blob = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    if path.is_symlink() and not is_blob and not target.is_relative_to(home):
+        rule = "a link may lead only to a file of the same folder, or to a blob of its Hugging Face cache"
+        raise DocumentError(f"{escape(name)}: {rule}; copy the file into the folder")
+    if not target.is_file():
+        raise DocumentError(f"{escape(name)}: must be a regular file")
+    return target
+
+
+def read_member(folder: Path, *, name: str, max_bytes: int = MAX_BYTES) -> bytes | None:
+    """Returns the content of a file that `find_member` finds, None if the folder has none; DocumentError as there."""
+    path = find_member(folder, name=name)
+    return None if path is None else read_regular(path, max_bytes=max_bytes)
+
+
 def is_plain_name(name: str) -> bool:
     """Returns whether this is one printable component of a path: no separator, not "." or "..", not too long."""
     is_short = 0 < len(name.encode(errors="replace")) <= MAX_NAME
@@ -85,7 +111,15 @@ def read_json(path: Path, *, max_bytes: int = MAX_BYTES, follow_links: bool = Fa
 
 def escape(text: str) -> str:
     """Returns the text on one line: control characters are escaped, so that it cannot forge a line of a log."""
+    if text.isprintable():
+        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def shorten(text: str, *, max_chars: int = 3 * MAX_SHOWN) -> str:
+    """Returns the escaped text, cut after `max_chars` characters: names from a file may be of any length."""
+    escaped = escape(text[: max_chars + 1])
+    return escaped if len(escaped) <= max_chars else f"{escaped[:max_chars]}..."
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -130,7 +164,7 @@ class Value:
     def entries(self) -> "dict[str, Value]":
         """Returns the values of a table with any keys."""
         entries = self.plain_entries()
-        return {key: Value(item, where=f"{self.where}: {key}"[-MAX_TEXT:]) for key, item in entries.items()}
+        return {key: Value(item, where=f"{self.where}: {shorten(key)}"[-MAX_TEXT:]) for key, item in entries.items()}
 
     def plain_entries(self) -> dict[str, object]:
         """Returns a table with any keys whose values are not checked; for tables of a million values."""

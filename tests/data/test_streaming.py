@@ -137,6 +137,19 @@ def read_on_a_rank(name: str):
     return state, following
 
 
+@pytest.mark.parametrize("damaged", ["[", "[" * 200_000, "[]", "3", "{}", "", '{"epoch": 0, "examples_iterable": {}}'])
+def test_a_damaged_bookmark_is_an_error(dataset, damaged):
+    loader = train_loader(dataset)
+    next_batches(loader, 30)
+    epoch, document, place = loader.state_dict()["bookmark"]
+    assert place is not None
+    resumed = train_loader(dataset)
+    state = loader.state_dict() | {"bookmark": [epoch, document, damaged or place.replace('"epoch": 0', '"epoch": 9')]}
+    resumed.load_state_dict(state, allow_change=False)
+    with pytest.raises(ConfigError, match="the position in org/name that the checkpoint holds is damaged"):
+        next_batches(resumed, 1)
+
+
 def test_the_state_is_gathered_from_all_ranks(dataset, tmp_path):
     (state, left), (same, right) = run_ranks(read_on_a_rank, 2, str(tmp_path / "org/name"))
     assert state == same

@@ -24,7 +24,7 @@ from torchtitan_clone.checkpoint.loading import first_error
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError
+from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
 from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
 
@@ -243,43 +243,73 @@ class WeightFolder:
 
 
 def open_weight_folder(path: Path) -> WeightFolder:
-    """Reads config.json, the index and the headers. Raises ConfigError if the folder is missing or incomplete."""
+    """Reads config.json, the index and the headers. ConfigError if the folder is missing, incomplete or damaged."""
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
-    found = [(file, entry) for file in _weight_files(path) for entry in _entries_of(file)]
-    entries = {entry.name: entry for _, entry in found}
-    files = {entry.name: file for file, entry in found}
-    return WeightFolder(path=path, config=_read_json(path / CONFIG_FILE), entries=entries, files=files)
-
-
-def _entries_of(file: Path) -> list[Entry]:
     try:
-        return [*tensor_file.read_header(file, follow_links=True).entries.values()]
-    except (OSError, DocumentError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}; copy or download it again") from error
+        config = _read_table(path, CONFIG_FILE)
+        if config is None:
+            raise DocumentError(f"there is no {CONFIG_FILE} in it")
+        index = _read_table(path, INDEX_FILE)
+        weight_map = {} if index is None else _weight_map(index)
+        files = _weight_files(path, weight_map=weight_map)
+        found = _choose_tensors({name: _entries_of(file, name=name) for name, file in files.items()}, weight_map)
+    except (DocumentError, OSError) as error:
+        raise ConfigError(f"{path}: {error}; correct the folder, or copy or download it again") from error
+    entries = {name: entry for name, (_, entry) in found.items()}
+    holders = {name: files[file_name] for name, (file_name, _) in found.items()}
+    return WeightFolder(path=path, config=cast("Mapping[str, Any]", config.value), entries=entries, files=holders)
 
 
-def _weight_files(path: Path) -> list[Path]:
-    if not (path / INDEX_FILE).is_file():
-        if not (found := sorted(path.glob("*.safetensors"))):
-            raise ConfigError(f"{path}: there is no .safetensors file in it")
-        return found
-    weight_map = _read_json(path / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ConfigError(f"{path / INDEX_FILE} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    if absent := [name for name in names if not (path / name).is_file()]:
-        raise ConfigError(f"{path}: {', '.join(absent)} stand in {INDEX_FILE}, but not in the folder")
-    return [path / name for name in names]
+def _weight_map(index: Value) -> dict[str, str]:
+    """Returns the name of the file of each tensor: a plain name, so that it is a file of the folder."""
+    if not (weight_map := index.entries().get("weight_map")) or not weight_map.entries():
+        raise DocumentError(f"{INDEX_FILE} has no weight_map")
+    return {name: file.file_name() for name, file in weight_map.entries().items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent}: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is not a JSON object")
+def _weight_files(path: Path, *, weight_map: Mapping[str, str]) -> dict[str, Path]:
+    """Returns the files that the index names, or else all of the folder."""
+    names = sorted(set(weight_map.values())) or sorted(file.name for file in path.glob("*.safetensors"))
+    if not names:
+        raise DocumentError("there is no .safetensors file in it")
+    files = {name: find_member(path, name=name) for name in names}
+    if absent := [name for name, file in files.items() if file is None]:
+        raise DocumentError(f"{shorten(', '.join(absent))} stand in {INDEX_FILE}, but not in the folder")
+    return {name: file for name, file in files.items() if file is not None}
+
+
+def _choose_tensors(files: Mapping[str, Entries], weight_map: Mapping[str, str]) -> dict[str, tuple[str, Entry]]:
+    """Returns the name of the file and the entry of each tensor; the index decides where two files hold one."""
+    found: dict[str, tuple[str, Entry]] = {}
+    for file_name, entries in files.items():
+        for entry in entries:
+            if weight_map.get(entry.name, file_name) != file_name:
+                continue
+            if entry.name in found:
+                rule = f"{found[entry.name][0]} and {file_name} both hold it"
+                raise DocumentError(f"{shorten(entry.name)}: {rule}; remove one of them, or add {INDEX_FILE}")
+            found[entry.name] = file_name, entry
+    if absent := [name for name in weight_map if name not in found]:
+        raise DocumentError(f"{shorten(', '.join(absent))} stand in {INDEX_FILE}, but not in the files that it names")
     return found
+
+
+def _entries_of(file: Path, *, name: str) -> list[Entry]:
+    try:
+        entries = [*tensor_file.read_header(file).entries.values()]
+    except (OSError, DocumentError) as error:
+        raise DocumentError(f"{name} cannot be read: {shorten(str(error))}") from error
+    if unknown := [entry for entry in entries if entry.torch_dtype is None]:
+        found = f"{shorten(unknown[0].name)} has type {shorten(unknown[0].dtype)}"
+        raise DocumentError(f"{name}: {found}; quantized weights cannot be trained on")
+    return entries
+
+
+def _read_table(path: Path, name: str) -> Value | None:
+    content = read_member(path, name=name)
+    if content is None:
+        return None
+    table = parse_json(content, where=name)
+    table.entries()  # refuses anything but a table
+    return table

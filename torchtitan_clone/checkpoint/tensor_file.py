@@ -115,12 +115,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def read_header(path: Path, *, follow_links: bool = False) -> Header:
+def read_header(path: Path) -> Header:
     """Returns the header of a file. DocumentError if it is not a complete file of this format, OSError if unreadable.
 
     Stricter than the library, which an untrusted header can make read beyond a tensor's own bytes or not at all.
     """
-    with BufferedReader(open_regular(path, follow_links=follow_links)) as file:
+    with BufferedReader(open_regular(path)) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 2 <= length <= min(MAX_HEADER, size - _LENGTH_BYTES):

@@ -25,12 +25,17 @@ Encoded = tuple[np.ndarray, np.ndarray]
 """Concatenated tokens of some documents, eos included, and the length of each document in tokens."""
 
 
+class TokenizerProcessError(RuntimeError):
+    """A tokenizer process ended, or the tokenizer cannot encode a text."""
+
+
 def encode_batches(
     batches: Iterable[tuple[Sequence[str], T]], *, tokenizer: "Tokenizer", dtype: str, num_processes: int
 ) -> Generator[tuple[T, np.ndarray, np.ndarray], None, None]:
     """Tokenizes batches (texts, label) in order and a few batches ahead; processes start as they are needed.
 
     Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
+    TokenizerProcessError if the tokenizer fails.
     """
     setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
     processes: list[Popen[bytes]] = []
@@ -73,9 +78,12 @@ def _encode(texts: Sequence[str], *, process: Popen[bytes]) -> Encoded:
     try:
         pickle.dump(texts, process.stdin)
         process.stdin.flush()
-        return pickle.load(process.stdout)
+        answer: Encoded | str = pickle.load(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-        raise RuntimeError(f"a tokenizer process failed with exit code {process.wait()}") from error
+        raise TokenizerProcessError(f"a tokenizer process failed with exit code {process.wait()}") from error
+    if isinstance(answer, str):
+        raise TokenizerProcessError(f"the tokenizer failed: {answer}")
+    return answer
 
 
 def _serve() -> None:
@@ -89,9 +97,14 @@ def _serve() -> None:
             texts = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        documents = [[*encoding.ids, eos_id] for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
-        pickle.dump((np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths), sys.stdout.buffer)
+        try:
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+            documents = [[*encoding.ids, eos_id] for encoding in encodings]
+            lengths = np.array([len(document) for document in documents], dtype=np.int64)
+            answer = np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths
+        except BaseException as error:  # noqa: BLE001, the library's panics are no Exception
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.buffer.flush()
 
 

@@ -27,10 +27,12 @@ from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.documents import DocumentError, Value
 
 logger = logging.getLogger("torchtitan_clone")
 
 T = TypeVar("T")
+MAX_SAMPLES = 1 << 62
 GatherPositions = Callable[[list[StreamPosition]], Iterable[StreamPosition]]
 LABELS = {
     "data": "the fingerprint of the data",
@@ -159,9 +161,13 @@ class Loader:
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:
         """Resumes after the samples that `state` counts, for any number of ranks, workers and any batch size.
 
-        ConfigError if the data or their order differ from the state's, unless allow_change.
+        ConfigError if the state is damaged, or if the data or their order differ from the state's, unless allow_change.
         """
-        streams = StreamState.from_plain(state)
+        try:
+            samples = Value(state.get("samples"), where="samples").integer(high=MAX_SAMPLES)
+            streams = StreamState.from_plain(state)
+        except DocumentError as error:
+            raise ConfigError(f"the position in the data that the checkpoint holds is damaged: {error}") from error
         changed = {key: value for key, value in self._order.items() if state.get(key) != value}
         report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(changed[key])}" for key in changed]
         size = self._slice.global_batch_size
@@ -173,8 +179,8 @@ class Loader:
                 "checkpoint.allow_data_change to true to resume with the new data."
             )
         if report:
-            logger.warning("resuming after %s samples although %s", f"{state['samples']:,}", "; ".join(report))
-        self._samples = state["samples"]
+            logger.warning("resuming after %s samples although %s", f"{samples:,}", "; ".join(report))
+        self._samples = samples
         self._streams = None if "data" in changed else streams
         self._restart()
 

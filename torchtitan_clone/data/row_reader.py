@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchtitan_clone.documents import Value
+from torchtitan_clone.documents import DocumentError, Value
 
 Cursor = tuple[int, int, int]
 """Position in a stream: epoch, document within the epoch, token within the document."""
@@ -35,17 +35,18 @@ def positions_from_json(value: Value) -> list[StreamPosition]:
 
 def _position_from_json(value: Value) -> StreamPosition:
     cursors, bookmark = value.items(count=2)
-    epoch, document, state = bookmark.items(count=3)
-    return (
-        [_cursor_from_json(each) for each in cursors.items()],
-        (epoch.integer(), document.integer(), None if state.value is None else state.text(max_chars=_MAX_STATE)),
-    )
+    return [_cursor_from_json(each) for each in cursors.items()], _bookmark_from_json(bookmark)
 
 
 def _cursor_from_json(value: Value) -> tuple[int, Cursor]:
     row, cursor = value.items(count=2)
     epoch, document, token = cursor.integers(count=3)
     return row.integer(), (epoch, document, token)
+
+
+def _bookmark_from_json(value: Value) -> Bookmark:
+    epoch, document, state = value.items(count=3)
+    return epoch.integer(), document.integer(), None if state.value is None else state.text(max_chars=_MAX_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,14 @@ class StreamState:
 
     @classmethod
     def from_plain(cls, state: Mapping[str, Any]) -> "StreamState | None":
+        """Returns the position that `to_plain` wrote, None if there is none; DocumentError if it is damaged."""
         if "cursors" not in state:
             return None
-        cursors = [(epoch, document, token) for epoch, document, token in state["cursors"]]
-        return cls(cursors=cursors, bookmark=tuple(state.get("bookmark", START)))
+        rows = [item.integers(count=3) for item in Value(state["cursors"], where="cursors").items()]
+        if not rows:
+            raise DocumentError("cursors: must not be empty")
+        bookmark = _bookmark_from_json(Value(list(state.get("bookmark", START)), where="bookmark"))
+        return cls(cursors=[(epoch, document, token) for epoch, document, token in rows], bookmark=bookmark)
 
 
 @dataclass(frozen=True, kw_only=True)

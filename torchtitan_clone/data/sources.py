@@ -2,6 +2,7 @@
 
 A *source* is a list of files below one root. A *document* is a row of a .jsonl or .parquet file, or a text file (a long
 one is split at line ends). A *bad row* cannot be read: it is skipped, and more than data.max_bad_rows are an error.
+Files are not trusted: only regular ones are opened, and lines and compressed data are read in pieces of bounded size.
 """
 
 import gzip
@@ -10,22 +11,28 @@ import io
 import json
 import logging
 import os
+import re
+import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
     import pyarrow
+    import zstandard
+    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -35,7 +42,16 @@ _Entry = tuple[int, int, str]
 
 PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
+DOCUMENT_BYTES = 1 << 24
+"""A longer text is a bad row: tokenizing one takes about 130 times its memory in one process."""
+LINE_BYTES = 1 << 26
+"""A longer line of a .jsonl file is a bad row: it holds such a text with every character escaped."""
+EMPTY_ROWS = 1 << 20
+"""More rows without text in succession are an error: a small compressed file can hold any number of them."""
 FIRST_BAD_ROWS = 5
+_MAX_REASON = 500
+_TABLES = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz|zip))?$", re.IGNORECASE)
+_LISTING_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +80,8 @@ class BadRows:
                 reason = f"not JSON ({error.msg}, column {error.colno})"
             elif isinstance(error, UnicodeDecodeError):
                 reason = f"not UTF-8 ({error.reason})"
-            self.first.append(f"{place}: {reason}")
+            reason = reason.partition("; use sys.")[0]  # advice to programmers about numbers of many digits
+            self.first.append(shorten(f"{place}: {reason}", max_chars=_MAX_REASON))
         self.check()
 
     def check(self) -> None:
@@ -89,6 +106,9 @@ def stdlib_source() -> Source:
 
 DATASETS: dict[str, Callable[[], Source]] = {"stdlib": stdlib_source}
 """Local datasets by the name that training.dataset selects."""
+
+STAND_INS = {"c4_test": "stdlib"}
+"""Small datasets that torchtitan ships, and what takes their place."""
 
 HUB_DATASETS = {"c4": "allenai/c4:en"}
 """Short names of datasets on the Hugging Face hub, as "org/name:configuration"."""
@@ -115,23 +135,54 @@ def find_source(training: Training) -> Source:
         source = _path_source(Path(training.dataset_path), option=option, text_key=training.text_key)
     else:
         option = f"training.dataset = {toml_like(training.dataset)}"
-        if training.dataset not in DATASETS:
+        name = _without_stand_in(training.dataset)
+        if name not in DATASETS:
             raise ConfigError(
                 f"{option}: unknown dataset; set it to one of {', '.join(sorted(DATASETS | HUB_DATASETS))} or to a "
                 'dataset of the Hugging Face hub such as "org/name", or set training.dataset_path to your own files.'
             )
-        source = DATASETS[training.dataset]()
+        source = DATASETS[name]()
     if not source.files:
         raise ConfigError(f"{option}: no files to read in {source.root}; add text files, or set another path.")
     return source
 
 
+@cache  # warns once
+def _without_stand_in(dataset: str) -> str:
+    if dataset in STAND_INS:
+        name = STAND_INS[dataset]
+        text = "training.dataset = %s: not part of this package; training on %s (the source code of Python's library)"
+        logger.warning(text, toml_like(dataset), toml_like(name))
+    return STAND_INS.get(dataset, dataset)
+
+
 def _path_source(path: Path, *, option: str, text_key: str) -> Source:
-    if path.is_dir():
-        return Source(name=str(path), root=path, files=tuple(_files_below(path)), text_key=text_key)
-    if path.is_file():
-        return Source(name=str(path), root=path.parent, files=(path,), text_key=text_key)
-    raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); set it to an existing one.")
+    if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
+        raise ConfigError(
+            f"{option}: no such file or folder (current folder: {Path.cwd()}); set it to an existing one."
+        )
+    is_folder = os.path.isdir(path)
+    files = tuple(_files_below(path)) if is_folder else (path,)
+    if problems := [f"{option}: {problem}" for file in files if (problem := _find_file_error(file))]:
+        raise ConfigError(problems)
+    return Source(name=str(path), root=path if is_folder else path.parent, files=files, text_key=text_key)
+
+
+def _find_file_error(file: Path) -> str | None:
+    name = shorten(str(file), max_chars=_MAX_REASON)
+    try:
+        status = file.stat()
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror}); remove it, or correct the link or the permissions."
+    if not stat.S_ISREG(status.st_mode):
+        return f"{name} is not a regular file but a pipe, socket or device; remove it."
+    if _TABLES.search(file.name):
+        remedy = f"convert it to .jsonl or .parquet with the text in {toml_like('text')} (training.text_key)"
+        return f"{name} is a table, of which commas, quotes and numbers would be trained on; {remedy}, or remove it."
+    if status.st_size > 1 << 30 and status.st_blocks * 512 < status.st_size / 1000:
+        sizes = f"{status.st_size:,} bytes, of which {status.st_blocks * 512:,} are on the disk"
+        return f"{name} is almost empty: {sizes}; remove or replace it."
+    return None
 
 
 def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
@@ -146,11 +197,21 @@ def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, 
     """Yields every document that has text, with the number of bytes of the source read so far."""
     done = 0
     for file in source.files:
-        with file.open("rb") as raw:
+        with _opened(file) as raw:
             for text in _read_file(raw, file=file, text_key=source.text_key, bad_rows=bad_rows):
                 if text:
                     yield text, done + raw.tell()
             done += os.fstat(raw.fileno()).st_size
+
+
+@contextmanager
+def _opened(file: Path) -> "Iterator[io.BufferedReader[io.FileIO]]":
+    try:
+        raw = open_regular(file, follow_links=True)
+    except (DocumentError, OSError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); remove it, or correct its permissions.") from error
+    with io.BufferedReader(raw) as content:
+        yield content
 
 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
@@ -162,50 +223,83 @@ def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -
 
         return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        compressed_lines = {".gz": gzip.open, ".zst": _zstd_lines}
-        lines = compressed_lines[file.suffix](raw) if file.suffix in compressed_lines else raw
+        decompressed: dict[str, Callable[[BinaryIO], BinaryIO]] = {".gz": _open_gzip, ".zst": _open_zstd}
+        stream = decompressed[file.suffix](raw) if file.suffix in decompressed else raw
+        lines = _read_lines(stream, max_bytes=LINE_BYTES)
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
     return _read_text(raw, file=file, bad_rows=bad_rows)
+
+
+def _read_lines(stream: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
+    """Yields the lines; of a longer one the first `max_bytes` + 1 bytes."""
+    while line := stream.readline(max_bytes + 1):
+        yield line
+        if len(line) > max_bytes:
+            _skip_line(stream, line)
+
+
+def _skip_line(stream: BinaryIO, piece: bytes) -> None:
+    while piece and not piece.endswith(b"\n"):
+        piece = stream.readline(PIECE_BYTES)
 
 
 def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]:
     line = 1
     for number, piece in enumerate(_pieces(raw)):
         if number == 0 and b"\0" in piece[:8192]:
-            logger.warning("%s is not text: skipped", file)
+            logger.warning("%s is not text: skipped", shorten(str(file), max_chars=_MAX_REASON))
             return
         try:
-            yield piece.decode()
+            yield _checked_size(piece).decode()
         except UnicodeDecodeError as error:
             bad_line = line + piece.count(b"\n", 0, error.start)
             bad_rows.add(f"{file}:{bad_line}", error=error)
+        except ValueError as error:
+            bad_rows.add(f"{file}:{line}", error=error)
         line += piece.count(b"\n")
 
 
 def _pieces(raw: BinaryIO) -> Iterator[bytes]:
+    """Yields pieces that end at line ends; of a line that is too long, more than DOCUMENT_BYTES of it."""
     while piece := raw.read(PIECE_BYTES):
         if len(piece) == PIECE_BYTES:
             if end := piece.rfind(b"\n") + 1:
                 raw.seek(end - len(piece), io.SEEK_CUR)
                 piece = piece[:end]
             else:
-                piece += raw.readline()
+                piece += raw.readline(DOCUMENT_BYTES)
         yield piece
+        if len(piece) > DOCUMENT_BYTES:
+            _skip_line(raw, piece)
+
+
+def _checked_size(text: bytes) -> bytes:
+    if len(text) > DOCUMENT_BYTES:
+        raise ValueError(f"a text of more than {DOCUMENT_BYTES:,} bytes without an end; split it into documents")
+    return text
 
 
 def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, bad_rows: BadRows) -> Iterator[str]:
-    number = 0
+    number = last = 0
     try:
         for number, row in enumerate(rows, start=1):
             try:
-                yield text_of(row)
+                if text := text_of(row):
+                    last = number
+                    yield text
+                elif number - last > EMPTY_ROWS:
+                    raise ConfigError(f"{file}: {EMPTY_ROWS:,} rows without text after row {last}; replace the file.")
             except (ValueError, RecursionError) as error:
                 bad_rows.add(f"{file}:{number}", error=error)
     except (EOFError, OSError, zlib.error) as error:
-        raise ConfigError(f"{file}: the data is corrupt after row {number} ({error}); replace the file.") from error
+        reason = shorten(str(error), max_chars=_MAX_REASON)
+        raise ConfigError(f"{file}: the data is corrupt after row {number} ({reason}); replace the file.") from error
 
 
 def _text_of_line(line: bytes, *, text_key: str) -> str:
+    if len(line) > LINE_BYTES:
+        raise ValueError(f"a line of more than {LINE_BYTES:,} bytes; split its text into several rows")
+    # Not documents.parse_json: values that are not used may be NaN, which Python's own json writes.
     return text_of_row(json.loads(line.decode()), text_key=text_key) if line.strip() else ""
 
 
@@ -214,12 +308,13 @@ def text_of_row(row: object, *, text_key: str) -> str:
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {_json_type(row)}")
     if text_key not in row:
-        raise ValueError(f"no key {text_key!r} (training.text_key) among {', '.join(map(repr, row)) or 'no keys'}")
+        keys = shorten(", ".join(map(repr, row))) or "no keys"
+        raise ValueError(f"no key {text_key!r} (training.text_key) among {keys}")
     text = row[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{text_key!r} holds {_json_type(text)}, not a string")
     try:
-        text.encode()
+        _checked_size(text.encode())
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{text_key!r} is not valid Unicode ({error.reason})") from error
     return text
@@ -230,24 +325,55 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _zstd_lines(raw: BinaryIO) -> Iterator[bytes]:
+class _ZstdReader(io.RawIOBase):
     """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
-    import zstandard
 
-    frame = None
-    block = rest = b""
-    while block := block or raw.read(1 << 17):
-        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+    INPUT_BYTES = 1 << 10
+    """Become at most 32 MiB: a block of 128 KiB has at least 4 bytes."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__()
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._input = b""
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Fills the buffer from the data; 0 at its end. EOFError if it is truncated, OSError if it is corrupt."""
+        while not self._output:
+            self._input = self._input or self._raw.read(self.INPUT_BYTES)
+            if not self._input:
+                break
+            self._decompress()
+        if self._frame is not None and not self._output:
+            raise EOFError("truncated within a frame")
+        target = memoryview(buffer).cast("B")
+        size = min(len(target), len(self._output))
+        target[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size
+
+    def _decompress(self) -> None:
+        import zstandard
+
+        frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            *lines, rest = (rest + frame.decompress(block)).split(b"\n")
+            self._output = memoryview(frame.decompress(self._input))
         except zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        yield from lines
-        block = frame.unused_data
-        frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("truncated within a frame")
-    yield rest
+            raise OSError(str(error).rpartition(": ")[2]) from error
+        self._input = frame.unused_data
+        self._frame = None if frame.eof else frame
+
+
+def _open_gzip(raw: BinaryIO) -> BinaryIO:
+    return cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+
+
+def _open_zstd(raw: BinaryIO) -> BinaryIO:
+    return io.BufferedReader(_ZstdReader(raw))
 
 
 def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
@@ -257,7 +383,8 @@ def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
         _check_column(parquet.schema_arrow, file=file, text_key=text_key)
-        for batch in parquet.iter_batches(batch_size=256, columns=[text_key]):
+        # Few rows at once: a file of a few kilobytes can hold many large values, all equal.
+        for batch in parquet.iter_batches(batch_size=8, columns=[text_key]):
             yield from batch.column(0)
     except pyarrow.ArrowException as error:
         raise OSError(f"not a complete parquet file: {error}") from error
@@ -267,12 +394,15 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
     import pyarrow.types as types
 
     option = f"training.text_key = {toml_like(text_key)}"
-    if text_key not in schema.names:
-        raise ConfigError(f"{option}: {file} has no such column; set it to one of {', '.join(schema.names)}.")
+    if schema.names.count(text_key) != 1:
+        found = "several such columns" if text_key in schema.names else "no such column"
+        raise ConfigError(f"{option}: {file} has {found}; set it to one of {shorten(', '.join(schema.names))}.")
     kind = schema.field(text_key).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise ConfigError(f"{option}: the column of {file} holds {kind}, not strings; set it to another column.")
+        raise ConfigError(
+            f"{option}: the column of {file} holds {shorten(str(kind))}, not strings; set it to another column."
+        )
 
 
 def source_fingerprint(source: Source, *, listing: Path) -> str:
@@ -297,12 +427,15 @@ def _entry(file: Path, *, known: _Entry | None) -> _Entry:
     status = file.stat()
     if known is not None and known[:2] == (status.st_size, status.st_mtime_ns):
         return known
-    with file.open("rb") as content:
+    with _opened(file) as content:
         return status.st_size, status.st_mtime_ns, hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _read_listing(listing: Path) -> dict[str, _Entry]:
     try:
-        return {file: (size, time, digest) for file, (size, time, digest) in json.loads(listing.read_text()).items()}
-    except (FileNotFoundError, ValueError):  # without it, all files are read again
+        entries = {
+            name: entry.items(count=3) for name, entry in read_json(listing, max_bytes=_LISTING_BYTES).entries().items()
+        }
+        return {name: (size.integer(), time.integer(), digest.text()) for name, (size, time, digest) in entries.items()}
+    except (FileNotFoundError, DocumentError):  # without it, all files are read again
         return {}

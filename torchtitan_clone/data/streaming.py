@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from torchtitan_clone.data.row_reader import (
 from torchtitan_clone.data.sources import BadRows, digest_of, text_of_row
 from torchtitan_clone.data.token_store import Split, is_held_out
 from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.documents import Value, parse_json, shorten
 
 if TYPE_CHECKING:
     import datasets
@@ -132,7 +133,7 @@ class HubDataset:
         epoch, document, state = bookmark
         stream = copy.deepcopy(self.stream)  # it keeps its position
         if state is not None:
-            stream.load_state_dict(json.loads(state))
+            self._resume(stream, state)
         bad_rows = BadRows(limit=self.max_bad_rows)
         readable = False
         # Not iter(stream): in a worker process it yields only some of the rows, and which ones depends on the worker.
@@ -152,6 +153,15 @@ class HubDataset:
                 f"with text in column {toml_like(self.text_key)} (training.text_key), or change data.held_out_fraction "
                 f"(now {self.held_out_fraction})."
             )
+
+    def _resume(self, stream: "datasets.IterableDataset", state: str) -> None:
+        try:
+            place = parse_json(state, where="bookmark")
+            _check_state(place, like=stream.state_dict())
+            stream.load_state_dict(cast("dict[str, Any]", place.value))
+        except Exception as error:  # the library reads the state without checking it
+            reason = shorten(f"{type(error).__name__}: {error}")
+            raise ConfigError(f"the position in {self.name} that the checkpoint holds is damaged: {reason}") from error
 
     def _text(self, row: object, *, place: str, split: Split, bad_rows: BadRows) -> str | None:
         try:
@@ -190,6 +200,23 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
         held_out_fraction=data.held_out_fraction,
         max_bad_rows=data.max_bad_rows,
     )
+
+
+def _check_state(state: Value, *, like: object) -> None:
+    """Compares a state with that of a stream at its start: the library ignores one that it does not expect."""
+    if isinstance(like, dict):
+        entries = state.entries()
+        for key, value in cast("dict[str, object]", like).items():
+            _check_state(entries.get(key, Value(None, where=f"{state.where}: {key}")), like=value)
+        if "epoch" in like and entries["epoch"].value != like["epoch"]:
+            entries["epoch"].refuse(f"must be {like['epoch']}")
+    elif isinstance(like, list):
+        for item, value in zip(state.items(count=len(like)), cast("list[object]", like), strict=True):
+            _check_state(item, like=value)
+    elif isinstance(like, str):
+        state.choice(like)
+    elif isinstance(like, int):
+        state.integer()
 
 
 class _TokenBuffer:

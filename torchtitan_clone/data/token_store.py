@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -28,9 +28,10 @@ import numpy as np
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data
-from torchtitan_clone.data.encoder import encode_batches
+from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
 from torchtitan_clone.data.sources import BadRows, Source, digest_of, read_documents, source_fingerprint
 from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json, shorten
 from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
@@ -39,6 +40,9 @@ Split = Literal["train", "validation"]
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 19
 LOG_SECONDS = 10.0
+CHECKED_DOCUMENTS = 64
+"""Documents of each split whose end is looked at when a store is opened."""
+_MAX_TEXT = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +75,13 @@ class TokenStore:
     folder: Path
     meta: StoreMeta
 
+    @property
+    def dtype(self) -> str:
+        """Type of a token id."""
+        return _dtype(self.meta.vocab_size)
+
     def tokens(self, split: Split) -> np.ndarray:
-        return _map(self.folder / f"{split}.tokens", dtype=_dtype(self.meta.vocab_size))
+        return _map(self.folder / f"{split}.tokens", dtype=self.dtype)
 
     def offsets(self, split: Split) -> np.ndarray:
         return _map(self.folder / f"{split}.offsets", dtype="int64")
@@ -83,9 +92,10 @@ def _dtype(vocab_size: int) -> str:
 
 
 def _map(path: Path, *, dtype: str) -> np.ndarray:
-    if path.stat().st_size == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype=dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=dtype)
+        return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
 
 
 def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenStore:
@@ -112,7 +122,10 @@ def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenS
             if not folder.exists():
                 _make_store(source, tokenizer=tokenizer, data=data, key=key, folder=work_dir / "partial")
                 _commit(work_dir / "partial", folder)
-        store = _open_store(folder)
+        store = _open_store(folder, key=key)
+    except TokenizerProcessError as error:
+        remedy = "correct the tokenizer (model.hf_assets_path), or lower data.prepare_processes if memory is short"
+        raise ConfigError(f"{source.name} cannot be tokenized: {shorten(str(error))}; {remedy}.") from error
     except OSError as error:
         raise ConfigError(
             f"data.cache_folder = {toml_like(str(cache))}: preparing {source.name} there failed: {error}; set it to a "
@@ -130,7 +143,8 @@ def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
 def _locked(work_dir: Path, *, source: Source) -> Iterator[None]:
     """Holds the lock of a source; the kernel releases it even if this process is killed."""
     work_dir.mkdir(parents=True, exist_ok=True)
-    with (work_dir / "lock").open("w") as lock:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not wait at a pipe
+    with os.fdopen(os.open(work_dir / "lock", flags, 0o666), "wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -268,26 +282,61 @@ def _commit(prepared: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def _open_store(folder: Path) -> TokenStore:
+def _open_store(folder: Path, *, key: StoreKey) -> TokenStore:
+    """Opens the store of a key after comparing it with its files; ConfigError if they do not agree."""
     try:
-        meta = StoreMeta(**json.loads((folder / "meta.json").read_text()))
-    except (FileNotFoundError, ValueError, TypeError) as error:
-        raise corrupt_store_error(folder, reason=f"meta.json: {error}") from error
-    store = TokenStore(folder=folder, meta=meta)
-    token_bytes = np.dtype(_dtype(meta.vocab_size)).itemsize
-    for split in get_args(Split):
-        _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * token_bytes)
-        _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
-        if store.offsets(split)[-1] != meta.tokens[split]:
-            reason = f"the last offset of {split}.offsets is not the size of {split}.tokens"
-            raise corrupt_store_error(folder, reason=reason)
+        meta = _read_meta(folder / "meta.json")
+        if changed := [name for name, value in asdict(key).items() if getattr(meta, name) != value]:
+            raise DocumentError(f"meta.json: it is that of another store, with another {', '.join(changed)}")
+        store = TokenStore(folder=folder, meta=meta)
+        for split in get_args(Split):
+            _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * np.dtype(store.dtype).itemsize)
+            _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
+            _check_documents(store, split)
+    except (FileNotFoundError, DocumentError) as error:
+        raise corrupt_store_error(folder, reason=str(error)) from error
     return store
 
 
+def _read_meta(path: Path) -> StoreMeta:
+    table = read_json(path).table(*(field.name for field in fields(StoreMeta)))
+    return StoreMeta(
+        format=table["format"].integer(),
+        source_fingerprint=table["source_fingerprint"].text(),
+        tokenizer_fingerprint=table["tokenizer_fingerprint"].text(),
+        vocab_size=table["vocab_size"].integer(low=1),
+        eos_id=table["eos_id"].integer(),
+        held_out_fraction=table["held_out_fraction"].number(low=0, high=1),
+        source=table["source"].text(max_chars=_MAX_TEXT),
+        tokens=_counts(table["tokens"]),
+        documents=_counts(table["documents"]),
+        bad_rows=table["bad_rows"].integer(),
+        first_bad_rows=[item.text(max_chars=_MAX_TEXT) for item in table["first_bad_rows"].items()],
+    )
+
+
+def _counts(table: Value) -> dict[str, int]:
+    return {split: count.integer() for split, count in table.table(*get_args(Split)).items()}
+
+
 def _check_size(path: Path, *, expected: int) -> None:
-    size = path.stat().st_size if path.exists() else 0
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
     if size != expected:
-        raise corrupt_store_error(path.parent, reason=f"{path.name} has {size:,} bytes, not {expected:,}")
+        raise DocumentError(f"{path.name} has {size:,} bytes, not {expected:,}")
+
+
+def _check_documents(store: TokenStore, split: Split) -> None:
+    """Looks at the ends of some documents: offsets increase to the number of tokens, and eos is before each."""
+    tokens, offsets = store.tokens(split), store.offsets(split)
+    if offsets[0] != 0 or offsets[-1] != len(tokens):
+        raise DocumentError(f"{split}.offsets does not reach from 0 to the number of tokens in {split}.tokens")
+    chosen = np.linspace(0, len(offsets) - 1, min(len(offsets), CHECKED_DOCUMENTS)).astype(np.int64)[1:]
+    starts, ends = offsets[chosen - 1], offsets[chosen]
+    if not np.all((starts >= 0) & (starts < ends) & (ends <= len(tokens))):
+        raise DocumentError(f"{split}.offsets does not increase")
+    if not np.all(tokens[ends - 1] == store.meta.eos_id):
+        raise DocumentError(f"{split}.tokens does not hold the documents of {split}.offsets")
 
 
 def corrupt_store_error(folder: Path, *, reason: str) -> ConfigError:

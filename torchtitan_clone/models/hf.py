@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.ops.tensor_pieces import Piece
@@ -24,6 +25,10 @@ CONFIG_KEYS: Mapping[str, str] = {
 _ROPE_KEYS = {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}
 _ROPE_KEYS["original_max_seq_len"] = "original_max_position_embeddings"
 _DEFAULT_ROPE_THETA = 10000.0
+_NUMBERS = ("norm_eps", "factor", "low_freq_factor", "high_freq_factor")
+_MOST = {"n_layers": 10_000, "max_seq_len": 2**31, "original_max_seq_len": 2**31}
+_LONGEST = 2**24
+"""Largest size of a dimension: the elements of a matrix can be counted, and building a model takes seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,42 +78,63 @@ class DecoderHub:
             "rope_scaling": scaling,
         }
 
-    def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one."""
-        known = {*self.defaults, *config, "num_key_value_heads"}
+    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+        """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one.
+
+        A null stands for the default, as in transformers.
+        """
+        given = {key: value for key, value in config.items() if value is not None}
+        known = {*self.defaults, *given, "num_key_value_heads"}
         problems = [f"config.json: {key} is missing" for key in self.keys.values() if key not in known]
         problems += [
-            f"config.json: {key} = {config[key]!r}, and {self.family} supports only {value!r}"
+            f"config.json: {key} = {shorten(repr(given[key]))}, and {self.family} supports only {value!r}"
             for key, value in self.fixed.items()
-            if config.get(key, value) != value
+            if given.get(key, value) != value
         ]
         if problems:
             raise ConfigError(problems)
-        heads = config["num_attention_heads"]
-        values = {**self.defaults, **config, "num_key_value_heads": config.get("num_key_value_heads") or heads}
-        if "head_dim" not in self.keys:
-            self._check_head_dim(values)
-        return {ours: values[theirs] for ours, theirs in self.keys.items()} | self._rope(config)
+        given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
+        try:
+            values: dict[str, Any] = {
+                ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()
+            }
+            if "head_dim" not in self.keys:
+                self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
+            return values | self._rope(given)
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
 
-    def _check_head_dim(self, values: Mapping[str, Any]) -> None:
-        size = values["hidden_size"]
-        heads = values["num_attention_heads"]
-        if (head_dim := values.get("head_dim") or size // heads) != size // heads:
+    def _check_head_dim(self, given: Mapping[str, object], *, size: int, heads: int) -> None:
+        if "head_dim" in given and (entry := _entry(given, "head_dim")).integer() not in (0, size // heads):
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
-            raise ConfigError(f"config.json: head_dim = {head_dim}, and {self.family} supports only {supported}")
+            entry.refuse(f"{self.family} supports only {supported}")
 
-    def _rope(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _rope(self, given: Mapping[str, object]) -> dict[str, Any]:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA
-        match scaling.get("rope_type") or scaling.get("type") or "default":
-            case "default":
-                return {"rope_theta": float(theta), "rope_scaling": None}
-            case "llama3":
-                if absent := [key for key in _ROPE_KEYS.values() if key not in scaling]:
-                    raise ConfigError(f"config.json: the rope scaling has no {', '.join(absent)}")
-                values = {ours: scaling[theirs] for ours, theirs in _ROPE_KEYS.items()}
-                return {"rope_theta": float(theta), "rope_scaling": values}
-            case other:
-                rule = f'{self.family} supports only "default" and "llama3"'
-                raise ConfigError(f'config.json: rope type "{other}", and {rule}')
+        key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+        entries = _entry(given, key).entries() if given.get(key) else {}
+        scaling = {name: entry for name, entry in entries.items() if entry.value is not None}
+        theta = scaling.get("rope_theta", _entry({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
+        values: dict[str, Any] = {"rope_theta": theta.number(low=1.0), "rope_scaling": None}
+        kind = scaling.get("rope_type", scaling.get("type"))
+        if kind is None or kind.text() == "default":
+            return values
+        if kind.value != "llama3":
+            kind.refuse(f'{self.family} supports only "default" and "llama3"')
+        if absent := [name for name in _ROPE_KEYS.values() if name not in scaling]:
+            raise ConfigError(f"config.json: the rope scaling has no {', '.join(absent)}")
+        values["rope_scaling"] = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in _ROPE_KEYS.items()}
+        return values
+
+
+def _entry(config: Mapping[str, object], key: str) -> Value:
+    return Value(config[key], where=f"config.json: {key}")
+
+
+def _read_argument(name: str, entry: Value) -> int | float | bool:
+    """Returns the value of one of our arguments from its entry in config.json. DocumentError."""
+    if name == "tied_embeddings":
+        return entry.flag()
+    if name in _NUMBERS:
+        return entry.number(low=0.0)
+    return entry.integer(low=1, high=_MOST.get(name, _LONGEST))

@@ -16,6 +16,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
+from torchtitan_clone.documents import shorten
 from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
@@ -130,7 +131,7 @@ def _compare_tensors(
 
 def _mismatch(entry: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     if entry.shape != shape:
-        return f"{entry.name} has shape {list(entry.shape)}, and the model's has {list(shape)}"
+        return f"{entry.name} has shape {shorten(str(list(entry.shape)))}, and the model's has {list(shape)}"
     found = entry.torch_dtype
     both_float = found is not None and found.is_floating_point and dtype.is_floating_point
     if found != dtype and not (both_float and entry.item_bytes > 1):
@@ -140,7 +141,7 @@ def _mismatch(entry: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> str |
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{more}"
+    return f"{', '.join(shorten(name) for name in names[:5])}{more}"
 
 
 def export_files(
