@@ -4,6 +4,7 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 """
 
 import json
+import platform
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -68,6 +69,14 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 yield name, buffer
+
+
+def has_bfloat16_units() -> bool:
+    """Whether this processor multiplies matrices in bfloat16 without emulation; get_capabilities() is new in 2.12."""
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    x86 = platform.machine().lower() in ("x86_64", "amd64")  # oneDNN also emulates bfloat16 with AVX-512
+    return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def storage_id(x: Tensor) -> int:

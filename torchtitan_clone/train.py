@@ -10,15 +10,20 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from torchtitan_clone.config import Config, ConfigError, help_text, load_config
+from torchtitan_clone.config import Config, ConfigError, help_text, read_config
+from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
+from torchtitan_clone.config.resolved import simulated_device_type
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+    from torchtitan_clone.parallel.runtime import Launch
     from torchtitan_clone.run.plan import RunPlan
 
     WrapReplicaGroup = Callable[[ReplicaGroup], ReplicaGroup]
@@ -39,44 +44,85 @@ def main(argv: list[str]) -> int:
         return 0
     stop = StopRequest()
     stop.install()
-    rank = int(os.environ.get("RANK", "0"))
-    setup_logging(rank=rank, color=True)
     try:
-        config = load_config(argv)
-        setup_logging(rank=rank, color=not config.metrics.disable_color_printing)
-        return run(config, stop=stop)
+        rank = environment_integer("RANK", default=0)
+        setup_logging(rank=rank, color=True)
+        loaded = read_config(argv)
+        setup_logging(rank=rank, color=not loaded.config.metrics.disable_color_printing)
+        return run(loaded.config, stop=stop, problems=loaded.problems)
     except (ConfigError, NoLighthouseError) as error:
         # Every process finds the same; one of each machine says so.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if isinstance(error, EnvironmentVariableError) or os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"error: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def run(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplicaGroup | None" = None) -> int:
-    """Trains and returns the exit code; `wrap_replica_group` wraps the replica group that the trainer joins."""
+def run(
+    config: Config,
+    *,
+    stop: StopRequest,
+    wrap_replica_group: "WrapReplicaGroup | None" = None,
+    problems: "Sequence[str]" = (),
+) -> int:
+    """Trains and returns the exit code; `wrap_replica_group` wraps the replica group that the trainer joins.
+
+    ConfigError with `problems`, which were found in the configuration's files, and with all others.
+    """
     try:
-        return _train(config, stop=stop, wrap_replica_group=wrap_replica_group)
+        with stop.raising_at_once():
+            plan, launch, device = _plan(config, problems=problems)
+        if config.job.dry_run or config.comm.mode == "fake_backend":
+            with stop.raising_at_once():
+                return _describe(plan)
+        return _train(plan, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
         return _exit_code(config, complete=False)
 
 
-def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplicaGroup | None") -> int:
+def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launch, torch.device]":
     """Imports torch only here, so that a wrong option is reported at once."""
-    with stop.raising_at_once():
-        from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group, wait_for_all_ranks
-        from torchtitan_clone.run import preflight
-        from torchtitan_clone.run.dry_run import describe_run, one_line_summary
-        from torchtitan_clone.run.outcome import TrainingError
-        from torchtitan_clone.trainer import Trainer
+    from torchtitan_clone.parallel.runtime import Launch, pick_device
+    from torchtitan_clone.run import preflight
 
-        launch = Launch.from_environment()
-        device = pick_device(launch)
-        plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-        if config.job.dry_run or config.comm.mode == "fake_backend":
-            preflight.check_start(plan)
-            sys.stdout.write(describe_run(plan))
-            return 0
+    launch = Launch.from_environment()
+    device = pick_device(launch)
+    is_real = not config.job.dry_run and config.comm.mode == "default"
+    plan = preflight.resolve(
+        config,
+        world_size=launch.world_size,
+        device_type=device.type if is_real else simulated_device_type(config, present=device.type),
+        problems=[*problems, *preflight.find_source_errors(config.training)],
+    )
+    return plan, launch, device
+
+
+def _describe(plan: "RunPlan") -> int:
+    from torchtitan_clone.run import preflight
+    from torchtitan_clone.run.dry_run import describe_run
+
+    preflight.check_start(plan)
+    sys.stdout.write(describe_run(plan))
+    return 0
+
+
+def _train(
+    plan: "RunPlan",
+    *,
+    launch: "Launch",
+    device: "torch.device",
+    stop: StopRequest,
+    wrap_replica_group: "WrapReplicaGroup | None",
+) -> int:
+    from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
+    from torchtitan_clone.run import preflight
+    from torchtitan_clone.run.dry_run import one_line_summary
+    from torchtitan_clone.run.notices import find_notices
+    from torchtitan_clone.run.outcome import TrainingError
+    from torchtitan_clone.trainer import Trainer
+
+    config = plan.config
+    with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
     if prepared.completed_steps >= config.training.steps:
         logger.info(
@@ -95,6 +141,8 @@ def _train(config: Config, *, stop: StopRequest, wrap_replica_group: "WrapReplic
     for line in (config.job.description, one_line_summary(plan)):
         if line:
             logger.info("%s", line)
+    for line in find_notices(config, device_type=device.type):
+        logger.warning("%s", line)
     try:
         starts = wait_for_all_ranks(
             config.comm,

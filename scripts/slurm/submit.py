@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
-from torchtitan_clone.launch.slurm_script import batch_script, processes_per_node
+from torchtitan_clone.launch.slurm_script import batch_script, check_cluster, processes_per_node
 from torchtitan_clone.run import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def validated_folder(config: Config) -> Path:
     """Returns the run's folder; raises ConfigError if the run cannot start on the requested nodes."""
-    slurm = config.slurm
+    check_cluster(slurm := config.slurm)
     if config.fault_tolerance.enable:
         lighthouse = {**os.environ, **slurm.environment}.get("TORCHFT_LIGHTHOUSE")
         if not lighthouse:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from torchtitan_clone.config import Config, help_text, load_config, run_folder, to_toml
+from torchtitan_clone.config.checks import ranges_of
 from torchtitan_clone.config.overlay import describe, toml_like
 from torchtitan_clone.config.render import option_docs
 from torchtitan_clone.config.sources import TABLES
@@ -82,7 +83,9 @@ def test_help_shows_type_default_and_docstring_of_every_option() -> None:
             default = getattr(section, key)
             shown = "unset" if default is None else toml_like(default)
             documented = " ".join(option_docs()[table][key].split())
-            assert f"--{table}.{key} ({describe(TABLES[table][key])}; default {shown}) {documented}" in text
+            limits = ranges_of(type(section)).get(key)
+            kind = describe(TABLES[table][key]) + (f" {limits.describe()}" if limits else "")
+            assert f"--{table}.{key} ({kind}; default {shown}) {documented}" in text
     assert '--training.dtype ("float32" | "bfloat16"; default "float32")' in text
     assert "--job.config_file=my_run.toml" in text
     assert max(map(len, help_text().splitlines())) <= 120
@@ -92,4 +95,7 @@ def test_help_shows_the_keys_of_lists_of_tables() -> None:
     text = " ".join(help_text().split())
     assert "--optimizer.groups (a list, each item a table; default []) Options by parameter name" in text
     assert " pattern (a string; required) Pattern of parameter names" in text
-    assert " step (an integer; required) First optimizer step at which this entry applies" in text
+    assert (
+        " step (an integer from 1 to 1,000,000,000,000; required) First optimizer step at which this entry applies"
+        in text
+    )

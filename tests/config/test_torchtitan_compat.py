@@ -130,6 +130,190 @@ should_quantize = true
 """
 
 
+DEFAULTS = """
+[job]
+dump_folder = "./outputs"
+description = "default job"
+print_config = false
+custom_config_module = ""
+
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_traces"
+profile_freq = 10
+profiler_active = 1
+profiler_warmup = 3
+enable_memory_snapshot = false
+save_memory_snapshot_folder = "memory_snapshot"
+
+[metrics]
+log_freq = 10
+enable_tensorboard = false
+disable_color_printing = false
+save_tb_folder = "tb"
+save_for_all_ranks = false
+enable_wandb = false
+
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "./tests/assets/tokenizer"
+converters = []
+print_after_conversion = false
+
+[optimizer]
+name = "AdamW"
+lr = 0.0008
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-08
+weight_decay = 0.1
+implementation = "fused"
+early_step_in_backward = false
+
+[lr_scheduler]
+warmup_steps = 200
+decay_type = "linear"
+min_lr_factor = 0.0
+
+[training]
+dataset = "c4_test"
+local_batch_size = 8
+global_batch_size = -1
+seq_len = 2048
+max_norm = 1.0
+steps = 10000
+enable_cpu_offload = false
+dtype = "float32"
+mixed_precision_param = "bfloat16"
+mixed_precision_reduce = "float32"
+gc_freq = 50
+gc_debug = false
+
+[training.dataloader]
+num_workers = 0
+persistent_workers = false
+pin_memory = false
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 1
+disable_loss_parallel = false
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_first_stage_less_layers = 1
+pipeline_parallel_last_stage_less_layers = 1
+pipeline_parallel_schedule = "1F1B"
+pipeline_parallel_schedule_csv = ""
+pipeline_parallel_microbatch_size = 1
+pipeline_parallel_expert_parallel_overlap = true
+context_parallel_degree = 1
+context_parallel_load_balancer = "headtail"
+context_parallel_rotate_method = "allgather"
+expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
+expert_parallel_comm_backend = "standard"
+
+[checkpoint]
+enable = false
+enable_ft_dataloader_checkpoints = true
+folder = "checkpoint"
+interval = 500
+initial_load_model_only = true
+initial_load_in_hf = false
+initial_load_in_hf_quantized = false
+last_save_model_only = true
+last_save_in_hf = false
+export_dtype = "float32"
+async_mode = "disabled"
+keep_latest_k = 10
+load_step = -1
+exclude_from_loading = []
+enable_first_step_checkpoint = false
+create_seed_checkpoint = false
+load_only = false
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+per_op_sac_force_recompute_mm_shapes_by_fqns = ["moe.router.gate"]
+early_stop = false
+memory_budget = 0.5
+visualize_memory_budget_pareto = false
+preserve_rng_state = true
+determinism_check = "default"
+debug = false
+
+[compile]
+enable = false
+components = ["model", "loss"]
+backend = "inductor"
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = []
+emulate = false
+
+[quantize.linear.mx]
+mxfp8_dim1_cast_kernel_choice = "triton"
+recipe_name = "mxfp8_cublas"
+filter_fqns = ["output"]
+
+[quantize.grouped_mm.float8]
+fqns = []
+
+[quantize.grouped_mm.mx]
+recipe_name = "mxfp8"
+fqns = []
+
+[comm]
+init_timeout_seconds = 300
+train_timeout_seconds = 100
+trace_buf_size = 20000
+save_traces_folder = "comm_traces"
+save_traces_file_prefix = "rank_"
+mode = "default"
+
+[memory_estimation]
+enable = false
+disable_fake_mode = false
+
+[fault_tolerance]
+enable = false
+process_group = "gloo"
+process_group_timeout_ms = 10000
+replica_id = 0
+group_size = 0
+min_replica_size = 1
+
+[experimental]
+custom_import = ""
+custom_args_module = ""
+
+[validation]
+enable = false
+dataset = "c4_validation"
+local_batch_size = 8
+seq_len = 2048
+freq = 10
+steps = -1
+
+[validation.dataloader]
+num_workers = 0
+persistent_workers = false
+pin_memory = false
+
+[debug]
+deterministic = false
+deterministic_warn_only = false
+moe_force_load_balance = false
+"""
+"""The 134 keys of torchtitan v0.2.2's JobConfig that have a default other than None, with these defaults."""
+
+
 def write(tmp_path: Path, text: str) -> str:
     path = tmp_path / "titan.toml"
     path.write_text(text)
@@ -141,9 +325,28 @@ def test_file_with_harmless_torchtitan_keys_loads(tmp_path: Path, caplog: pytest
         config = load_config([write(tmp_path, SMALL)])
     assert (config.training.steps, config.training.max_norm, config.checkpoint.enable) == (10, 1.0, False)
     ignored = [record.getMessage() for record in caplog.records]
+    differences = ignored.pop()
     assert len(ignored) == 5
+    assert "attention stays within a document (training.document_masking = false)" in differences
+    assert "norms are not decayed (optimizer.decay_all_parameters = true)" in differences
+    assert "clamped at 3 standard deviations (training.init_cutoff = inf)" in differences
     assert ignored[0].endswith("titan.toml:5: job.print_config = false is ignored: it has no effect here")
     assert all("is ignored: it has no effect here" in line for line in ignored)
+
+
+def test_all_defaults_of_torchtitan_load(tmp_path: Path) -> None:
+    assert sum(len(line.split(" = ")) - 1 for line in DEFAULTS.splitlines()) == 134
+    config = load_config([write(tmp_path, DEFAULTS)])
+    assert config.training.mixed_precision_param == "bfloat16"
+    assert config.checkpoint.enable is False
+
+
+def test_no_line_on_differences_if_there_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    same = ["--training.document_masking=false", "--optimizer.decay_all_parameters", "--training.init_cutoff=inf"]
+    with caplog.at_level(logging.INFO, logger="torchtitan_clone"):
+        load_config([write(tmp_path, SMALL), *same])
+        load_config([])
+    assert not any("unlike there" in record.getMessage() for record in caplog.records)
 
 
 def test_unsupported_keys_are_reported_with_their_reason(tmp_path: Path) -> None:
@@ -162,6 +365,9 @@ def test_unsupported_keys_are_reported_with_their_reason(tmp_path: Path) -> None
         (["--validation.enable", "--validation.dataset=c4"], "validation uses the documents that data.held_out"),
         (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
         (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights are not supported; set it to false"),
+        (["--parallelism.context_parallel_load_balancer=ptrr"], 'as with "headtail"; set it to "headtail"'),
+        (["--job.custom_config_module=mine"], "add options to config/schema.py"),
+        (["--hf_transformers.model=x"], "models of the transformers library are not supported"),
         (["--training.dataloader.num_workers=2"], "set data.num_workers instead"),
         (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights are not supported; set it to false"),
     ],

@@ -24,6 +24,19 @@ def test_decay_shapes(shape, middle):
     assert 0 < values[-1] < 0.02
 
 
+def test_total_steps_is_the_length_of_the_schedule():
+    factor = build_schedule(LRScheduler(warmup_steps=10, total_steps=100), steps=20)
+    longer = build_schedule(LRScheduler(warmup_steps=10), steps=100)
+    assert [factor(step) for step in range(1, 101)] == [longer(step) for step in range(1, 101)]
+    ended = build_schedule(LRScheduler(warmup_steps=0, total_steps=5, min_lr_factor=0.25), steps=20)
+    assert [ended(step) for step in (6, 20)] == [0.25, 0.25]
+
+
+def test_a_warmup_longer_than_the_schedule_is_clipped():
+    factor = build_schedule(LRScheduler(warmup_steps=200), steps=4)
+    assert [factor(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+
+
 def test_an_unknown_shape_lists_the_known_ones():
     with pytest.raises(ConfigError, match="known: linear, cosine, sqrt"):
         build_schedule(LRScheduler(decay_type="step"), steps=10)

@@ -72,3 +72,11 @@ def test_the_numbers_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(threads)
         drawn.append(draw_whole()["a.weight"])
     assert torch.equal(*drawn)
+
+
+def test_a_cutoff_changes_only_what_it_cuts_off():
+    whole, clamped = ({"p": nn.Parameter(torch.empty(2000, 300))} for _ in range(2))
+    init_weights(whole, seed=0, std_of=lambda _: 0.1, cutoff=float("inf"))
+    init_weights(clamped, seed=0, std_of=lambda _: 0.1, cutoff=2.0)
+    assert whole["p"].abs().max().item() > 0.4
+    assert torch.equal(clamped["p"], whole["p"].clamp(-0.2, 0.2))

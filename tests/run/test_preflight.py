@@ -47,6 +47,7 @@ def refusal(argv, folder, *, missing=()):
         ({"model__args__vocab_size": 100}, ["model.args.vocab_size = 100", "tokens"]),
         ({"optimizer__name": "SGD"}, ["SGD", "known: AdamW"]),
         ({"optimizer__groups": "[{pattern='layer.*', lr=1.0}]"}, ["optimizer.groups", "layer.*"]),
+        ({"compile__enable": True, "compile__backend": "gcc"}, ['compile.backend = "gcc"', "known: ", "inductor"]),
         ({"lr_scheduler__decay_type": "step"}, ["lr_scheduler.decay_type", "step", "known: linear"]),
         ({"parallelism__data_parallel_shard_degree": 3}, ["WORLD_SIZE 1", "launch 3 ranks"]),
         ({"checkpoint__initial_load_path": "nowhere"}, ["checkpoint.initial_load_path", "nowhere"]),

@@ -56,7 +56,7 @@ FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
 
 RULES = [
-    ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: must be above 0; list the steps in increasing order"),
+    ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: step = 0 must be from 1 to 1,000,000,000,000."),
     ([f"{FREEZE}=[{{step = 5, layers = 1}}, {{step = 5, layers = 2}}]"], {}, "step 5: must be above 5"),
     ([f"{FREEZE}=[{{step = 5, layers = 2}}, {{step = 9, layers = 2}}]"], {}, "layers = 2 must be above 2 and below"),
     ([f"{FREEZE}=[{{step = 5, layers = 8}}]"], {"n_layers": 8}, "layers = 8 must be above 0 and below model.args"),
@@ -70,7 +70,11 @@ RULES = [
         {},
         "a recovering replica group loads tensors of the others",
     ),
-    ([f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 0}}]"], {}, "local_batch_size = 0 must be at least 1"),
+    (
+        [f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 0}}]"],
+        {},
+        "local_batch_size = 0 must be from 1 to 1,000,000,000.",
+    ),
     (
         pipeline(4, "1F1B", f"{FREEZE}=[{{step = 5, layers = 1, pipeline_parallel_degree = 3}}]"),
         {},

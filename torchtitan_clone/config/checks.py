@@ -1,20 +1,21 @@
 """Rules of a configuration's tables; rules that relate the mesh, the model and the data are in run/rules.py."""
 
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
-from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_multiples
-from torchtitan_clone.config.schema import Bound, Config, FaultTolerance, Profiling, Slurm
+from torchtitan_clone.config.schema import Config, FaultTolerance, Profiling, Range, Slurm
 
 
 def find_config_errors(config: Config, *, device_type: str) -> list[str]:
     """Returns one message per violated rule."""
-    out_of_bounds = list(find_bound_errors(config))
-    found = [
-        *out_of_bounds,
+    return [
+        *find_range_errors(config, at=""),
         *_find_training_errors(config),
         *_find_profiling_errors(config.profiling, device_type),
         *_find_replica_group_errors(config, device_type),
@@ -22,37 +23,30 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
         *_find_async_tensor_errors(config, device_type),
         *_find_slurm_errors(config.slurm),
     ]
-    warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
-    if warmup > steps and not out_of_bounds:
-        rule = f"exceeds training.steps {steps}, so the learning rate never reaches optimizer.lr"
-        found.append(f"lr_scheduler.warmup_steps = {warmup}: {rule}; set it to at most {steps}.")
+
+
+def ranges_of(table: type) -> dict[str, Range]:
+    """Returns the range of each number of a dataclass by the name of its field."""
+    found: dict[str, Range] = {}
+    for key, annotation in get_type_hints(table, include_extras=True).items():
+        for choice in (annotation, *get_args(annotation)):  # the latter of `... | None`
+            if get_origin(choice) is Annotated:
+                found[key] = cast("Range", get_args(choice)[1])
     return found
 
 
-def _bounds(table: type) -> Iterator[tuple[str, Bound]]:
-    """Yields the name and bound of each option whose annotation, or the one beside None, has a bound."""
-    for key, annotation in get_type_hints(table, include_extras=True).items():
-        for prefix, choice in (("", annotation), *(("unset, or ", choice) for choice in get_args(annotation))):
-            if get_origin(choice) is Annotated:
-                _, bound = get_args(choice)
-                yield key, Bound(prefix + bound.wording, bound.holds)
-
-
-BOUNDS = {f"{table}.{key}": bound for table, cls in get_type_hints(Config).items() for key, bound in _bounds(cls)}
-
-
-def find_bound_errors(config: Config) -> Iterator[str]:
-    """Yields one message per option whose value is outside its range."""
-    for name, bound in BOUNDS.items():
-        value = attrgetter(name)(config)
-        if value is not None and not bound.holds(value):
-            yield f"{name} = {toml_like(value)}: must be {bound.wording}."
-    for group in config.optimizer.groups:
-        for key, value in vars(group).items():
-            bound = BOUNDS.get(f"optimizer.{key}")
-            if bound and value is not None and not bound.holds(value):
-                problem = f"{key} = {toml_like(value)} must be {bound.wording}."
-                yield f'optimizer.groups, pattern "{group.pattern}": {problem}'
+def find_range_errors(table: object, *, at: str, colon: str = ":") -> Iterator[str]:
+    """Yields one message per number of a dataclass named `at`, and of those in it, that is outside its range."""
+    ranges = ranges_of(type(table))
+    for key, value in cast("dict[str, object]", vars(table)).items():
+        if key in ranges and isinstance(value, int | float) and not ranges[key].holds(value):
+            yield f"{at}{key} = {shown(value)}{colon} must be {ranges[key].describe()}."
+        elif is_dataclass(value):
+            yield from find_range_errors(value, at=f"{at}{key}.")
+        elif isinstance(value, list):
+            for entry in (entry for entry in cast("list[object]", value) if is_dataclass(entry)):
+                first = fields(entry)[0].name
+                yield from find_range_errors(entry, at=f"{at}{key}, {first} {shown(getattr(entry, first))}: ", colon="")
 
 
 def _find_training_errors(config: Config) -> Iterator[str]:
@@ -61,9 +55,9 @@ def _find_training_errors(config: Config) -> Iterator[str]:
         remedy = 'set training.mixed_precision_param to "bfloat16" or training.dtype to "float32"'
         yield f'training.mixed_precision_param = "float32": {rule}; {remedy}.'
     option = config.activation_checkpoint.selective_ac_option
-    if option != "op" and not (option.isdecimal() and int(option) > 0):
+    if option != "op" and not re.fullmatch(r"[1-9][0-9]{0,8}", option):
         rule = 'must be "op", or a positive integer n that recomputes every n-th block, for example "2".'
-        yield f'activation_checkpoint.selective_ac_option = "{option}": {rule}'
+        yield f"activation_checkpoint.selective_ac_option = {shown(option)}: {rule}"
     if config.compile.enable and not config.compile.components:
         rule = "compile.enable is true but no component is selected"
         yield f"compile.components = []: {rule}; add model or loss, or set compile.enable to false."
@@ -119,7 +113,7 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
 
 
 def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[str]:
-    fragments = len(options.module_fqns_per_model_fragment) or options.num_fragments
+    fragments = max(1, len(options.module_fqns_per_model_fragment) or options.num_fragments)
     round_steps, rest = divmod(options.sync_steps, fragments)
     if rest or not round_steps:
         remedy = f"set it to {either(nearest_multiples(fragments, options.sync_steps))}"
@@ -145,7 +139,7 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
     for name in config.checkpoint.exclude_from_loading:
         if name.split("/")[0] not in EXCLUDABLE:
             remedy = f"use {', '.join(EXCLUDABLE)}, or a name such as model/output.weight or optimizer/output.weight"
-            yield f'checkpoint.exclude_from_loading = ["{name}"]: unknown state; {remedy}.'
+            yield f"checkpoint.exclude_from_loading = [{shown(name)}]: unknown state; {remedy}."
     folders = {
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,
@@ -153,23 +147,45 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
     }
     for name, value in folders.items():
         if "://" in value:  # pathlib would create a local folder named like the URL
-            yield f'{name} = "{value}": object stores are not supported; set it to a local or mounted folder.'
+            yield f"{name} = {shown(value)}: object stores are not supported; set it to a local or mounted folder."
 
 
-SLURM_TIMES = (r"(?P<m>\d+)(:(?P<s>\d+))?", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
-               r"(?P<d>\d+)-(?P<h>\d+)(:(?P<m>\d+)(:(?P<s>\d+))?)?")  # fmt: skip
+PATHS = (
+    "job.dump_folder", "job.run_name", "model.hf_assets_path", "training.dataset_path", "data.cache_folder",
+    "parallelism.pipeline_parallel_schedule_csv", "checkpoint.folder", "checkpoint.initial_load_path",
+    "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+)  # fmt: skip
+MAX_PATH, MAX_NAME = 4095, 255
+
+
+def find_path_errors(config: Config) -> Iterator[str]:
+    """Yields one message per path that no file system takes; even asking whether it exists would be an error."""
+    for option in PATHS:
+        path = os.fsencode(attrgetter(option)(config) or "")
+        if len(path) > MAX_PATH or any(len(name) > MAX_NAME for name in path.split(b"/")):
+            rule = f"a path has at most {MAX_PATH:,} bytes, and each name in it {MAX_NAME}"
+            yield f"{option} = {shown(path.decode(errors='replace'))}: {rule}; shorten it"
+
+
+SLURM_TIMES = (r"(?P<m>N)(:(?P<s>N))?", r"(?P<h>N):(?P<m>N):(?P<s>N)", r"(?P<d>N)-(?P<h>N)(:(?P<m>N)(:(?P<s>N))?)?")
+NUMBER = "[0-9]{1,9}"
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def _find_slurm_errors(slurm: Slurm) -> Iterator[str]:
-    found = [match for pattern in SLURM_TIMES if slurm.time and (match := re.fullmatch(pattern, slurm.time))]
+    found = [
+        match
+        for pattern in SLURM_TIMES
+        if slurm.time and (match := re.fullmatch(pattern.replace("N", NUMBER), slurm.time))
+    ]
     seconds = sum(int(number or 0) * SECONDS[unit] for match in found for unit, number in match.groupdict().items())
     if slurm.time and slurm.time != "UNLIMITED" and not seconds:
         remedy = 'for example "90" (minutes), "12:00:00", "1-12:00:00" or "UNLIMITED"'
-        yield f'slurm.time = "{slurm.time}": not in Slurm\'s format; {remedy}.'
+        yield f"slurm.time = {shown(slurm.time)}: not in Slurm's format; {remedy}."
     if 0 < seconds <= slurm.signal_seconds:
         rule = f'must be less than slurm.time "{slurm.time}" = {seconds} s'
         yield f"slurm.signal_seconds = {slurm.signal_seconds}: {rule}; decrease it, or increase slurm.time."
     for name in slurm.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield f'slurm.environment: "{name}" is not a valid name of an environment variable; rename it.'
+            yield f"slurm.environment: {shown(name)} is not a valid name of an environment variable; rename it."

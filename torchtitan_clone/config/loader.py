@@ -1,19 +1,38 @@
 """Loads a Config from TOML files and --table.key=value arguments, merged key by key before they are validated."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from torchtitan_clone.config.overlay import ConfigError, Key, did_you_mean, overlay_reporting, toml_like
+from torchtitan_clone.config.checks import find_path_errors
+from torchtitan_clone.config.overlay import ConfigError, Key, did_you_mean, overlay_reporting, shown
 from torchtitan_clone.config.schema import Config
 from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Settings, merge_into, parse_arguments, read_chain
-from torchtitan_clone.config.torchtitan_compat import torchtitan_key
+from torchtitan_clone.config.torchtitan_compat import describe_differences, torchtitan_key
 
 logger = logging.getLogger("torchtitan_clone")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A configuration without the keys that are no options."""
+
+    config: Config
+    problems: list[str]
+    """One message per key of torchtitan that is not supported, or that nobody knows."""
+
+
 def load_config(argv: list[str]) -> Config:
     """Returns the configuration of these arguments; ConfigError with one message per problem and its file and line."""
+    loaded = read_config(argv)
+    if loaded.problems:
+        raise ConfigError(loaded.problems)
+    return loaded.config
+
+
+def read_config(argv: list[str]) -> Loaded:
+    """Does the same, but returns what is wrong with the keys of a file for torchtitan: later checks add to it."""
     problems: list[str] = []
     command_line = parse_arguments(argv, problems=problems)
     settings: Settings = {}
@@ -22,35 +41,55 @@ def load_config(argv: list[str]) -> Config:
     if extends := command_line.pop(("job", "extends"), None):
         problems.append(f"{extends.origin}: job.extends is only valid in a file; pass the file as --job.config_file")
     merge_into(settings, command_line)
-    _drop_foreign_keys(settings, problems=problems)
+    foreign = _drop_foreign_keys(settings)
 
     def report(path: Key, text: str) -> None:  # the origin of a table is that of its first key
         origin = next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
         problems.append(f"{origin}: {'.'.join(path)}{text}")
 
     config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    problems += find_path_errors(config)
+    if problems or (foreign.unknown and not foreign.unsupported):
+        raise ConfigError([*foreign.unsupported, *foreign.unknown, *problems])
+    if foreign.ignored and (differences := describe_differences(config)):
+        logger.info("keys of torchtitan: unlike there, %s; see docs/from_torchtitan.md", differences)
+    return Loaded(config=config, problems=[*foreign.unsupported, *foreign.unknown])
 
 
-def _drop_foreign_keys(settings: Settings, *, problems: list[str]) -> None:
-    """Removes the keys that are no options: logs those of torchtitan without effect, and reports the others."""
+@dataclass(frozen=True, kw_only=True)
+class ForeignKeys:
+    """What was said about the keys that are no options."""
+
+    unsupported: list[str]
+    """Messages on keys of torchtitan with an effect that is not available."""
+    unknown: list[str]
+    """Messages on keys that torchtitan does not have either."""
+    ignored: int
+    """Number of keys of torchtitan without effect."""
+
+
+def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
+    """Removes the keys that are no options; logs those of torchtitan without effect."""
+    unsupported: list[str] = []
+    unknown: list[str] = []
+    ignored = 0
     values = {".".join(path): setting.value for path, setting in settings.items()}
     reported: set[Key] = set()
     for path in [path for path in settings if not _is_known(path)]:
         setting = settings.pop(path)
         name = ".".join(path)
-        shown = f"{setting.origin}: {name} = {toml_like(setting.value)}"
+        text = f"{setting.origin}: {name} = {shown(setting.value)}"
         option = path[:2] if path[0] in TABLES else path[:1]
         if foreign := torchtitan_key(f"{name}." if setting.value == {} else name):
             if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
-                logger.info("%s is ignored: it has no effect here", shown)
+                ignored += 1
+                logger.info("%s is ignored: it has no effect here", text)
             else:
-                problems.append(f"{shown}: {foreign.reason}")
+                unsupported.append(f"{text}: {foreign.reason}")
         elif option not in reported:
             reported.add(option)
-            problems.append(f"{setting.origin}: {_unknown(path)}")
+            unknown.append(f"{setting.origin}: {_unknown(path)}")
+    return ForeignKeys(unsupported=unsupported, unknown=unknown, ignored=ignored)
 
 
 def _is_known(path: Key) -> bool:

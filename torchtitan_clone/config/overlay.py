@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from torchtitan_clone.documents import escape
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -17,6 +19,7 @@ Key = tuple[str, ...]
 Report = Callable[[Key, str], None]
 """Receives the key of a problem and its description."""
 SHOWN_PROBLEMS = 25
+MAX_SHOWN = 200
 
 _REJECTED = object()
 _DESCRIPTIONS: dict[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -31,12 +34,17 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         if len(self.messages) == 1:
-            return self.messages[0]
+            return _escape_lines(self.messages[0])
         lines = [f"{len(self.messages)} problems in the configuration:"]
-        lines += [f"  - {message}" for message in self.messages[:SHOWN_PROBLEMS]]
+        lines += [f"  - {_escape_lines(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
         if len(self.messages) > SHOWN_PROBLEMS:
             lines.append(f"  and {len(self.messages) - SHOWN_PROBLEMS} more")
         return "\n".join(lines)
+
+
+def _escape_lines(message: str) -> str:
+    """Returns the message without control characters, but in its own lines."""
+    return "\n".join(map(escape, message.split("\n")))
 
 
 def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
@@ -95,6 +103,12 @@ def toml_like(value: object) -> str:
             return str(value)
 
 
+def shown(value: object) -> str:
+    """Formats a plain value as TOML for a message: on one line and not too long."""
+    text = escape(toml_like(value))
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def toml_key(key: str) -> str:
     """Formats a key as TOML: bare if its characters allow."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_like(key)
@@ -118,7 +132,7 @@ def _convert(value: object, annotation: object, *, current: object, at: Key, rep
         return float(value)
     if type(value) is annotation or any(type(value) is type(choice) and value == choice for choice in args):
         return value
-    report(at, f" = {toml_like(value)}: must be {describe(annotation)}")
+    report(at, f" = {shown(value)}: must be {describe(annotation)}")
     return _REJECTED
 
 

@@ -5,7 +5,8 @@ import math
 
 def nearest_divisors(number: int, target: int) -> list[int]:
     """Returns up to four divisors of `number` nearest to `target` in ratio, in ascending order."""
-    divisors = [count for count in range(1, number + 1) if number % count == 0]
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    divisors = {*small, *(number // count for count in small)}
     return sorted(sorted(divisors, key=lambda count: abs(math.log(count / target)))[:4])
 
 

@@ -10,11 +10,12 @@ from itertools import pairwise
 from typing import cast, get_args, get_type_hints
 
 from torchtitan_clone.config import schema
+from torchtitan_clone.config.checks import ranges_of
 from torchtitan_clone.config.overlay import describe, toml_key, toml_like
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config
 
-_NOT_SAVED = ("config_file", "extends", "dry_run")
+_NOT_SAVED = ("config_file", "extends", "dry_run", "dry_run_device")
 """Options of [job] that locate the configuration of one launch and are not part of the run."""
 
 _INTRO = """\
@@ -54,9 +55,11 @@ def _describe_fields(table: type, *, prefix: str, indent: str = "  ") -> Iterato
     """Yields help on each field of a table; the keys of an option that is a list of tables follow it."""
     docs = _docs_by_class()[table.__name__]
     hints = get_type_hints(table)
+    ranges = ranges_of(table)
     for field in fields(table):
         hint = hints[field.name]
-        yield f"{indent}{prefix}{field.name}  ({describe(hint)}; {_describe_default(field)})"
+        within = f" {ranges[field.name].describe()}" if field.name in ranges else ""
+        yield f"{indent}{prefix}{field.name}  ({describe(hint)}{within}; {_describe_default(field)})"
         yield textwrap.indent(textwrap.fill(docs[field.name], 110), f"{indent}    ")
         if items := [item for item in get_args(hint) if is_dataclass(item)]:
             yield from _describe_fields(cast("type", items[0]), prefix="", indent=f"{indent}      ")

@@ -3,27 +3,57 @@
 Names follow torchtitan v0.2 wherever the meaning is the same. Rules that relate several fields are in checks.py.
 """
 
-# pyright: reportUnknownLambdaType=false
-
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 
-class Bound(NamedTuple):
-    """Range of an option; the wording completes "must be ..."."""
+class Range(NamedTuple):
+    """Values that a number accepts, from `low` to `high`; `above` and `below` exclude an end, `or_auto` adds -1."""
 
-    wording: str
-    holds: Callable[[float], bool]
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+    or_auto: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Returns whether the value is in the range; NaN is in none."""
+        if self.or_auto and value == -1:
+            return True
+        above = self.low < value if self.above else self.low <= value
+        return above and (value < self.high if self.below else value <= self.high)
+
+    def describe(self) -> str:
+        """Returns the range in words that complete "must be ..."."""
+        low, high = (f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in (self.low, self.high))
+        if self.above or self.below:
+            words = f"{'above' if self.above else 'at least'} {low} and {'below' if self.below else 'at most'} {high}"
+        else:
+            words = f"from {low} to {high}"
+        return f"-1 or {words}" if self.or_auto else words
 
 
-PositiveInt = Annotated[int, Bound("at least 1", lambda value: value >= 1)]
-NonNegativeInt = Annotated[int, Bound("at least 0", lambda value: value >= 0)]
-AutoOrPositiveInt = Annotated[int, Bound("-1 or at least 1", lambda value: value == -1 or value >= 1)]
-PositiveFloat = Annotated[float, Bound("a number above 0", lambda value: 0 < value < math.inf)]
-Fraction = Annotated[float, Bound("at least 0 and below 1", lambda value: 0 <= value < 1)]
-UnitInterval = Annotated[float, Bound("between 0 and 1", lambda value: 0 <= value <= 1)]
+MAX_STEPS = 10**12
+MAX_SIZE = 10**9
+MAX_SECONDS = 2_000_000
+"""23 days; poll() takes at most 2**31 - 1 milliseconds."""
+
+Size = Annotated[int, Range(1, MAX_SIZE)]
+AutoOrSize = Annotated[int, Range(1, MAX_SIZE, or_auto=True)]
+Count = Annotated[int, Range(0, MAX_SIZE)]
+Degree = Annotated[int, Range(1, 10**6)]
+AutoOrDegree = Annotated[int, Range(1, 10**6, or_auto=True)]
+Steps = Annotated[int, Range(1, MAX_STEPS)]
+StepsOrZero = Annotated[int, Range(0, MAX_STEPS)]
+Seconds = Annotated[int, Range(1, MAX_SECONDS)]
+Duration = Annotated[float, Range(0.0, float(MAX_SECONDS), above=True)]
+Milliseconds = Annotated[int, Range(1, 1000 * MAX_SECONDS)]
+LearningRate = Annotated[float, Range(0.0, 1e6, above=True)]
+Decay = Annotated[float, Range(0.0, 1e6)]
+Fraction = Annotated[float, Range(0.0, 1.0, below=True)]
+UnitInterval = Annotated[float, Range(0.0, 1.0)]
+AboveZero = Annotated[float, Range(0.0, math.inf, above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +72,9 @@ class Job:
     """Name of the run's folder in dump_folder; unset: the name of the TOML file without its suffix."""
     dry_run: bool = False
     """Validate the configuration, print the run plan and exit without training. --dry-run is a shorthand."""
+    dry_run_device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device type for which a dry run or simulation checks the configuration; auto: cuda if an option requires it, else
+    that of this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +95,13 @@ class Model:
 class Freeze:
     """One entry of training.freeze_schedule: options that apply from a given step on."""
 
-    step: int
+    step: Steps
     """First optimizer step at which this entry applies, counted from 1."""
-    layers: int
+    layers: Size
     """Number of frozen blocks, counted from the input; the embedding is frozen with them."""
-    pipeline_parallel_degree: int | None = None
+    pipeline_parallel_degree: Degree | None = None
     """Pipeline-parallel degree from this step on; freed ranks join the shard axis. Unset: unchanged."""
-    local_batch_size: int | None = None
+    local_batch_size: Size | None = None
     """Micro-batch size per data-parallel rank from this step on, in sequences; unset: unchanged."""
 
 
@@ -82,35 +115,38 @@ class Training:
     """Local text, .jsonl(.gz|.zst) or .parquet file, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"
     """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
-    seq_len: PositiveInt = 2048
+    seq_len: Size = 2048
     """Sequence length, in tokens."""
-    local_batch_size: PositiveInt = 8
+    local_batch_size: Size = 8
     """Micro-batch size per data-parallel rank, in sequences."""
-    global_batch_size: AutoOrPositiveInt = -1
+    global_batch_size: AutoOrSize = -1
     """Sequences per optimizer step over all ranks and replica groups; -1: one micro-batch per data-parallel rank."""
     document_masking: bool = True
     """Restrict attention and positions to each document; false: treat each sequence as one document."""
-    steps: PositiveInt = 10000
+    steps: Steps = 10000
     """Total number of optimizer steps."""
-    max_norm: Annotated[float, Bound("above 0 (inf never scales gradients)", lambda value: value > 0)] = 1.0
+    max_norm: AboveZero = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
-    loss_chunk_tokens: PositiveInt = 1024
+    loss_chunk_tokens: Size = 1024
     """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster."""
-    max_skipped_steps: NonNegativeInt = 10
+    max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the master weights and optimizer state."""
-    mixed_precision_param: Literal["float32", "bfloat16"] = "bfloat16"
-    """Data type of weights and activations in forward and backward."""
+    mixed_precision_param: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of weights and activations in forward and backward; auto: bfloat16, or float32 on processors without
+    bfloat16 units."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type of the gradient reduction across ranks."""
+    init_cutoff: AboveZero = 3.0
+    """Standard deviations at which initial values are clamped; inf does not clamp."""
     freeze_schedule: list[Freeze] = field(default_factory=list[Freeze])
     """Entries in order of step that freeze the first blocks during the run, for example [{step = 100, layers = 4}]."""
     enable_cpu_offload: bool = False
     """Keep master weights, gradients and optimizer state in host memory."""
-    gc_freq: PositiveInt = 50
+    gc_freq: Steps = 50
     """Interval of Python garbage collection, in steps; automatic collection is disabled."""
-    max_seconds: PositiveFloat | None = None
+    max_seconds: Annotated[float, Range(0.0, 1e9, above=True)] | None = None
     """Time limit of the process, in seconds; the run saves and stops in time to exit within it. Unset: no limit."""
 
 
@@ -118,15 +154,15 @@ class Training:
 class Data:
     """Tokenization, caching and loading of the data."""
 
-    num_workers: NonNegativeInt = 0
+    num_workers: Annotated[int, Range(0, 1024)] = 0
     """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
     cache_folder: str | None = None
     """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
-    prepare_processes: AutoOrPositiveInt = -1
+    prepare_processes: Annotated[int, Range(1, 1024, or_auto=True)] = -1
     """Number of processes that tokenize a new dataset; -1: one per CPU core."""
     held_out_fraction: Fraction = 0.01
     """Fraction of documents, selected by hash, that is held out for validation; 0 holds out none."""
-    max_bad_rows: NonNegativeInt = 0
+    max_bad_rows: StepsOrZero = 0
     """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 
 
@@ -139,15 +175,15 @@ class OptimizerGroup:
     including dots, ? matches one, and [0-3] one of these."""
     name: str | None = None
     """Optimizer of these parameters, a key of optim.OPTIMIZERS; unset: optimizer.name."""
-    lr: float | None = None
+    lr: LearningRate | None = None
     """Peak learning rate; unset: optimizer.lr."""
-    weight_decay: float | None = None
+    weight_decay: Decay | None = None
     """Weight decay of all matched parameters, vectors included; unset: as set in [optimizer]."""
-    beta1: float | None = None
+    beta1: Fraction | None = None
     """Decay rate of the first moment; unset: optimizer.beta1."""
-    beta2: float | None = None
+    beta2: Fraction | None = None
     """Decay rate of the second moment; unset: optimizer.beta2."""
-    eps: float | None = None
+    eps: LearningRate | None = None
     """Term added to the denominator of the update; unset: optimizer.eps."""
 
 
@@ -157,15 +193,15 @@ class Optimizer:
 
     name: str = "AdamW"
     """Optimizer: a key of optim.OPTIMIZERS (AdamW, Adam)."""
-    lr: PositiveFloat = 8e-4
+    lr: LearningRate = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
     """Decay rate of the first moment (running average of gradients)."""
     beta2: Fraction = 0.95
     """Decay rate of the second moment (running average of squared gradients)."""
-    eps: PositiveFloat = 1e-8
+    eps: LearningRate = 1e-8
     """Term added to the denominator of the update for numerical stability."""
-    weight_decay: Annotated[float, Bound("a number of at least 0", lambda value: 0 <= value < math.inf)] = 0.1
+    weight_decay: Decay = 0.1
     """Weight decay of matrices, decoupled in AdamW; also of vectors with decay_all_parameters."""
     decay_all_parameters: bool = False
     """Apply weight decay to vectors (norm weights, biases) too."""
@@ -180,9 +216,12 @@ class Optimizer:
 class LRScheduler:
     """Learning rate schedule: linear warmup, then constant, then decay."""
 
-    warmup_steps: NonNegativeInt = 200
-    """Number of linear warmup steps from learning rate 0."""
-    decay_ratio: Annotated[float, Bound("above 0 and at most 1", lambda value: 0 < value <= 1)] | None = None
+    warmup_steps: StepsOrZero = 200
+    """Number of linear warmup steps from learning rate 0, limited to the steps of the schedule."""
+    total_steps: Steps | None = None
+    """Number of steps of the schedule, for runs that end before it; unset: training.steps. Later steps have the final
+    learning rate."""
+    decay_ratio: Annotated[float, Range(0.0, 1.0, above=True)] | None = None
     """Fraction of all steps spent in decay at the end, limited to the steps after the warmup; unset: all of those."""
     decay_type: str = "linear"
     """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
@@ -194,36 +233,36 @@ class LRScheduler:
 class Parallelism:
     """Degrees and options of each parallelism; the product of all degrees is the world size."""
 
-    data_parallel_replicate_degree: PositiveInt = 1
+    data_parallel_replicate_degree: Degree = 1
     """Number of model replicas with averaged gradients; combined with a shard degree above 1 this is HSDP."""
-    data_parallel_shard_degree: AutoOrPositiveInt = -1
+    data_parallel_shard_degree: AutoOrDegree = -1
     """FSDP2 sharding degree of weights, gradients and optimizer state; -1: all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
-    fsdp_prefetch_blocks: PositiveInt = 1
+    fsdp_prefetch_blocks: Degree = 1
     """Number of blocks gathered ahead; 1 is FSDP2's implicit prefetch, more hide slow networks and use memory."""
-    tensor_parallel_degree: PositiveInt = 1
+    tensor_parallel_degree: Degree = 1
     """Tensor-parallel degree: number of ranks that shard each weight matrix."""
     enable_async_tensor_parallel: bool = False
     """Decompose matrix products and their collectives so that they overlap; requires CUDA and compile.enable."""
-    pipeline_parallel_degree: PositiveInt = 1
+    pipeline_parallel_degree: Degree = 1
     """Pipeline-parallel degree: number of ranks that split the layers."""
     pipeline_parallel_schedule: str = "1F1B"
     """Pipeline schedule: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
     The last three split the backward pass, which makes activation checkpointing slower."""
     pipeline_parallel_schedule_csv: str | None = None
     """CSV file with one line of actions such as 0F1,0B1 per pipeline rank; takes precedence over the named schedule."""
-    pipeline_parallel_microbatch_size: PositiveInt = 1
+    pipeline_parallel_microbatch_size: Size = 1
     """Pipeline micro-batch size, in sequences; local_batch_size is split into these."""
-    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    pipeline_parallel_layers_per_stage: Size | None = None
     """Layers per pipeline stage; unset: one or two stages per rank, as the schedule requires."""
-    pipeline_parallel_first_stage_less_layers: NonNegativeInt = 1
+    pipeline_parallel_first_stage_less_layers: Count = 1
     """Cost of the embedding in layers, subtracted from the first stage."""
-    pipeline_parallel_last_stage_less_layers: NonNegativeInt = 1
+    pipeline_parallel_last_stage_less_layers: Count = 1
     """Cost of the final norm and output projection in layers, subtracted from the last stage."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Module names per pipeline stage, as [["tok_embeddings", "layers.0"], ["norm", "output"]]; unset: by cost."""
-    context_parallel_degree: PositiveInt = 1
+    context_parallel_degree: Degree = 1
     """Context-parallel degree: number of ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"
     """How attention gets other ranks' keys and values: all-gather, all-to-all of sequence and head shards, or ring."""
@@ -237,24 +276,24 @@ class Checkpoint:
     """Save at the interval, at the end and when the run is stopped; resume from the latest complete checkpoint."""
     folder: str = "checkpoint"
     """Checkpoint folder, relative to the run's folder."""
-    interval: PositiveInt = 500
+    interval: Steps = 500
     """Steps between two checkpoints."""
-    interval_minutes: PositiveFloat | None = None
+    interval_minutes: Annotated[float, Range(0.0, 1e7, above=True)] | None = None
     """Maximum time between two checkpoints, in minutes; unset: no time-based checkpoints."""
     enable_first_step_checkpoint: bool = False
     """Also save after the first step, so that storage problems surface immediately."""
-    keep_latest_k: NonNegativeInt = 10
+    keep_latest_k: Count = 10
     """Number of complete checkpoints to keep; 0 keeps all."""
-    keep_every: NonNegativeInt = 0
+    keep_every: StepsOrZero = 0
     """Save and permanently keep every step divisible by this number; 0 disables."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Save mode. "disabled": training waits. "async": the state is copied to host memory during the next step, then a
     thread writes it. "async_with_pinned_mem": the copy is in pinned shared memory, and a separate process writes it."""
-    writer_timeout_seconds: PositiveFloat = 300.0
+    writer_timeout_seconds: Duration = 300.0
     """Time without progress, in seconds, after which a writer process is restarted, and then replaced with a thread."""
     verify: Literal["full", "sizes"] = "full"
     """Verification before loading: "full" compares the digest of every file, "sizes" only file sizes."""
-    load_step: Annotated[int, Bound("-1 or at least 0", lambda value: value >= -1)] = -1
+    load_step: Annotated[int, Range(0, MAX_STEPS, or_auto=True)] = -1
     """Step to resume from; later checkpoints are moved aside. -1: the latest complete checkpoint."""
     load_only: bool = False
     """Resume from a checkpoint but never save."""
@@ -274,7 +313,7 @@ class Checkpoint:
     """Initialize a new run from the .safetensors files in initial_load_path, or if unset in model.hf_assets_path."""
     last_save_in_hf: bool = False
     """Export the final weights in Hugging Face format to hf/step-N in the run's folder."""
-    hf_export_interval: NonNegativeInt = 0
+    hf_export_interval: StepsOrZero = 0
     """Steps between two blocking exports in Hugging Face format, all of which are kept; 0 disables."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type of exported weights."""
@@ -288,7 +327,7 @@ class Checkpoint:
 class Preemption:
     """Behavior when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops the run."""
 
-    deadline_seconds: PositiveFloat | None = None
+    deadline_seconds: Duration | None = None
     """Time from the signal until the process must exit, in seconds. After half of it, a running step is interrupted and
     repeated after the restart; the other half is for saving. Unset: never interrupt a step."""
     requeue: bool = False
@@ -321,7 +360,7 @@ class Compile:
 class Metrics:
     """Logging of training metrics."""
 
-    log_freq: PositiveInt = 10
+    log_freq: Steps = 10
     """Steps between two log lines and rows of metrics.jsonl."""
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
@@ -341,11 +380,11 @@ class Profiling:
     """Write Chrome traces."""
     save_traces_folder: str = "profile_traces"
     """Folder of the traces, relative to the run's folder."""
-    profile_freq: PositiveInt = 10
+    profile_freq: Steps = 10
     """Steps between two traces or memory snapshots."""
-    profiler_warmup: NonNegativeInt = 3
+    profiler_warmup: StepsOrZero = 3
     """Warmup steps of the profiler before each trace."""
-    profiler_active: PositiveInt = 1
+    profiler_active: Steps = 1
     """Steps recorded in each trace."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots every profile_freq steps and on out-of-memory errors."""
@@ -361,15 +400,15 @@ class Comm:
     """Set to "fake_backend" to simulate WORLD_SIZE ranks in one process and print their memory and collectives."""
     interface: str = ""
     """Network interface that the nodes and replica groups of a run communicate over; "": loopback if all are here."""
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: Seconds = 300
     """Timeout of a collective until the first step has finished and while saving, in seconds."""
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: Seconds = 100
     """Timeout of a collective during training, in seconds."""
-    trace_buf_size: NonNegativeInt = 2000
+    trace_buf_size: Annotated[int, Range(0, 10**7)] = 2000
     """Number of collectives kept by torch's flight recorder for hang reports; 0 disables it."""
     save_traces_folder: str = "comm_traces"
     """Folder of hang reports (stacks of all threads, last collectives), relative to the run's folder."""
-    straggler_freq: NonNegativeInt = 100
+    straggler_freq: StepsOrZero = 100
     """Steps between two measurements of slow ranks and links, each without communication overlap; 0 disables."""
 
 
@@ -379,11 +418,11 @@ class Validation:
 
     enable: bool = False
     """Validate at the interval and after the last step."""
-    freq: PositiveInt = 100
+    freq: Steps = 100
     """Training steps between two validations."""
-    steps: AutoOrPositiveInt = -1
+    steps: Annotated[int, Range(1, MAX_STEPS, or_auto=True)] = -1
     """Batches per validation; -1: one pass over the validation split."""
-    local_batch_size: PositiveInt = 8
+    local_batch_size: Size = 8
     """Micro-batch size per data-parallel rank, in sequences."""
 
 
@@ -395,31 +434,31 @@ class FaultTolerance:
     """Join a run as one replica group; requires the extra "ft" and a lighthouse at the address $TORCHFT_LIGHTHOUSE."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend of the gradient reduction across replica groups."""
-    process_group_timeout_ms: PositiveInt = 10000
+    process_group_timeout_ms: Milliseconds = 10000
     """Timeout of a collective across replica groups and of recovery, in milliseconds; then the step is repeated."""
-    replica_id: NonNegativeInt = 0
+    replica_id: Annotated[int, Range(0, 10**6)] = 0
     """Index of this replica group, from 0."""
-    group_size: NonNegativeInt = 0
+    group_size: Annotated[int, Range(0, 10**6)] = 0
     """Total number of replica groups; the global batch is divided among the live ones."""
-    min_replica_size: PositiveInt = 1
+    min_replica_size: Degree = 1
     """Minimum number of live replica groups; with fewer, training waits."""
-    stall_factor: Annotated[float, Bound("a number of at least 1", lambda value: 1 <= value < math.inf)] = 10.0
+    stall_factor: Annotated[float, Range(1.0, 1e6)] = 10.0
     """A process whose step exceeds this many median steps plus two timeouts dumps its stacks and exits."""
     semi_sync_method: Literal["local_sgd", "diloco"] | None = None
     """Average weights periodically instead of reducing gradients in every step; unset: reduce gradients."""
-    sync_steps: PositiveInt = 5
+    sync_steps: Steps = 5
     """Steps between two averages of the same weight."""
-    num_fragments: PositiveInt = 1
+    num_fragments: Degree = 1
     """Number of model fragments; one fragment is averaged every sync_steps / num_fragments steps."""
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list[list[str]])
     """Module names of each fragment, for example [["tok_embeddings", "layers.0"], ["layers.1", "norm", "output"]]."""
-    fragment_sync_delay: NonNegativeInt = 0
+    fragment_sync_delay: StepsOrZero = 0
     """Steps by which communication of an average may overlap with training."""
     fragment_update_alpha: UnitInterval = 0.0
     """Weight of the group's own parameters when the average is applied, from 0 (average only) to 1."""
-    heartbeat_timeout_ms: PositiveInt = 5000
+    heartbeat_timeout_ms: Milliseconds = 5000
     """Time without a heartbeat after which a replica group is considered dead, in milliseconds."""
-    join_timeout_ms: PositiveInt = 60000
+    join_timeout_ms: Milliseconds = 60000
     """For scripts/lighthouse.py: time to wait for a live replica group that is late, in milliseconds."""
 
 
@@ -427,13 +466,13 @@ class FaultTolerance:
 class Slurm:
     """Resources that scripts/slurm/submit.py requests from Slurm; training ignores them."""
 
-    nodes: PositiveInt = 1
+    nodes: Annotated[int, Range(1, 10**5)] = 1
     """Number of nodes (of each replica group)."""
-    gpus_per_node: NonNegativeInt = 8
+    gpus_per_node: Annotated[int, Range(0, 1024)] = 8
     """GPUs per node; 0 trains on CPUs."""
-    processes_per_node: PositiveInt | None = None
+    processes_per_node: Annotated[int, Range(1, 1024)] | None = None
     """Ranks per node; unset: gpus_per_node, or 1 on CPUs."""
-    cpus_per_node: PositiveInt | None = None
+    cpus_per_node: Annotated[int, Range(1, 10**5)] | None = None
     """CPU cores per node; unset: exclusive nodes."""
     time: str | None = None
     """Time limit in Slurm's format, for example "1-12:00:00"; unset: the limit of the partition."""
@@ -441,9 +480,9 @@ class Slurm:
     """Slurm partition; unset: the default partition."""
     account: str | None = None
     """Slurm account; unset: the user's default account."""
-    signal_seconds: PositiveInt = 120
+    signal_seconds: Seconds = 120
     """Time before the limit at which the run is signaled to save, in seconds."""
-    max_starts_without_progress: PositiveInt = 3
+    max_starts_without_progress: Degree = 3
     """Number of consecutive starts without a new checkpoint after which the job is no longer requeued."""
     sbatch_options: list[str] = field(default_factory=list[str])
     """Additional sbatch options, for example ["--constraint=h100", "--qos=long"]."""
@@ -459,7 +498,7 @@ class Slurm:
 class Debug:
     """Reproducibility and debugging."""
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Seed of the initial weights and the data order."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower."""

@@ -1,19 +1,27 @@
 """Settings as the user wrote them, key by key, with their origin: TOML files, `extends` chains, the command line."""
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
 
 import tomli
 
-from torchtitan_clone.config.overlay import Key
+from torchtitan_clone.config.overlay import MAX_SHOWN, Key
 from torchtitan_clone.config.schema import Config
+from torchtitan_clone.documents import DocumentError, escape, read_regular
 
 COMMAND_LINE = "command line"
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
+
+MAX_FILE_BYTES = 1 << 20
+MAX_VALUES = 4096
+"""In one file; merging takes time quadratic in them."""
+MAX_DEPTH = 16
+MAX_TEXT = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,9 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
     while words:
         word = words.pop(0)
         name, equals, text = word.removeprefix("--").partition("=")
+        if len(name.split(".")) > MAX_DEPTH:
+            problems.append(f"{COMMAND_LINE}: {escape(name)[:MAX_SHOWN]}: at most {MAX_DEPTH} keys are accepted")
+            continue
         if not word.startswith("--") or not name:
             hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
             problems.append(f'{COMMAND_LINE}: "{word}" is not an option; write --table.key=value{hint}')
@@ -48,15 +59,73 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
         else:
             value = True
             origin = f"{COMMAND_LINE}, no value given"
-        merge_into(settings, dict(_flatten(value, path=path, origin_of=lambda _, origin=origin: origin)))
+        given = dict(_flatten(value, path=path, origin_of=lambda _, origin=origin: origin))
+        merge_into(settings, _without_unusable(given, problems=problems))
     return settings
+
+
+def _parse_toml(text: str) -> dict[str, object]:
+    """Parses TOML; ValueError for what is malformed, nested too deep or too large."""
+    try:
+        parsed = cast("dict[str, object]", tomli.loads(text))
+    except RecursionError:
+        raise ValueError(f"nested too deep; at most {MAX_DEPTH} levels are accepted") from None
+    except tomli.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's limit of 4,300 digits
+        raise ValueError("an integer has too many digits; at most 64 bits are accepted") from None
+    _check_size(parsed)
+    return parsed
+
+
+def _check_size(table: dict[str, object]) -> None:
+    level: list[object] = [table]
+    seen = 0
+    for _ in range(MAX_DEPTH):
+        level = [item for parent in level for item in _children(parent)]
+        seen += len(level)
+        if seen > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
+        if not level:
+            return
+    raise ValueError(f"nested too deep; at most {MAX_DEPTH} levels are accepted")
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
+
+
+def _without_unusable(settings: Settings, *, problems: list[str]) -> Settings:
+    """Returns the settings without those that no option can have; reports these."""
+    usable: Settings = {}
+    for path, setting in settings.items():
+        if rule := next((rule for each in (*path, setting.value) if (rule := _unusable(each))), None):
+            problems.append(f"{setting.origin}: {escape('.'.join(path))[:MAX_SHOWN]}: {rule}")
+        else:
+            usable[path] = setting
+    return usable
+
+
+def _unusable(value: object) -> str | None:
+    """Returns why no option can have this value or name, or None."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return "an integer has more than 64 bits"
+    if isinstance(value, str) and "\0" in value:
+        return "a text has a null character"
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        return f"a text has {len(value):,} characters; at most {MAX_TEXT:,} are accepted"
+    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+        return "a text is not valid UTF-8"
+    return next((rule for item in _children(value) if (rule := _unusable(item))), None)
 
 
 def _parse_value(text: str, *, path: Key) -> object:
     """Parses a command line value as TOML if it is valid TOML and the option is not a string, else returns the text."""
     try:
-        parsed = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+        parsed = _parse_toml(f"value = {text}")
+    except ValueError:
         return text
     wants_string = len(path) == 2 and TABLES.get(path[0], {}).get(path[1]) in (str, str | None)
     return text if len(parsed) > 1 or (wants_string and not isinstance(parsed["value"], str)) else parsed["value"]
@@ -64,15 +133,18 @@ def _parse_value(text: str, *, path: Key) -> object:
 
 def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings, problems: list[str]) -> None:
     """Merges the files of an `extends` chain into `settings` in place, from the outermost base file to `path`."""
-    if path.resolve() in [file.resolve() for file in chain]:
+    if os.path.realpath(path) in [os.path.realpath(file) for file in chain]:
         problems.append(f"{origin}: job.extends is circular: {' -> '.join(map(str, [*chain, path]))}")
         return
     try:
-        own = _read_file(path)
+        own = _without_unusable(_read_file(path), problems=problems)
     except OSError as error:
         problems.append(f"{origin}: cannot read {path}: {error.strerror}")
         return
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except DocumentError as error:
+        problems.append(f"{origin}: cannot read {path.parent}/{error}")
+        return
+    except ValueError as error:
         problems.append(_malformed(path, error))
         return
     if (base := own.get(("job", "extends"))) and isinstance(base.value, str):
@@ -85,19 +157,22 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
 
 
 def _read_file(path: Path) -> Settings:
-    text = path.read_bytes().decode()
+    text = read_regular(path, max_bytes=MAX_FILE_BYTES, follow_links=True).decode("utf-8-sig")  # Windows adds a mark
+    parsed = _parse_toml(text)
     lines = _key_lines(text)
 
     def origin_of(key: Key) -> str:
         return f"{path}:{next(lines[key[:end]] for end in range(len(key), -1, -1) if key[:end] in lines)}"
 
-    return dict(_flatten(tomli.loads(text), path=(), origin_of=origin_of))
+    return dict(_flatten(parsed, path=(), origin_of=origin_of))
 
 
-def _malformed(path: Path, error: tomli.TOMLDecodeError | UnicodeDecodeError) -> str:
+def _malformed(path: Path, error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         line = error.object.count(b"\n", 0, error.start) + 1
         return f"{path}:{line}: not UTF-8: byte {error.object[error.start]:#04x}; save the file as UTF-8"
+    if not isinstance(error, tomli.TOMLDecodeError):
+        return f"{path}: {error}"
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     line = found[1] if found and found[1] else len(path.read_bytes().splitlines())
     return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
@@ -121,7 +196,8 @@ def _key_lines(text: str) -> dict[Key, int]:
 
 
 def _key_segments(key: str) -> Key:
-    return tuple(segment.strip("\"'") for segment in cast("list[str]", re.findall(_KEY_SEGMENT, key)))
+    segments = cast("list[str]", re.findall(_KEY_SEGMENT, key))[:MAX_DEPTH]
+    return tuple(segment.strip("\"'") for segment in segments)
 
 
 def _flatten(value: object, *, path: Key, origin_of: Callable[[Key], str]) -> Iterator[tuple[Key, Setting]]:

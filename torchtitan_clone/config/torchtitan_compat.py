@@ -1,7 +1,10 @@
 """Keys that only torchtitan v0.2 has: ignored if the value is "off" or tunes a feature that is off, else an error."""
 
+import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from torchtitan_clone.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ WITHOUT_EFFECT = (
     *("model.print_after_conversion", "quantize.*", "float8.*", "mx.*"),  # tune model.converters
     "memory_estimation.disable_fake_mode",
     "parallelism.expert_parallel_comm_backend",
+    "parallelism.pipeline_parallel_expert_parallel_overlap",  # with expert parallelism, which is an error
     "checkpoint.enable_ft_dataloader_checkpoints",  # a checkpoint stores the data position of all replica groups
     "activation_checkpoint.memory_budget",  # the mode memory_budget is an error
     "activation_checkpoint.preserve_rng_state",  # no layer uses random numbers
@@ -42,7 +46,9 @@ _HELD_OUT = TorchtitanKey(_VALIDATION_DATA, (), "validation.enable")
 
 TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "job.save_config_file": TorchtitanKey("every run writes config.toml into its folder; remove the key", ("",)),
-    "job.custom_config_module": TorchtitanKey("add options to config/schema.py and remove the key", ("",)),
+    "job.custom_config_module": TorchtitanKey(
+        "add options to config/schema.py and remove the key", ("", "torchtitan.components.ft.config")
+    ),
     "experimental.*": TorchtitanKey("models and datasets are registered in MODELS and DATASETS; remove the key", ("",)),
     "metrics.save_for_all_ranks": TorchtitanKey("rank 0 writes values reduced over all ranks; set it to false"),
     "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json", ()),
@@ -62,6 +68,9 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "parallelism.disable_loss_parallel": TorchtitanKey(
         "tensor parallelism always computes the loss on vocabulary shards; set it to false"
     ),
+    "parallelism.context_parallel_load_balancer": TorchtitanKey(
+        'ranks share the work of causal attention as with "headtail"; set it to "headtail"', ("headtail",)
+    ),
     "parallelism.expert_parallel_degree": _NO_EXPERT,
     "parallelism.expert_tensor_parallel_degree": _NO_EXPERT,
     "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
@@ -75,8 +84,22 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "fault_tolerance.should_quantize": TorchtitanKey(
         "gradients are not quantized between replica groups; set it to false"
     ),
+    "hf_transformers.*": TorchtitanKey("models of the transformers library are not supported; remove the table", ()),
     "debug.moe_force_load_balance": TorchtitanKey("mixture-of-experts models are not supported; remove the key"),
 }
+
+
+def describe_differences(config: Config) -> str:
+    """Returns what a run computes otherwise than in torchtitan, each with the option that does the same; "" if none."""
+    found: list[str] = []
+    if config.training.document_masking:
+        found.append("attention stays within a document (training.document_masking = false)")
+    if not config.optimizer.decay_all_parameters:
+        found.append("norms are not decayed (optimizer.decay_all_parameters = true)")
+    if config.training.init_cutoff < math.inf:
+        cutoff = config.training.init_cutoff
+        found.append(f"initial values are clamped at {cutoff:g} standard deviations (training.init_cutoff = inf)")
+    return "; ".join(found)
 
 
 def _is_one_of(value: object, items: tuple[object, ...]) -> bool:

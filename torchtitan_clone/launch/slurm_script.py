@@ -1,10 +1,16 @@
-"""Renders a Slurm batch script from the options of a run."""
+"""Renders a Slurm batch script from the options of a run, and compares what it requests with the cluster."""
 
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Config, Slurm
+
+OTHER_PARTITIONS = ("-p", "--partition", "-M", "--cluster")
+"""Options of sbatch that may select what slurm.partition does not name."""
 
 
 def processes_per_node(slurm: Slurm) -> int:
@@ -62,3 +68,30 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     yield from ("--requeue", "--open-mode=append")
     log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # %j of an array task is not the array's id
     yield f"--output={shlex.quote(f'{folder}/slurm/{log}')}"
+
+
+def check_cluster(slurm: Slurm) -> None:
+    """Raises ConfigError if Slurm has fewer nodes than requested: by default it queues such a job for ever."""
+    present = 0 if any(option.startswith(OTHER_PARTITIONS) for option in slurm.sbatch_options) else count_nodes(slurm)
+    if 0 < present < slurm.nodes:
+        where = f"the partition {shown(slurm.partition)}" if slurm.partition else "the default partition"
+        raise ConfigError(
+            f"slurm.nodes = {slurm.nodes}: {where} has {present} nodes, so the job would never start; decrease it, "
+            "or set slurm.partition to a larger one of `sinfo`"
+        )
+
+
+def count_nodes(slurm: Slurm) -> int:
+    """Returns the number of nodes in the largest partition that the job may use; 0 if Slurm does not tell."""
+    command = ["sinfo", "--noheader", "--format=%P %D"]
+    try:
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):  # sbatch reports what is wrong with Slurm
+        return 0
+    nodes: dict[str, int] = {}  # a partition has one line per state of its nodes
+    for name, _, count in (line.strip().partition(" ") for line in output.splitlines()):
+        if count.strip().isdecimal():  # sinfo abbreviates many thousands
+            nodes[name] = nodes.get(name, 0) + int(count)
+    named = (slurm.partition or "").split(",")
+    chosen = [name for name in nodes if (name.rstrip("*") in named if slurm.partition else name.endswith("*"))]
+    return max((nodes[name] for name in chosen), default=0)

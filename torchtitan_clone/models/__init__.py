@@ -1,6 +1,7 @@
 """Models: plain single-device PyTorch, one folder per family, and the decoder that they share."""
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models.decoder import Decoder, ModelArgs
 from torchtitan_clone.models.llama3 import SPEC as LLAMA3
@@ -15,5 +16,5 @@ MODELS: dict[str, ModelSpec] = {"llama3": LLAMA3, "qwen3": QWEN3}
 def find_model(model: Model) -> ModelSpec:
     """Returns the family of `model.name`; ConfigError for an unknown name."""
     if model.name not in MODELS:
-        raise ConfigError([f'model.name = "{model.name}": no such model; known: {", ".join(MODELS)}'])
+        raise ConfigError([f"model.name = {shown(model.name)}: no such model; known: {', '.join(MODELS)}"])
     return MODELS[model.name]

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.rope import RopeScaling, cos_sin, inverse_frequencies
 from torchtitan_clone.torch_compat import persistent_buffers
@@ -18,22 +20,29 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
 
 
+Width = Annotated[int, Range(1, 2**20)]
+Layers = Annotated[int, Range(1, 1024)]
+Heads = Annotated[int, Range(1, 2**16)]
+Vocabulary = Annotated[int, Range(1, 2**24)]
+Hidden = Annotated[int, Range(1, 2**24)]
+Epsilon = Annotated[float, Range(0.0, 1.0)]
+RopeTheta = Annotated[float, Range(0.0, 1e30, above=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
     """Arguments that families share; a family adds the sizes of its feed-forward, and may make `head_dim` a field."""
 
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int | None = None
-    vocab_size: int = 128256
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
+    dim: Width = 4096
+    n_layers: Layers = 32
+    n_heads: Heads = 32
+    n_kv_heads: Heads | None = None
+    vocab_size: Vocabulary = 128256
+    norm_eps: Epsilon = 1e-5
+    rope_theta: RopeTheta = 500000.0
     rope_scaling: RopeScaling | None = None
-    max_seq_len: int = 131072
+    max_seq_len: Size = 131072
     tied_embeddings: bool = False
-
-    POSITIVE: ClassVar[tuple[str, ...]] = ("dim", "n_layers", "vocab_size", "max_seq_len", "rope_theta")
 
     @property
     def head_dim(self) -> int:
@@ -45,13 +54,11 @@ class ModelArgs:
 
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
-        found: list[str] = []
-        if self.kv_heads < 1 or self.n_heads % self.kv_heads:
+        found = list(find_range_errors(self, at="model.args."))
+        if self.kv_heads >= 1 and self.n_heads % self.kv_heads:
             problem = f"n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; set n_kv_heads to a divisor"
             found.append(f"model.args: {problem}")
-        values = {name: getattr(self, name) for name in self.POSITIVE}
-        not_positive = {name: value for name, value in values.items() if value is not None and value <= 0}
-        return found + [f"model.args.{name} = {value} must be above 0" for name, value in not_positive.items()]
+        return found
 
 
 @runtime_checkable

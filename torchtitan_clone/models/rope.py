@@ -5,19 +5,24 @@ Legend: B batch, T tokens, N heads, H head dim.
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
+
+from torchtitan_clone.config.schema import Range, Size
+
+Factor = Annotated[float, Range(0.0, 1e6, above=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining (Llama 3.1)."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+    factor: Factor = 8.0
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
+    original_max_seq_len: Size = 8192
 
 
 def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:

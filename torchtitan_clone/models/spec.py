@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, named_state
 from torchtitan_clone.models.hf import DecoderHub
@@ -94,7 +95,7 @@ class ModelSpec:
         """Returns the flavor's arguments with `[model.args]` applied; ConfigError for an unknown flavor or argument."""
         if model.flavor not in self.flavors:
             known = ", ".join(self.flavors)
-            raise ConfigError([f'model.flavor = "{model.flavor}": {self.name} has no such flavor; known: {known}'])
+            raise ConfigError([f"model.flavor = {shown(model.flavor)}: {self.name} has no such flavor; known: {known}"])
         return overlay(self.flavors[model.flavor], model.args, where="model.args")
 
     def state_on_meta(self, args: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from torchtitan_clone.config.overlay import did_you_mean
+from torchtitan_clone.config.overlay import did_you_mean, shown
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim.optimizers import OPTIMIZERS
 
@@ -42,7 +42,7 @@ def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:
     names |= {f"{_describe(group)}: name": group.name for group in optimizer.groups if group.name is not None}
     unknown = {option: name for option, name in names.items() if name not in OPTIMIZERS}
     known = ", ".join(OPTIMIZERS)
-    return [f'{option} = "{name}": no such optimizer; known: {known}' for option, name in unknown.items()]
+    return [f"{option} = {shown(name)}: no such optimizer; known: {known}" for option, name in unknown.items()]
 
 
 def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import LRScheduler
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -14,13 +15,25 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """Factors of the learning rate, from 1 to 0, by the progress of the decay, from 0 to 1."""
 
 
+def find_schedule_errors(lr_scheduler: LRScheduler) -> list[str]:
+    """Returns a message if SCHEDULES lacks the decay."""
+    if lr_scheduler.decay_type in SCHEDULES:
+        return []
+    return [f"lr_scheduler.decay_type = {shown(lr_scheduler.decay_type)}: no such shape; known: {', '.join(SCHEDULES)}"]
+
+
 def build_schedule(lr_scheduler: LRScheduler, *, steps: int) -> Callable[[int], float]:
-    """Returns factor(step), which scales optimizer.lr in steps 1 to `steps`; ConfigError for an unknown decay."""
-    if lr_scheduler.decay_type not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise ConfigError([f'lr_scheduler.decay_type = "{lr_scheduler.decay_type}": no such shape; known: {known}'])
+    """Returns factor(step), which scales optimizer.lr; ConfigError for an unknown decay.
+
+    Args:
+        lr_scheduler: options of the schedule.
+        steps: number of steps of the run, which total_steps overrides.
+    """
+    if errors := find_schedule_errors(lr_scheduler):
+        raise ConfigError(errors)
     shape = SCHEDULES[lr_scheduler.decay_type]
-    warmup = lr_scheduler.warmup_steps
+    steps = lr_scheduler.total_steps or steps
+    warmup = min(lr_scheduler.warmup_steps, steps)
     lowest = lr_scheduler.min_lr_factor
     decay = steps - warmup
     if lr_scheduler.decay_ratio is not None:

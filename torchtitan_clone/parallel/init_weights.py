@@ -15,8 +15,8 @@ BLOCK_ELEMENTS = 1 << 18
 StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
 
 
-def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf) -> None:
-    """Fills the parameters in place with a normal distribution, clamped at three standard deviations."""
+def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf, cutoff: float = 3.0) -> None:
+    """Fills the parameters in place with a normal distribution, clamped at `cutoff` standard deviations."""
     with torch.no_grad():
         for name, parameter in named_parameters.items():
             std = std_of(name)
@@ -24,11 +24,11 @@ def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of
             if std is None:
                 local.fill_(1.0)
             elif local.numel():
-                _fill_normal(local, name=name, seed=seed, std=std, shape=parameter.shape, offset=offset)
+                _fill_normal(local, name=name, seed=seed, std=std, cutoff=cutoff, shape=parameter.shape, offset=offset)
 
 
 def _fill_normal(
-    local: Tensor, *, name: str, seed: int, std: float, shape: torch.Size, offset: tuple[int, ...]
+    local: Tensor, *, name: str, seed: int, std: float, cutoff: float, shape: torch.Size, offset: tuple[int, ...]
 ) -> None:
     rows_per_block = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
     first = offset[0]
@@ -39,6 +39,8 @@ def _fill_normal(
         bottom = min(top + rows_per_block, shape[0])
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.randn(bottom - top, *shape[1:], generator=generator).mul_(std).clamp_(-3 * std, 3 * std)
+        values = (
+            torch.randn(bottom - top, *shape[1:], generator=generator).mul_(std).clamp_(-cutoff * std, cutoff * std)
+        )
         rows = slice(max(first, top), min(last, bottom))
         local[rows.start - first : rows.stop - first] = values[(slice(rows.start - top, rows.stop - top), *columns)]

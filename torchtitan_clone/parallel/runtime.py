@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import Comm, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
@@ -32,10 +33,20 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this is the only process."""
-        get = os.environ.get
-        local_rank = int(get("LOCAL_RANK", 0))
-        return Launch(rank=int(get("RANK", 0)), local_rank=local_rank, world_size=int(get("WORLD_SIZE", 1)))
+        """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this is the only process. ConfigError if invalid."""
+        world_size = environment_integer("WORLD_SIZE", default=1, low=1)
+        rank, local_rank = (
+            environment_integer(name, default=0, high=world_size - 1) for name in ("RANK", "LOCAL_RANK")
+        )
+        return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
+
+    def check_peers(self) -> None:
+        """ConfigError if the environment does not tell several ranks how to find each other."""
+        environment_integer("MASTER_PORT", default=29500, low=1, high=65535)
+        absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if absent and (self.world_size > 1 or "RANK" in os.environ):
+            names = ", ".join(f"${name}" for name in absent)
+            raise ConfigError(f"$RANK and $WORLD_SIZE need {names} too; start with run_train.sh, or unset all of them")
 
 
 def pick_device(launch: Launch) -> torch.device:

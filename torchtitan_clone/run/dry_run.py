@@ -5,6 +5,9 @@ from torchtitan_clone.data import describe_source
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan
 
+MAX_DESCRIBED_RANKS = 4096
+"""A mesh of more takes torch minutes, even simulated."""
+
 
 def one_line_summary(plan: RunPlan) -> str:
     """Returns the run in one line."""
@@ -23,7 +26,7 @@ def describe_run(plan: RunPlan) -> str:
     if plan.world_size > 1 or simulated:
         from torchtitan_clone.run.simulate import describe_layouts, simulate
 
-        text += describe_layouts(plan) if plan.world_size > 1 else ""
+        text += describe_layouts(plan) if 1 < plan.world_size <= MAX_DESCRIBED_RANKS else ""
         text += f"\n{simulate(plan)}" if simulated else ""
     return text
 

@@ -88,7 +88,8 @@ def build_model_parts(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> lis
         part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
         part.init_buffers(device)
         std_of = partial(plan.spec.initial_std, plan.model_args)
-        init_weights(named_parameters([part]), seed=config.debug.seed, std_of=std_of)
+        cutoff = config.training.init_cutoff
+        init_weights(named_parameters([part]), seed=config.debug.seed, std_of=std_of, cutoff=cutoff)
     return parts
 
 

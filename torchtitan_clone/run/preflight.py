@@ -5,6 +5,9 @@ must provide; `prepare` then opens the data.
 """
 
 import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +22,20 @@ from torchtitan_clone.checkpoint.commit import (
     initial_folder,
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
+from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data import Dataset, build_tokenizer, describe_source, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.metrics import check_metrics
-from torchtitan_clone.optim import build_schedule, find_optimizer_errors
-from torchtitan_clone.parallel.runtime import Launch, check_interface
+from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
+from torchtitan_clone.parallel.runtime import Launch, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
+from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan
+from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import find_run_errors
 
 SPLITS_BACKWARD_SINCE = "2.13"
@@ -48,31 +55,60 @@ class PreparedRun:
     """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
 
 
-def resolve(config: Config, *, world_size: int, device_type: str) -> RunPlan:
-    """Resolves names and sizes. ConfigError with all broken rules."""
-    spec = find_model(config.model)
-    model_args = spec.resolve_args(config.model)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
-    found = model_args.violations() + find_run_errors(
+def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequence[str] = ()) -> RunPlan:
+    """Resolves names and sizes. ConfigError with `problems` and all broken rules."""
+    config = resolved_precision(config, device_type=device_type)
+    found = list(problems)
+    spec, model_args, tokenizer = None, None, None
+    with _collected(found):
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+    with _collected(found):
+        spec = find_model(config.model)
+        model_args = spec.resolve_args(config.model)
+        found += (invalid := model_args.violations())
+        model_args = None if invalid else model_args
+    found += find_run_errors(
         config,
         world_size=world_size,
         args=model_args,
-        tokenizer_vocab_size=tokenizer.vocab_size,
+        tokenizer_vocab_size=tokenizer and tokenizer.vocab_size,
         device_type=device_type,
     )
-    if found:
+    found += find_schedule_errors(config.lr_scheduler)
+    with _collected(found):
+        _check_torch(config)
+    with _collected(found):
+        check_metrics(config.metrics)
+    if found or spec is None or model_args is None or tokenizer is None:
         raise ConfigError(found)
-    _check_torch(config)
-    build_schedule(config.lr_scheduler, steps=config.training.steps)
     plan = build_plan(config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer)
-    check_metrics(config.metrics)
     if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
         raise ConfigError(errors)
     return plan
 
 
+def find_source_errors(training: Training) -> list[str]:
+    """Returns why the data that the options name is not on this machine."""
+    found: list[str] = []
+    with _collected(found):
+        describe_source(training)
+    return found
+
+
+@contextmanager
+def _collected(found: list[str]) -> Iterator[None]:
+    """Adds the messages of a ConfigError to `found`, so that one start names all problems."""
+    try:
+        yield
+    except ConfigError as error:
+        found += error.messages
+
+
 def _check_torch(config: Config) -> None:
-    """ConfigError for what the installed torch cannot do and a later one can."""
+    """ConfigError for what the installed torch cannot do."""
+    if config.compile.enable and config.compile.backend not in (known := torch.compiler.list_backends(())):
+        name = shown(config.compile.backend)
+        raise ConfigError(f"compile.backend = {name}: no such backend; known: {', '.join(known)}")
     if splits_backward(config.parallelism) and torch.__version__ < SPLITS_BACKWARD_SINCE:
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule: torch {torch.__version__} cannot compute the gradients of inputs "
@@ -93,7 +129,6 @@ def check_start(plan: RunPlan) -> None:
                 f"checkpoint.create_seed_checkpoint = true: {plan.checkpoint_folder} already has checkpoints; choose "
                 "another job.run_name, or set it to false"
             )
-    describe_source(config.training)
     if not _expected_progress(plan).step:
         find_initial_weights(plan)
 
@@ -107,6 +142,9 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     config = plan.config
     check_interface(config.comm)
     check_start(plan)
+    launch.check_peers()
+    if errors := [*find_memory_errors(plan, device=pick_device(launch))]:
+        raise ConfigError(errors)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)
     progress = _expected_progress(plan)
     open_loaders(plan.at_step(progress.step + 1), dataset=dataset, rank=launch.rank, position=progress.data)
@@ -135,8 +173,23 @@ def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
 
 def _check_folder_is_writable(folder: Path) -> None:
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ConfigError(f"job.dump_folder: nothing can be written to {folder} ({existing}); choose another folder")
+    try:
+        for name in folder.absolute().parts[len(existing.parts) :]:
+            (existing / name).lstat()  # a name that is too long is another error than a missing one
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _unwritable(folder, error.strerror) from None
+    try:
+        Path(tempfile.mkdtemp(dir=existing)).rmdir()  # os.access() is wrong for root, and in /proc
+    except OSError as error:
+        raise _unwritable(folder, f"{existing}: {error.strerror}") from None
+
+
+def _unwritable(folder: Path, reason: str | None) -> ConfigError:
+    return ConfigError(
+        f"job.dump_folder: nothing can be written to {shown(str(folder))} ({reason}); choose another folder"
+    )
 
 
 def _check_folder_is_ours(plan: RunPlan) -> None:

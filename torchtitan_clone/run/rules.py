@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 
 from torchtitan_clone.config import Config, Degrees, resolved_degrees
-from torchtitan_clone.config.checks import find_bound_errors, find_config_errors
+from torchtitan_clone.config.checks import find_config_errors, find_range_errors
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.models import ModelArgs
@@ -18,16 +19,19 @@ _PIPELINE = "parallelism.pipeline_parallel_"
 
 
 def find_run_errors(
-    config: Config, *, world_size: int, args: ModelArgs, tokenizer_vocab_size: int | None, device_type: str
+    config: Config, *, world_size: int, args: ModelArgs | None, tokenizer_vocab_size: int | None, device_type: str
 ) -> list[str]:
     """Returns one message for each broken rule, those within the tables included.
 
-    `tokenizer_vocab_size` is None where no tokenizer is loaded.
+    `args` is None where the model has no valid arguments, `tokenizer_vocab_size` where no tokenizer is loaded.
     """
     found = find_config_errors(config, device_type=device_type)
-    found += _model_limits(config, args, tokenizer_vocab_size)
-    if any(find_bound_errors(config)):  # the other rules compute with these values
+    if args is not None:
+        found += _model_limits(config, args, tokenizer_vocab_size)
+    if any(find_range_errors(config, at="")):  # the other rules compute with these values
         return found
+    if args is None:
+        return [*found, *_degrees(config.parallelism, world_size)]
     mesh_errors = _mesh_errors(config, world_size=world_size, args=args) or [*_freeze_schedule(config, args)]
     if mesh_errors:
         return found + mesh_errors
@@ -163,15 +167,13 @@ def _freeze_schedule(config: Config, args: ModelArgs) -> Iterator[str]:
                 f"{args.n_layers}; each entry freezes more layers, and the last layer is always trained."
             )
         if (wanted := freeze.pipeline_parallel_degree) is not None:
-            if wanted < 1 or degree % wanted:
+            if degree % wanted:
                 yield (
                     f"{point}: pipeline_parallel_degree = {wanted} does not divide the previous degree {degree}; "
                     "set it to a divisor, for example 1."
                 )
                 return
             degree = wanted
-        if freeze.local_batch_size is not None and freeze.local_batch_size < 1:
-            yield f"{point}: local_batch_size = {freeze.local_batch_size} must be at least 1."
         step, layers = freeze.step, freeze.layers
     if config.training.freeze_schedule and config.fault_tolerance.enable:
         yield (
@@ -207,12 +209,12 @@ def _pipeline_schedule(parallelism: Parallelism) -> Iterator[str]:
     ranks = parallelism.pipeline_parallel_degree
     if not path:
         if name not in SCHEDULES:
-            yield f'{_PIPELINE}schedule = "{name}": no such schedule; known: {", ".join(SCHEDULES)}.'
+            yield f"{_PIPELINE}schedule = {shown(name)}: no such schedule; known: {', '.join(SCHEDULES)}."
         return
     try:
         found = 1 + max(read_schedule_file(path).ranks)
     except (OSError, ValueError) as error:
-        yield f'{_PIPELINE}schedule_csv = "{path}": cannot be read as a schedule: {error}; see the option\'s help.'
+        yield f"{_PIPELINE}schedule_csv = {shown(path)}: cannot be read as a schedule: {error}; see the option's help."
         return
     if found != ranks:
         yield (

@@ -49,7 +49,7 @@ class PlainLoop:
         self._max_norm = config.training.max_norm
         self._lr_factor = build_schedule(config.lr_scheduler, steps=self.steps)
         self._forward = torch.compile(self.model) if config.compile.enable else self.model
-        self._is_bf16 = config.training.mixed_precision_param == "bfloat16"
+        self._is_bf16 = plan.config.training.mixed_precision_param == "bfloat16"
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Trains the step of this number, which must follow the last; returns its loss and gradient norm."""

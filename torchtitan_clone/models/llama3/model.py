@@ -1,10 +1,11 @@
 """Llama 3's arguments and blocks. Source: arXiv 2407.21783."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
+from torchtitan_clone.config.schema import Range
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
+from torchtitan_clone.models.decoder import Decoder, Hidden, ModelArgs, TransformerBlock, Width
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 
@@ -12,11 +13,9 @@ from torchtitan_clone.models.feed_forward import SwiGLU
 class Llama3Args(ModelArgs):
     """Arguments of Llama 3."""
 
-    multiple_of: int = 256
-    ffn_dim_multiplier: float = 1.0
-    hidden_dim: int | None = None
-
-    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "multiple_of", "ffn_dim_multiplier", "hidden_dim")
+    multiple_of: Width = 256
+    ffn_dim_multiplier: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
+    hidden_dim: Hidden | None = None
 
     @property
     def ffn_hidden_dim(self) -> int:

@@ -1,10 +1,20 @@
 """Qwen3's arguments and blocks: heads of a given size, with norms of queries and keys. Source: arXiv 2505.09388."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from torchtitan_clone.config.schema import Size
 from torchtitan_clone.models.attention import Attention
-from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock
+from torchtitan_clone.models.decoder import (
+    Decoder,
+    Epsilon,
+    Heads,
+    Hidden,
+    ModelArgs,
+    RopeTheta,
+    TransformerBlock,
+    Vocabulary,
+    Width,
+)
 from torchtitan_clone.models.feed_forward import SwiGLU
 
 
@@ -12,15 +22,13 @@ from torchtitan_clone.models.feed_forward import SwiGLU
 class Qwen3Args(ModelArgs):
     """Arguments of dense Qwen3."""
 
-    head_dim: int = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
-    hidden_dim: int = 12288
-    n_kv_heads: int | None = 8
-    vocab_size: int = 151936
-    norm_eps: float = 1e-6
-    rope_theta: float = 1000000.0
-    max_seq_len: int = 40960
-
-    POSITIVE: ClassVar[tuple[str, ...]] = (*ModelArgs.POSITIVE, "n_heads", "head_dim", "hidden_dim")
+    head_dim: Width = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
+    hidden_dim: Hidden = 12288
+    n_kv_heads: Heads | None = 8
+    vocab_size: Vocabulary = 151936
+    norm_eps: Epsilon = 1e-6
+    rope_theta: RopeTheta = 1000000.0
+    max_seq_len: Size = 40960
 
     @property
     def ffn_hidden_dim(self) -> int:
