@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torchtitan_clone.config import Config, ConfigError, help_text, load_config
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
+from torchtitan_clone.observe.outputs import guard_outputs, print_error
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, NoLighthouseError) as error:
         # Every process finds the same; one of each machine says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
+            print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -129,6 +130,7 @@ def _exit_code(config: Config, *, complete: bool) -> int:
 
 def exit_process(argv: list[str]) -> None:
     """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order."""
+    guard_outputs()
     try:
         code = main(argv)
     except Exception:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from torchtitan_clone.documents import escape
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -23,7 +25,7 @@ _DESCRIPTIONS: dict[object, str] = {bool: "true or false", int: "an integer", fl
 
 
 class ConfigError(Exception):
-    """Error that the user can correct; holds one message per problem and prints all of them."""
+    """Error that the user can correct; holds one message per problem and prints each on a line."""
 
     def __init__(self, messages: str | list[str]) -> None:
         self.messages = [messages] if isinstance(messages, str) else messages
@@ -31,9 +33,9 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         if len(self.messages) == 1:
-            return self.messages[0]
+            return escape(self.messages[0])
         lines = [f"{len(self.messages)} problems in the configuration:"]
-        lines += [f"  - {message}" for message in self.messages[:SHOWN_PROBLEMS]]
+        lines += [f"  - {escape(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
         if len(self.messages) > SHOWN_PROBLEMS:
             lines.append(f"  and {len(self.messages) - SHOWN_PROBLEMS} more")
         return "\n".join(lines)
