@@ -111,7 +111,7 @@ def test_unreadable_files(write, tmp_path: Path) -> None:
     assert message("--job.config_file=no.toml") == "command line: cannot read no.toml: No such file or directory"
     file = write("a.toml", '\n[job]\nextends = "no.toml"\n')
     assert message(file) == "a.toml:3: cannot read no.toml: No such file or directory"
-    assert "a directory" in message("--job.config_file=.")
+    assert message("--job.config_file=..").endswith("cannot read ..: ..: must be a regular file")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Settings as the user wrote them, key by key, with their origin: TOML files, `extends` chains, the command line."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ import tomli
 
 from torchtitan_clone.config.overlay import Key
 from torchtitan_clone.config.schema import Config
+from torchtitan_clone.documents import DocumentError, read_regular
 
 COMMAND_LINE = "command line"
+MAX_FILE_BYTES = 1 << 22
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
 
@@ -72,6 +75,9 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
     except OSError as error:
         problems.append(f"{origin}: cannot read {path}: {error.strerror}")
         return
+    except DocumentError as error:
+        problems.append(f"{origin}: cannot read {path}: {error}")
+        return
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         problems.append(_malformed(path, error))
         return
@@ -85,7 +91,7 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
 
 
 def _read_file(path: Path) -> Settings:
-    text = path.read_bytes().decode()
+    text = _content(path).decode()
     lines = _key_lines(text)
 
     def origin_of(key: Key) -> str:
@@ -94,12 +100,17 @@ def _read_file(path: Path) -> Settings:
     return dict(_flatten(tomli.loads(text), path=(), origin_of=origin_of))
 
 
+def _content(path: Path) -> bytes:
+    """Returns the content of a regular file; /dev/null, which names no options, counts as one."""
+    return b"" if str(path) == os.devnull else read_regular(path, max_bytes=MAX_FILE_BYTES, follow_links=True)
+
+
 def _malformed(path: Path, error: tomli.TOMLDecodeError | UnicodeDecodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         line = error.object.count(b"\n", 0, error.start) + 1
         return f"{path}:{line}: not UTF-8: byte {error.object[error.start]:#04x}; save the file as UTF-8"
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-    line = found[1] if found and found[1] else len(path.read_bytes().splitlines())
+    line = found[1] if found and found[1] else len(_content(path).splitlines())
     return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
 
 

@@ -5,6 +5,7 @@ must provide; `prepare` then opens the data.
 """
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.data import Dataset, build_tokenizer, describe_source, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
-from torchtitan_clone.observe.metrics import check_metrics
+from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file
 from torchtitan_clone.optim import build_schedule, find_optimizer_errors
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.parallel.stages import splits_backward
@@ -30,6 +31,7 @@ from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan
 from torchtitan_clone.run.rules import find_run_errors
+from torchtitan_clone.run.run_folder import RunFolder
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
@@ -46,6 +48,8 @@ class PreparedRun:
     initial_weights: InitialWeights | None
     completed_steps: int
     """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
+    folder: RunFolder | None
+    """The locked output folder; rank 0 has it."""
 
 
 def resolve(config: Config, *, world_size: int, device_type: str) -> RunPlan:
@@ -85,7 +89,10 @@ def check_start(plan: RunPlan) -> None:
     """Checks what a start needs of this machine and of the run's folder, without reading data. ConfigError."""
     config = plan.config
     check_replica_requirements(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
-    _check_folder_is_writable(plan.folder)
+    _check_folder_is_writable(plan.folder, option="job.dump_folder")
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
+    check_metrics_file(plan.output_folder)
     if committed_steps(plan.checkpoint_folder):
         _check_folder_is_ours(plan)
         if config.checkpoint.create_seed_checkpoint:
@@ -99,7 +106,7 @@ def check_start(plan: RunPlan) -> None:
 
 
 def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
-    """Opens the data. ConfigError where data, checkpoints or the run's folder do not fit the plan.
+    """Opens the data and locks the run's folder. ConfigError where data, checkpoints or the folder do not fit the plan.
 
     Where the run resumes is decided later, by all ranks together; here it is only checked that the newest checkpoint
     was trained on the same data.
@@ -109,12 +116,16 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)
     progress = _expected_progress(plan)
     open_loaders(plan.at_step(progress.step + 1), dataset=dataset, rank=launch.rank, position=progress.data)
+    folder = RunFolder(plan) if launch.rank == 0 else None
+    if folder is not None:
+        folder.lock()
     finished = finished_step(plan.checkpoint_folder) if config.checkpoint.enable else 0
     return PreparedRun(
         plan=plan,
         dataset=dataset,
         initial_weights=None if progress.step else find_initial_weights(plan),
         completed_steps=max(progress.step, finished),
+        folder=folder,
     )
 
 
@@ -132,10 +143,16 @@ def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
     return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors)
 
 
-def _check_folder_is_writable(folder: Path) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise ConfigError(f"job.dump_folder: nothing can be written to {folder} ({existing}); choose another folder")
+def _check_folder_is_writable(folder: Path, *, option: str) -> None:
+    """Creates a file without a name in the folder, or in the parent that it would be made in. ConfigError."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        why = f"{error.strerror}: {existing}"
+        remedy = "choose another folder, or make it a folder that this user can write to"
+        raise ConfigError(f"{option}: nothing can be written to {folder} ({why}); {remedy}") from None
 
 
 def _check_folder_is_ours(plan: RunPlan) -> None:
