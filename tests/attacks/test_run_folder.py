@@ -1,7 +1,8 @@
 """Attacks on the folder of a run: a second run, deletion while training, hostile files in it, storage without room.
 
 Of torchtitan_clone/run/run_folder.py, torchtitan_clone/run/preflight.py, torchtitan_clone/observe/metrics.py,
-torchtitan_clone/observe/goodput.py, torchtitan_clone/config/checks.py and torchtitan_clone/checkpoint/saving.py.
+torchtitan_clone/observe/goodput.py, torchtitan_clone/config/checks.py, torchtitan_clone/config/sources.py,
+torchtitan_clone/parallel/stages.py and torchtitan_clone/checkpoint/saving.py.
 """
 
 import json
@@ -22,6 +23,7 @@ from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.files import format_bytes
 from torchtitan_clone.observe.goodput import resumed_ledger
 from torchtitan_clone.observe.metrics import check_metrics_file
+from torchtitan_clone.parallel.stages import read_schedule_file
 from torchtitan_clone.run.run_folder import LOCK_FILE
 from torchtitan_clone.testing.runs import Ranks, options, rows, train, wait_for_step
 
@@ -201,6 +203,8 @@ def test_a_configuration_that_is_no_regular_file_is_refused(tmp_path, kind):
     for path in (file, base):
         with pytest.raises(ConfigError, match=r"cannot read .*run\.toml"):
             load_config([f"--job.config_file={path}"])
+    with pytest.raises(ValueError, match=r"run\.toml: (must be a regular file|has .* bytes)"):
+        read_schedule_file(str(file))
     (tmp_path / "good.toml").write_text("[training]\nsteps = 3\n")
     (tmp_path / "link.toml").symlink_to("good.toml")
     assert load_config([f"--job.config_file={tmp_path / 'link.toml'}"]).training.steps == 3

@@ -41,3 +41,16 @@ for text, size in (("first", 1000), ("lost", 40), ("last", 1000)):
     assert done.stderr == ("note: standard output cannot be written (File too large); what is printed there is lost\n")
     text = (tmp_path / "log").read_text()
     assert (text.count("first"), text.count("lost"), text.count("last")) == (1, 0, 1)
+
+
+def test_a_non_blocking_output_loses_nothing():
+    program = """
+import os
+from torchtitan_clone.observe.outputs import guard_outputs
+guard_outputs()
+os.set_blocking(1, False)
+print("x" * 1_000_000)
+"""
+    command = ["sh", "-c", '"$@" | { sleep 0.2; cat; }', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, env=PATH, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("x" * 1_000_000 + "\n", "")

@@ -23,7 +23,7 @@ def lock_as(argv: list[str], replica_ids: list[int]) -> str:
     except ConfigError as error:
         return str(error)
     (Path(config.job.dump_folder) / f"locked{rank}").touch()
-    time.sleep(4)  # longer than the other process waits
+    time.sleep(3)  # longer than the other process waits
     return ""
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
@@ -25,7 +26,9 @@ class _Output(io.FileIO):
 
     def write(self, data: "ReadableBuffer", /) -> int:
         try:
-            return super().write(data)
+            while (count := super().write(data)) is None:  # another process made a shared terminal or pipe non-blocking
+                select.select([], [self], [])
+            return count
         except OSError as error:
             if not self._is_noted:
                 self._is_noted = True
