@@ -8,7 +8,7 @@
 #   NGPU         number of processes on this node (default: number of GPUs, or 1)
 #   CONFIG_FILE  TOML file (default: train_configs/debug_model.toml); --job.config_file=FILE takes precedence
 #   LOG_RANK     local ranks whose output is shown (default: 0), for example 0,1
-#   LOG_FOLDER   folder that keeps the output of the other ranks (default: a temporary folder)
+#   LOG_FOLDER   folder that keeps the output of the other ranks (default: a temporary folder if the run fails)
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   multi-node training: run this script on each node
 #   PYTHON       Python interpreter (default: see scripts/setup_env.sh)
 #   NO_SETUP=1   do not check or install packages

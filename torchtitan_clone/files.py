@@ -1,4 +1,4 @@
-"""File operations whose effect survives a crash of the machine."""
+"""File operations whose effect survives a crash of the machine, and sizes as text."""
 
 import os
 from pathlib import Path
@@ -22,3 +22,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     partial.rename(path)
     sync_folder(path.parent)
+
+
+def format_bytes(size: int) -> str:
+    """Formats a size with two decimals in the largest of KiB, MiB and GiB that it reaches, or in bytes below those."""
+    for unit, bytes_each in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= bytes_each:
+            return f"{size / bytes_each:.2f} {unit}"
+    return f"{size} bytes"

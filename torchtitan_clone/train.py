@@ -15,6 +15,7 @@ from torchtitan_clone.config.environment import EnvironmentVariableError, enviro
 from torchtitan_clone.config.resolved import simulated_device_type
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
+from torchtitan_clone.observe.outputs import guard_outputs, print_error
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, NoLighthouseError) as error:
         # Every process finds the same; one of each machine says so.
         if isinstance(error, EnvironmentVariableError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"error: {error}\n")
+            print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -179,6 +180,7 @@ def _exit_code(config: Config, *, complete: bool) -> int:
 
 def exit_process(argv: list[str]) -> None:
     """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order."""
+    guard_outputs()
     try:
         code = main(argv)
     except Exception:

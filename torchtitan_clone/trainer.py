@@ -88,7 +88,9 @@ class Trainer:
             deadline_seconds=config.preemption.deadline_seconds,
             sum_over_ranks=sum_over_ranks,
         )
-        self._metrics = build_run_metrics(plan, launch=launch, device=device, age_seconds=stop.age_seconds)
+        self._metrics = build_run_metrics(
+            plan, launch=launch, device=device, age_seconds=stop.age_seconds, folder=run.folder
+        )
         self._stragglers = StragglerMonitor(
             config.comm, launch=launch, device=device, can_time_collectives=not config.compile.enable
         )

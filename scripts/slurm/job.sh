@@ -57,7 +57,7 @@ latest_step >>"$STARTS"
 say "start $(wc -l <"$STARTS") after step $(tail -n 1 "$STARTS") on $SLURM_JOB_NODELIST," \
     "rendezvous at $MASTER_ADDR:$MASTER_PORT"
 
-trap : TERM USR1 USR2 # this shell must outlive the run
+trap : HUP TERM USR1 USR2 # this shell must outlive the run
 # USR1 must not kill shells and launchers during startup; the launcher installs its own handlers.
 # shellcheck disable=SC2016,SC2086 # expanded by the shell on the node; $CONTAINER is split into words
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '

@@ -1,4 +1,4 @@
-"""Tests of torchrun.py, rendezvous.py and worker.py: signals, exit codes and output of the launcher."""
+"""Tests of torchrun.py, rendezvous.py, rank_logs.py and worker.py: signals, exit codes and output."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ import os, signal, sys, time
 
 rank, mode = int(os.environ["RANK"]), sys.argv[1]
 received = []
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: received.append(number))
 if mode == "slow":
     time.sleep(1)
@@ -101,7 +101,7 @@ def test_killed_rank_is_reported_with_its_signal(launch):
     assert err.splitlines()[1:] == ["  rank 1: killed by SIGKILL"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_are_forwarded_to_the_workers_once(launch, tmp_path, number):
     process = launch("save")
     wait_for(tmp_path / "started0", tmp_path / "started1")

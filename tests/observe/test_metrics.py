@@ -33,6 +33,7 @@ def writer(
         "peak_flops": 24e12,
         "run_config": {"training": {"steps": 100}},
         "started": time.time(),
+        "ensure_folder": lambda: None,
     }
     built = MetricsWriter(metrics or Metrics(), folder=folder, rank=rank, **options | changes)
     built.start(after_step=resume_step, lost=lost)
@@ -238,7 +239,8 @@ from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import MetricsWriter
 MetricsWriter(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
-              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0).start(after_step=0)
+              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0,
+              ensure_folder=lambda: None).start(after_step=0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -107,7 +107,7 @@ print(sorted(installed))
 def test_signal_handlers_are_installed_before_torch_is_imported():
     command = [sys.executable, "-c", HANDLERS]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{[(name, False) for name in ('SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
+    assert done.stdout == f"{[(name, False) for name in ('SIGHUP', 'SIGINT', 'SIGTERM', 'SIGUSR1', 'SIGUSR2')]}\n"
 
 
 @pytest.mark.parametrize("moment", ["handlers are installed", "torch is imported"])

@@ -18,6 +18,7 @@ from torchtitan_clone.checkpoint.staging import StagingBuffer
 from torchtitan_clone.checkpoint.tensor_file import file_content
 from torchtitan_clone.checkpoint.writer import FileRecord, pieces_of, write_file
 from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.files import format_bytes
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -82,7 +83,7 @@ def _build_buffer(plan: Plan) -> StagingBuffer | None:
     try:
         return StagingBuffer(plan)
     except OSError as error:
-        what = f"cannot allocate {plan.bytes / 2**30:.2f} GiB of memory for staging ({error.strerror})"
+        what = f"cannot allocate {format_bytes(plan.bytes)} of memory for staging ({error.strerror})"
         remedy = f'training waits for each save, as with checkpoint.async_mode = "{DIRECT}"'
         logger.warning("checkpoint: %s; %s", what, remedy)
         return None

@@ -25,6 +25,7 @@ from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.files import format_bytes
 from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.torch_compat import default_store
 
@@ -181,6 +182,8 @@ class SaveRunner:
         self._extra_files = extra_files
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._save: Save | None = None
+        self._previous: Save | None = None
+        self._committed_step: int | None = None
         self._unreported: list[Save] = []
 
     def run_in_background(self, action: Callable[[], None]) -> None:
@@ -213,8 +216,10 @@ class SaveRunner:
             self._save.report.blocked_seconds += time.perf_counter() - start
 
     def finish(self) -> int | None:
-        """Waits for the last save, for a bounded time; returns its step if it was committed."""
-        return self._save.report.step if self._save is not None and self._save.outcome() is None else None
+        """Waits for the last save, for a bounded time; returns the newest step that was committed, if any."""
+        if self._save is not None and self._save.outcome() is None:
+            self._committed_step = self._save.report.step
+        return self._committed_step
 
     def reports(self) -> Iterator[SaveReport]:
         for save in [save for save in self._unreported if save.finished.is_set()]:
@@ -237,9 +242,10 @@ class SaveRunner:
         save_id, error = answers[0][1].text(pattern="[0-9a-f]{12}"), optional_text(answers[0][2])
         if any(busy.flag() for busy, _, _ in answers):
             return save_id, "the previous save is still in progress; if this repeats, increase checkpoint.interval"
-        if self._save is not None and dist.get_rank() == 0:
-            self._save.coordinator.forget()
-        self._save = None
+        self.finish()  # the outcome is announced, and the next save may fail
+        if self._previous is not None and dist.get_rank() == 0:
+            self._previous.coordinator.forget()  # all ranks have read its outcome before this collective
+        self._previous, self._save = self._save, None
         return save_id, error
 
 
@@ -248,7 +254,7 @@ def _lack_of_space(folder: Path, *, size: int) -> str | None:
     free = shutil.disk_usage(existing).free
     if free >= size * _SPACE_FACTOR:
         return None
-    needs = f"it needs {size / 2**30:.2f} GiB, and {existing} has {free / 2**30:.2f} GiB free"
+    needs = f"it needs {format_bytes(size)}, and {existing} has {format_bytes(free)} free"
     return f"{needs}; free disk space or lower checkpoint.keep_latest_k"
 
 

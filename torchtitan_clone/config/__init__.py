@@ -1,4 +1,4 @@
-"""Configuration of a run as plain data: schema, loading, validation. Imports nothing else of the package."""
+"""Configuration of a run as plain data: schema, loading, validation. Of the package it imports only documents."""
 
 from torchtitan_clone.config.loader import load_config, read_config
 from torchtitan_clone.config.overlay import ConfigError, overlay

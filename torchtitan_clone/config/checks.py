@@ -9,7 +9,9 @@ from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_multiples
+from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config, FaultTolerance, Profiling, Range, Slurm
+from torchtitan_clone.documents import is_plain_name
 
 
 def find_config_errors(config: Config, *, device_type: str) -> list[str]:
@@ -135,7 +137,15 @@ def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[
 EXCLUDABLE = ("model", "optimizer", "rng", "data")
 
 
+MAX_RUN_NAME = 128
+
+
 def _find_storage_errors(config: Config) -> Iterator[str]:
+    name = run_name(config.job)
+    if not is_plain_name(name) or len(name) > MAX_RUN_NAME:
+        option = "job.run_name" if config.job.run_name else "the name of the TOML file"
+        rule = f"names a folder in job.dump_folder: one path component of at most {MAX_RUN_NAME} printable characters"
+        yield f"{option} = {shown(name)}: {rule}; choose another job.run_name."
     for name in config.checkpoint.exclude_from_loading:
         if name.split("/")[0] not in EXCLUDABLE:
             remedy = f"use {', '.join(EXCLUDABLE)}, or a name such as model/output.weight or optimizer/output.weight"
@@ -170,6 +180,10 @@ def find_path_errors(config: Config) -> Iterator[str]:
 
 SLURM_TIMES = (r"(?P<m>N)(:(?P<s>N))?", r"(?P<h>N):(?P<m>N):(?P<s>N)", r"(?P<d>N)-(?P<h>N)(:(?P<m>N)(:(?P<s>N))?)?")
 NUMBER = "[0-9]{1,9}"
+_SECRET_WORD = re.compile(
+    r".*(TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?)|((API|ACCESS|PRIVATE)?KEYS?|PASS)"
+)
+_ASSIGNMENT = re.compile(r"""([A-Za-z_]\w*)=["']?[^"'\s$`]""")  # not of what the shell computes, such as $(cat FILE)
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
@@ -186,6 +200,19 @@ def _find_slurm_errors(slurm: Slurm) -> Iterator[str]:
     if 0 < seconds <= slurm.signal_seconds:
         rule = f'must be less than slurm.time "{slurm.time}" = {seconds} s'
         yield f"slurm.signal_seconds = {slurm.signal_seconds}: {rule}; decrease it, or increase slurm.time."
+    yield from _find_secrets(slurm)
     for name in slurm.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             yield f"slurm.environment: {shown(name)} is not a valid name of an environment variable; rename it."
+
+
+def _find_secrets(slurm: Slurm) -> Iterator[str]:
+    """The options of a run are written to config.toml, to every checkpoint and to the batch script."""
+    commands = {"setup": slurm.setup, "container": [slurm.container], "sbatch_options": slurm.sbatch_options}
+    names = {f"slurm.{key}": _ASSIGNMENT.findall("\n".join(lines)) for key, lines in commands.items()}
+    for option, found in {"slurm.environment": list(slurm.environment), **names}.items():
+        for name in found:
+            if any(_SECRET_WORD.fullmatch(word) for word in re.split(r"[\W_]+", name.upper())):
+                rule = "looks like a secret, which would be readable in config.toml and in every checkpoint"
+                remedy = f"remove it and export {name} before submit.py, as sbatch passes the environment on"
+                yield f"{option}: {name} {rule}; {remedy}."

@@ -26,7 +26,7 @@ _DESCRIPTIONS: dict[object, str] = {bool: "true or false", int: "an integer", fl
 
 
 class ConfigError(Exception):
-    """Error that the user can correct; holds one message per problem and prints all of them."""
+    """Error that the user can correct; holds one message per problem and prints each on a line."""
 
     def __init__(self, messages: str | list[str]) -> None:
         self.messages = [messages] if isinstance(messages, str) else messages
@@ -34,17 +34,12 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         if len(self.messages) == 1:
-            return _escape_lines(self.messages[0])
+            return escape(self.messages[0])
         lines = [f"{len(self.messages)} problems in the configuration:"]
-        lines += [f"  - {_escape_lines(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
+        lines += [f"  - {escape(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
         if len(self.messages) > SHOWN_PROBLEMS:
             lines.append(f"  and {len(self.messages) - SHOWN_PROBLEMS} more")
         return "\n".join(lines)
-
-
-def _escape_lines(message: str) -> str:
-    """Returns the message without control characters, but in its own lines."""
-    return "\n".join(map(escape, message.split("\n")))
 
 
 def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:

@@ -325,7 +325,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """Behavior when a signal (SIGTERM, SIGINT, SIGUSR1, SIGUSR2) or training.max_seconds stops the run."""
+    """Behavior when a signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) or training.max_seconds stops the run."""
 
     deadline_seconds: Duration | None = None
     """Time from the signal until the process must exit, in seconds. After half of it, a running step is interrupted and

@@ -157,7 +157,7 @@ def read_chain(path: Path, *, origin: str, chain: list[Path], settings: Settings
 
 
 def _read_file(path: Path) -> Settings:
-    text = read_regular(path, max_bytes=MAX_FILE_BYTES, follow_links=True).decode("utf-8-sig")  # Windows adds a mark
+    text = _content(path).decode("utf-8-sig")  # Windows adds a mark
     parsed = _parse_toml(text)
     lines = _key_lines(text)
 
@@ -167,6 +167,11 @@ def _read_file(path: Path) -> Settings:
     return dict(_flatten(parsed, path=(), origin_of=origin_of))
 
 
+def _content(path: Path) -> bytes:
+    """Returns the content of a regular file; /dev/null, which names no options, counts as one."""
+    return b"" if str(path) == os.devnull else read_regular(path, max_bytes=MAX_FILE_BYTES, follow_links=True)
+
+
 def _malformed(path: Path, error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -174,7 +179,7 @@ def _malformed(path: Path, error: ValueError) -> str:
     if not isinstance(error, tomli.TOMLDecodeError):
         return f"{path}: {error}"
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-    line = found[1] if found and found[1] else len(path.read_bytes().splitlines())
+    line = found[1] if found and found[1] else len(_content(path).splitlines())
     return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
 
 

@@ -27,6 +27,7 @@ from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.data.unnamed_semaphores import UnnamedContext
 from torchtitan_clone.documents import DocumentError, Value
 
 logger = logging.getLogger("torchtitan_clone")
@@ -245,7 +246,7 @@ def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]
             collate_fn=_identity,
             num_workers=num_workers,
             worker_init_fn=_init_worker,
-            multiprocessing_context="spawn",  # a fork would copy torch's threads and CUDA
+            multiprocessing_context=UnnamedContext(),  # spawns: a fork would copy torch's threads and CUDA
         )
     with _blocked_stop_signals():
         return iter(loader)

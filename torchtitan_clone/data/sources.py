@@ -87,13 +87,13 @@ class BadRows:
     def check(self) -> None:
         if self.count > self.limit:
             raise ConfigError(
-                f"data.max_bad_rows = {self.limit}: the data has {self.report()}\n"
+                f"data.max_bad_rows = {self.limit}: the data has {self.report()}. "
                 "Correct the data, or raise data.max_bad_rows to skip them."
             )
 
     def report(self) -> str:
         more = [f"and {self.count - len(self.first)} more"] if self.count > len(self.first) else []
-        return "\n  ".join([f"{self.count} unreadable row(s) of text:", *self.first, *more])
+        return f"{self.count} unreadable row(s) of text: {'; '.join([*self.first, *more])}"
 
 
 def stdlib_source() -> Source:

@@ -1,7 +1,7 @@
 """Launches the training processes of this node, one per device, with torchrun's elastic agent.
 
-Unlike torchrun it forwards STOP_SIGNALS once, so that workers finish the step and save; SIGQUIT (Ctrl-\\) kills them,
-and so does the launcher's death. Exit codes 2 and 75 are passed on; other failures print one short block.
+Unlike torchrun it forwards the stop signals once, so that workers finish the step and save; SIGQUIT (Ctrl-\\) kills
+them, and so does the launcher's death. Exit codes 2 and 75 are passed on; other failures print one short block.
 """
 
 import argparse
@@ -9,20 +9,19 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.config.signals import handled_signals
 from torchtitan_clone.documents import escape
 from torchtitan_clone.network import LOOPBACK, InterfaceError, find_interface, is_loopback, listen
+from torchtitan_clone.observe.outputs import guard_outputs, print_error
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE
 
 if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
@@ -30,8 +29,9 @@ if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+    from torchtitan_clone.launch.rank_logs import RankLogs
+
 CONFIG_ERROR = 2
-LAST_LINES = 20
 
 
 def main(argv: list[str]) -> int:
@@ -40,24 +40,19 @@ def main(argv: list[str]) -> int:
         options, arguments = _parse(argv)
         listen_address = _listen_address(options, arguments)
     except argparse.ArgumentError as error:
-        sys.stderr.write(f"error: {error.message}\n")
+        print_error(error.message)
         return CONFIG_ERROR
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # before any thread starts; workers inherit the mask
+    numbers = handled_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # before any thread starts; workers inherit the mask
     agents: list[SimpleElasticAgent] = []
-    threading.Thread(target=_forward_signals, args=(agents,), daemon=True).start()
+    threading.Thread(target=_forward_signals, args=(numbers, agents), daemon=True).start()
     logging.disable()  # _report() reports what torchrun's agent would log
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     if options.nnodes > 1:
         _log(f"node {options.node_rank} of {options.nnodes}: rendezvous at {_describe_rendezvous(options)}")
-    log_folder = options.log_folder or Path(tempfile.mkdtemp(prefix="torchtitan_clone_"))
     rendezvous = _rendezvous(options, listen_address=listen_address)
-    agent = _build_agent(options, arguments, log_folder=log_folder, rendezvous=rendezvous)
-    agents.append(agent)
-    code = _launch(options, agent=agent, log_folder=log_folder)
-    if code in (0, CONFIG_ERROR, REQUEUE_EXIT_CODE) and not options.log_folder:
-        shutil.rmtree(log_folder)
-    return code
+    return _launch(options, arguments, rendezvous=rendezvous, agents=agents)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -148,11 +143,21 @@ def _describe_rendezvous(options: argparse.Namespace) -> str:
     return place
 
 
-def _launch(options: argparse.Namespace, *, agent: "SimpleElasticAgent", log_folder: Path) -> int:
+def _launch(
+    options: argparse.Namespace, arguments: list[str], *, rendezvous: "RendezvousHandler",
+    agents: "list[SimpleElasticAgent]",
+) -> int:  # fmt: skip
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    try:
+        logs = _open_logs(options)
+    except OSError as error:
+        _log(f"no file for the output of the other ranks: {error}; set LOG_FOLDER or TMPDIR to a writable folder")
+        return CONFIG_ERROR
+    agent = _build_agent(options, arguments, logs=logs, rendezvous=rendezvous)
+    agents.append(agent)
     try:
         result = cast("RunResult", agent.run())
     except SignalException as stop:
@@ -162,7 +167,7 @@ def _launch(options: argparse.Namespace, *, agent: "SimpleElasticAgent", log_fol
         address = f"{options.master_addr}:{options.master_port}"
         _log(f"rendezvous of {options.nnodes} nodes at {address} failed: {str(error).splitlines()[0]}")
         return 1
-    return _report(result, shown=_shown_ranks(options), log_folder=log_folder) if result.is_failed() else 0
+    return _report(result, logs=logs) if result.is_failed() else 0
 
 
 def _rendezvous(options: argparse.Namespace, *, listen_address: str) -> "RendezvousHandler":
@@ -177,12 +182,21 @@ def _rendezvous(options: argparse.Namespace, *, listen_address: str) -> "Rendezv
     )
 
 
+def _open_logs(options: argparse.Namespace) -> "RankLogs":
+    from torchtitan_clone.launch.rank_logs import FolderLogs, UnnamedLogs
+
+    ranks = range(options.nproc_per_node)
+    hidden = set(ranks) - {int(rank) for rank in options.log_rank.split(",")}
+    if options.log_folder:
+        return FolderLogs(options.log_folder, ranks=ranks, hidden=hidden)
+    return UnnamedLogs(hidden=hidden)
+
+
 def _build_agent(
-    options: argparse.Namespace, arguments: list[str], *, log_folder: Path, rendezvous: "RendezvousHandler"
+    options: argparse.Namespace, arguments: list[str], *, logs: "RankLogs", rendezvous: "RendezvousHandler"
 ) -> "SimpleElasticAgent":
     from torch.distributed.elastic.agent.server import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     spec = WorkerSpec(
         role="default",
@@ -193,16 +207,14 @@ def _build_agent(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    shown = _shown_ranks(options)
-    to_files = {rank: Std.NONE if rank in shown else Std.ALL for rank in range(options.nproc_per_node)}
-    return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=str(log_folder), redirects=to_files))
+    return LocalElasticAgent(spec, logs_specs=logs)
 
 
-def _forward_signals(agents: "list[SimpleElasticAgent]") -> NoReturn:
+def _forward_signals(numbers: Collection[int], agents: "list[SimpleElasticAgent]") -> NoReturn:
     """Forwards each signal to the workers once; they run in their own sessions and receive none from the terminal."""
     forwarded: set[int] = set()
     while True:
-        number = signal.sigwait(STOP_SIGNALS)
+        number = signal.sigwait(numbers)
         pids = [worker.id for agent in agents for worker in agent.get_worker_group().workers]
         if not pids or not all(isinstance(pid, int) for pid in pids):
             os._exit(128 + number)  # no worker has started yet
@@ -214,20 +226,21 @@ def _forward_signals(agents: "list[SimpleElasticAgent]") -> NoReturn:
                     os.kill(pid, number)
 
 
-def _report(result: "RunResult", *, shown: set[int], log_folder: Path) -> int:
+def _report(result: "RunResult", *, logs: "RankLogs") -> int:
     """Reports which ranks failed and how, with the log of the first if not shown; returns the exit code."""
+    from torchtitan_clone.launch.rank_logs import tail
+
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
     # Prefer the rank that caused the failure; the agent terminates the others with SIGTERM.
     cause = min(codes, key=lambda rank: (codes[rank] != CONFIG_ERROR, codes[rank] == -signal.SIGTERM,
                                          codes[rank] == REQUEUE_EXIT_CODE))  # fmt: skip
     if codes[cause] == REQUEUE_EXIT_CODE:
         return REQUEUE_EXIT_CODE
-    if result.failures[cause].local_rank not in shown:
-        sys.stderr.write(_log_tail(result.failures[cause].local_rank, log_folder=log_folder))
+    sys.stderr.write(tail(logs, rank=result.failures[cause].local_rank))
     if codes[cause] != CONFIG_ERROR:
         order = sorted(codes, key=lambda rank: codes[rank] == -signal.SIGTERM)
         failures = "".join(f"\n  rank {rank}: {_describe_exit(codes[rank])}" for rank in order)
-        _log(f"training failed; logs of ranks that are not shown: {log_folder}{failures}")
+        _log(f"training failed; logs of ranks that are not shown: {_keep(logs)}{failures}")
     return codes[cause] if codes[cause] > 0 else 128 - codes[cause]  # as a shell reports a signal
 
 
@@ -235,17 +248,12 @@ def _describe_exit(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def _log_tail(local_rank: int, *, log_folder: Path) -> str:
-    """Returns the last lines of a rank's stderr, or of its stdout if stderr is empty."""
-    for stream in ("stderr", "stdout"):
-        for file in log_folder.glob(f"*/*/{local_rank}/{stream}.log"):
-            if lines := file.read_text(errors="replace").splitlines(keepends=True):
-                return "".join(lines[-LAST_LINES:])
-    return ""
-
-
-def _shown_ranks(options: argparse.Namespace) -> set[int]:
-    return {int(rank) for rank in options.log_rank.split(",")}
+def _keep(logs: "RankLogs") -> str:
+    """Keeps the logs; returns their folder, or why there is none."""
+    try:
+        return str(logs.keep())
+    except OSError as error:
+        return f"lost, {error}"
 
 
 def _log(text: str) -> None:
@@ -253,4 +261,5 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
+    guard_outputs()
     sys.exit(main(sys.argv[1:]))

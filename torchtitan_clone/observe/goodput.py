@@ -3,11 +3,12 @@
 A killed process leaves no final row; the next one reconstructs its time from the rows after the last goodput row.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+from torchtitan_clone.documents import DocumentError, parse_json, read_regular
 
 EVENT = "goodput"
 Kind = Literal["start_up", "saving", "healing", "waiting", "thrown_away"]
@@ -19,6 +20,10 @@ KINDS: dict[Kind, str] = {
     "thrown_away": "in steps that were repeated after a failure",
 }
 """Categories of time that is not progress."""
+MAX_METRICS_BYTES = 1 << 32
+_SUMS = ("progress", *KINDS)
+_SECONDS = [f"{name}_seconds" for name in _SUMS]
+_MAX_SECONDS = 1e12
 
 
 class Ledger:
@@ -58,10 +63,10 @@ class Ledger:
 
 def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -> Ledger:
     """Returns the ledger of a process that resumes from metrics.jsonl; other replica groups repeated `lost` steps."""
-    written, last = _newest_rows(file)
+    written, last = _newest_rows(read_rows(file))
     if not written:
         return Ledger(started=started)
-    sums = {name: written[f"{name}_seconds"] for name in ("progress", *KINDS)}
+    sums = {name: written[f"{name}_seconds"] for name in _SUMS}
     sums |= {name: written[name] for name in ("starts", "steps_thrown_away")}
     since = last["time"] - written["time"]
     steps_since = last["step"] - written["step"]
@@ -79,16 +84,34 @@ def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -
     return Ledger(started=started, sums=sums)
 
 
-def _newest_rows(file: Path) -> tuple[dict[str, float] | None, dict[str, float]]:
+def read_rows(file: Path) -> list[bytes]:
+    """Returns the lines of metrics.jsonl with their ends; DocumentError if it is not a regular file or too large."""
+    try:
+        return read_regular(file, max_bytes=MAX_METRICS_BYTES).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _newest_rows(lines: list[bytes]) -> tuple[dict[str, float] | None, dict[str, float]]:
     """Returns the numbers of the last goodput row, None if there is none, and of the last row of any kind."""
     last: dict[str, float] = {}
-    for line in reversed(file.read_bytes().splitlines() if file.exists() else []):
+    for line in reversed(lines):
         try:
-            row = json.loads(line)
-        except ValueError:
+            numbers = _numbers_of(line)
+        except (DocumentError, KeyError):
             continue  # a killed process leaves an incomplete line
-        numbers: dict[str, float] = {key: value for key, value in row.items() if isinstance(value, int | float)}
         last = last or numbers
-        if row.get("event") == EVENT:
+        if "complete" in numbers:
             return numbers, last
     return None, last
+
+
+def _numbers_of(line: bytes) -> dict[str, float]:
+    """Returns step and time of a row, and the totals if it is a goodput row. DocumentError, KeyError if it is none."""
+    values = parse_json(line, where="row").entries()
+    numbers = {"step": values["step"].integer(), "time": values["time"].number()}
+    if "event" in values and values["event"].value == EVENT:
+        numbers |= {name: values[name].number(low=-_MAX_SECONDS, high=_MAX_SECONDS) for name in _SECONDS}
+        numbers |= {name: values[name].integer() for name in ("starts", "steps_thrown_away")}
+        numbers["complete"] = values["complete"].flag()
+    return numbers

@@ -1,8 +1,15 @@
-"""Logger of the package: INFO from rank 0; WARNING and above from every rank, with the rank."""
+"""Logger of the package: INFO from rank 0; WARNING and above from every rank, with the rank.
+
+A message is one line: its control characters are escaped, and the lines of an exception are indented, so that a name
+or a path cannot forge a line of the log.
+"""
 
 import logging
 import os
 import sys
+import traceback
+
+from torchtitan_clone.documents import escape
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -23,8 +30,19 @@ class _Formatter(logging.Formatter):
         if self.color:
             time = f"{DIM}{time}{PLAIN}"
             label = label and f"{COLORS[record.levelno]}{label}{PLAIN}"
-        text = f"{time} {label}{record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        text = f"{time} {label}{escape(record.getMessage())}"
+        error = record.exc_info[1] if record.exc_info else None
+        return "\n".join([text, *_describe(error)]) if error else text
+
+
+def _describe(error: BaseException) -> list[str]:
+    """Returns the lines of a traceback; only frames and the first line of a message begin where lines of a log do."""
+    pieces = [piece.strip("\n").split("\n") for piece in traceback.format_exception(error)]
+    return [
+        f"{'    ' if number and not piece[0].startswith('  ') else ''}{escape(line)}"
+        for piece in pieces
+        for number, line in enumerate(piece)
+    ]
 
 
 def setup_logging(*, rank: int, color: bool) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import sys
 import time
 import uuid
@@ -15,18 +16,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.documents import DocumentError, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.observe.goodput import EVENT, Ledger, resumed_ledger
+from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, read_rows, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
     from tqdm import tqdm
 
+METRICS_FILE = "metrics.jsonl"
+_WANDB_ID = re.compile(rb"\w{1,64}")
 Value = float | str | None
 """A column of a row; None stands for a number that is not finite."""
 
@@ -87,6 +91,7 @@ class MetricsWriter:
     """Logs metrics on rank 0 to the console and to sinks in the run's `folder`; call `start` before logging.
 
     tokens_per_step is over all ranks; peak_flops sums all devices, None: MFU is not logged; `started` is epoch seconds.
+    `ensure_folder` is called before each row, and recreates the folder if it is gone.
     """
 
     def __init__(
@@ -101,12 +106,14 @@ class MetricsWriter:
         peak_flops: float | None,
         run_config: dict[str, object],
         started: float,
+        ensure_folder: Callable[[], object],
     ) -> None:
         self.active = rank == 0
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / METRICS_FILE
         self.sinks = _build_sinks(metrics, file=self._file, run_config=run_config) if self.active else []
         self.ledger = Ledger(started=started)
         self._started = started
+        self._ensure_folder = ensure_folder
         self._newest_step = 0
         self._interval = _Interval()
         self._total_steps = total_steps
@@ -196,6 +203,7 @@ class MetricsWriter:
     def _write(self, step: int, values: Mapping[str, Value]) -> None:
         row = Row(step=step, time=time.time(), values={key: _finite(value) for key, value in values.items()})
         self._newest_step = max(self._newest_step, step)
+        self._ensure_folder()
         for sink in self.sinks:
             _ignore_disk_errors(sink.write, row)
 
@@ -205,6 +213,20 @@ def check_metrics(metrics: Metrics) -> None:
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         remedy = 'pip install "torchtitan_clone[wandb]", or set it to false'
         raise ConfigError(f"metrics.enable_wandb = true: the package wandb is not installed; {remedy}")
+
+
+def check_metrics_file(folder: Path) -> None:
+    """Raises ConfigError if the rows that a run resumes from cannot be read; whether they are rows is not checked."""
+    try:
+        with open_regular(folder / METRICS_FILE) as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return
+    except (DocumentError, OSError) as error:
+        raise ConfigError(f"{folder / METRICS_FILE} cannot be read: {error}; move it to another folder") from None
+    if size > MAX_METRICS_BYTES:
+        rule = f"has {size:,} bytes; at most {MAX_METRICS_BYTES:,} are read"
+        raise ConfigError(f"{folder / METRICS_FILE} {rule}; move it to another folder")
 
 
 def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object]) -> list["Sink"]:
@@ -217,19 +239,22 @@ def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object])
 class _JsonLines:
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.stream = file.open("a", encoding="utf-8")
+        self.stream = _open_to_append(file)
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
         """Also drops the incomplete line of a killed process; replaces the file atomically."""
         self.stream.close()
-        lines = self.file.read_bytes().splitlines(keepends=True)
+        lines = read_rows(self.file)
         kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
         if dropped := len(lines) - len(kept):
             logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
             write_atomically(self.file, b"".join(kept))
-        self.stream = self.file.open("a", encoding="utf-8")
+        self.stream = _open_to_append(self.file)
 
     def write(self, row: Row) -> None:
+        if not self.file.exists():  # deleted while training
+            self.stream.close()
+            self.stream = _open_to_append(self.file)
         self.stream.write(row.to_json() + "\n")
         self.stream.flush()
 
@@ -251,6 +276,10 @@ class _TensorBoard:
         self.resume_step = after_step
 
     def write(self, row: Row) -> None:
+        if self.writer is not None and not self.folder.exists():  # deleted while training
+            with contextlib.suppress(OSError):  # its file is gone
+                self.writer.close()
+            self.writer, self.resume_step = None, row.step - 1
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter  # takes 0.15 s, so after the first step
 
@@ -269,11 +298,8 @@ class _WeightsAndBiases:
     def __init__(self, folder: Path, *, run_config: dict[str, object]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        id_file = folder / "wandb_id"
-        if not id_file.exists():  # random, since a path would be the same on two machines
-            id_file.write_text(uuid.uuid4().hex[:16])
         project = os.environ.get("WANDB_PROJECT", "torchtitan_clone")
-        run_id = id_file.read_text()
+        run_id = _wandb_id(folder / "wandb_id")
         self.run = wandb.init(
             id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config
         )
@@ -291,6 +317,22 @@ class _WeightsAndBiases:
 
 Sink = _JsonLines | _TensorBoard | _WeightsAndBiases
 """Destination of rows. forget() drops the rows after a step and those of `lost` steps, before the next write()."""
+
+
+def _wandb_id(file: Path) -> str:
+    """Returns the id that an earlier process of the run has written, else a new one."""
+    with contextlib.suppress(OSError, DocumentError):
+        if _WANDB_ID.fullmatch(content := read_regular(file, max_bytes=64)):
+            return content.decode()
+    run_id = uuid.uuid4().hex[:16]  # random, since a path would be the same on two machines
+    write_atomically(file, run_id.encode())
+    return run_id
+
+
+def _open_to_append(file: Path) -> TextIO:
+    """Opens a file of rows; OSError for a link, a pipe or a device, which could lead anywhere or block."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return open(os.open(file, flags, 0o644), "a", encoding="utf-8")
 
 
 def _show_bar(total_steps: int, *, done: int, opened: contextlib.ExitStack) -> "tqdm":
@@ -314,8 +356,8 @@ def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
 def _step_of(line: bytes) -> float:
     """Returns the step of a line, or infinity if the line is not a row."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return parse_json(line, where="row").entries()["step"].integer() if line.endswith(b"\n") else math.inf
+    except (DocumentError, KeyError):
         return math.inf
 
 

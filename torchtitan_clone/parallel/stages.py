@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.documents import DocumentError, read_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,12 @@ def read_schedule_file(path: str) -> ScheduleFile:
 
     B is a backward, I and W its halves for inputs and for weights. Raises OSError or ValueError for a bad file.
     """
-    with Path(path).open(newline="") as file:
-        lines = [re.findall(r"(\d+)([FBIW])(\d+)", ";".join(line)) for line in csv.reader(file)]
+    try:
+        content = read_regular(Path(path), follow_links=True)
+    except DocumentError as error:
+        raise ValueError(str(error)) from None
+    rows = csv.reader(content.decode().splitlines())
+    lines = [re.findall(r"(\d+)([FBIW])(\d+)", ";".join(row)) for row in rows]
     places = {int(stage): rank for rank, line in enumerate(lines) for stage, _, _ in line}
     if not places or sorted(places) != list(range(len(places))):
         raise ValueError(f"its stages are {sorted(places)}, not 0, 1, 2 and so on")

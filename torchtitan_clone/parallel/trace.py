@@ -139,7 +139,8 @@ def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: in
         return
     with CollectiveTrace(group_names) as trace:
         yield
-    logger.info("collectives of one step of rank %d:\n%s", rank, trace.table())
+    for line in (f"collectives of one step of rank {rank}:", *trace.table().splitlines()):
+        logger.info("%s", line)
     (folder / f"collectives.rank{rank}.json").write_text(json.dumps(trace.rows(), indent=1))
 
 

@@ -2,6 +2,7 @@
 
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import describe_source
+from torchtitan_clone.documents import escape
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan
 
@@ -36,14 +37,14 @@ def summary(plan: RunPlan) -> str:
     accumulation = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
     return (
         f"{to_toml(plan.config)}\n"
-        f"data              {describe_source(plan.config.training)}\n"
+        f"data              {escape(describe_source(plan.config.training))}\n"
         f"mesh              {describe_mesh(plan.degrees)}\n"
         f"pipeline          {plan.pipeline_summary or 'none'}\n"
         f"parameters        {plan.parameter_count:,}\n"
         f"FLOPs per token   {plan.flops_per_token:,.0f}\n"
         f"tokens per step   {plan.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
         f"tokens of the run {plan.tokens_per_step * plan.config.training.steps:,}\n"
-        f"run folder        {plan.folder}\n"
+        f"run folder        {escape(str(plan.folder))}\n"
         f"{''.join(map(_describe_phase, plan.later_phases()))}"
     )
 

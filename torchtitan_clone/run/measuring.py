@@ -11,11 +11,14 @@ from torchtitan_clone.observe.profiling import peak_memory_gib
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.run.outcome import StepResult
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.run_folder import RunFolder
 from torchtitan_clone.run.run_state import RunState
 
 
-def build_run_metrics(plan: RunPlan, *, launch: Launch, device: torch.device, age_seconds: float) -> MetricsWriter:
-    """Builds the metrics writer of a run; `age_seconds` is the time since the process started."""
+def build_run_metrics(
+    plan: RunPlan, *, launch: Launch, device: torch.device, age_seconds: float, folder: RunFolder | None
+) -> MetricsWriter:
+    """Builds the metrics writer of a run; `age_seconds` is the age of the process. Rank 0 has a `folder`."""
     config = plan.config
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops_per_second(name, dtype=config.training.mixed_precision_param)
@@ -29,6 +32,7 @@ def build_run_metrics(plan: RunPlan, *, launch: Launch, device: torch.device, ag
         peak_flops=peak and peak * launch.world_size * plan.num_replica_groups,
         run_config=asdict(config),
         started=time.time() - age_seconds,
+        ensure_folder=folder.ensure if folder is not None else lambda: None,
     )
 
 

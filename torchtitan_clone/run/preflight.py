@@ -27,7 +27,7 @@ from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data import Dataset, build_tokenizer, describe_source, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
-from torchtitan_clone.observe.metrics import check_metrics
+from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
@@ -37,6 +37,7 @@ from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import find_run_errors
+from torchtitan_clone.run.run_folder import RunFolder
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
@@ -53,6 +54,8 @@ class PreparedRun:
     initial_weights: InitialWeights | None
     completed_steps: int
     """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
+    folder: RunFolder | None
+    """The locked output folder; rank 0 has it."""
 
 
 def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequence[str] = ()) -> RunPlan:
@@ -121,7 +124,10 @@ def check_start(plan: RunPlan) -> None:
     """Checks what a start needs of this machine and of the run's folder, without reading data. ConfigError."""
     config = plan.config
     check_replica_requirements(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
-    _check_folder_is_writable(plan.folder)
+    _check_folder_is_writable(plan.folder, option="job.dump_folder")
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
+    check_metrics_file(plan.output_folder)
     if committed_steps(plan.checkpoint_folder):
         _check_folder_is_ours(plan)
         if config.checkpoint.create_seed_checkpoint:
@@ -134,7 +140,7 @@ def check_start(plan: RunPlan) -> None:
 
 
 def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
-    """Opens the data. ConfigError where data, checkpoints or the run's folder do not fit the plan.
+    """Opens the data and locks the run's folder. ConfigError where data, checkpoints or the folder do not fit the plan.
 
     Where the run resumes is decided later, by all ranks together; here it is only checked that the newest checkpoint
     was trained on the same data.
@@ -148,12 +154,16 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)
     progress = _expected_progress(plan)
     open_loaders(plan.at_step(progress.step + 1), dataset=dataset, rank=launch.rank, position=progress.data)
+    folder = RunFolder(plan) if launch.rank == 0 else None
+    if folder is not None:
+        folder.lock()
     finished = finished_step(plan.checkpoint_folder) if config.checkpoint.enable else 0
     return PreparedRun(
         plan=plan,
         dataset=dataset,
         initial_weights=None if progress.step else find_initial_weights(plan),
         completed_steps=max(progress.step, finished),
+        folder=folder,
     )
 
 
@@ -171,25 +181,26 @@ def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
     return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors)
 
 
-def _check_folder_is_writable(folder: Path) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+def _check_folder_is_writable(folder: Path, *, option: str) -> None:
+    """Creates a file without a name in the folder, or in the parent that it would be made in. ConfigError."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     try:
         for name in folder.absolute().parts[len(existing.parts) :]:
             (existing / name).lstat()  # a name that is too long is another error than a missing one
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise _unwritable(folder, error.strerror) from None
+        raise _unwritable(folder, error.strerror, option=option) from None
     try:
-        Path(tempfile.mkdtemp(dir=existing)).rmdir()  # os.access() is wrong for root, and in /proc
+        with tempfile.TemporaryFile(dir=existing):  # os.access() is wrong for root, and in /proc
+            pass
     except OSError as error:
-        raise _unwritable(folder, f"{existing}: {error.strerror}") from None
+        raise _unwritable(folder, f"{error.strerror}: {existing}", option=option) from None
 
 
-def _unwritable(folder: Path, reason: str | None) -> ConfigError:
-    return ConfigError(
-        f"job.dump_folder: nothing can be written to {shown(str(folder))} ({reason}); choose another folder"
-    )
+def _unwritable(folder: Path, reason: str | None, *, option: str) -> ConfigError:
+    remedy = "choose another folder, or make it a folder that this user can write to"
+    return ConfigError(f"{option}: nothing can be written to {shown(str(folder))} ({reason}); {remedy}")
 
 
 def _check_folder_is_ours(plan: RunPlan) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.config.signals import handled_signals
 
 REQUEUE_EXIT_CODE = 75
 """Exit code of a run that was stopped with steps left, if `preemption.requeue` is set: a temporary failure."""
@@ -36,9 +36,10 @@ class StopRequest:
 
     def install(self) -> None:
         """Handles the stop signals of this process, including those blocked so far; main thread only."""
-        for number in STOP_SIGNALS:
+        numbers = handled_signals()
+        for number in numbers:
             signal.signal(number, self._record)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     @contextmanager
     def raising_at_once(self) -> Iterator[None]:

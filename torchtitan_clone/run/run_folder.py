@@ -1,0 +1,150 @@
+"""The folder that a run writes to: locked against a second run, and recreated if it is deleted while training."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import time
+from dataclasses import asdict, dataclass
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError, read_json
+from torchtitan_clone.run.outcome import TrainingError
+from torchtitan_clone.run.plan import RunPlan, write_config
+
+logger = logging.getLogger("torchtitan_clone")
+
+LOCK_FILE = "run.lock"
+SECONDS_TO_EXIT = 2.0
+"""Time for which a process that was killed on this machine may still hold the lock."""
+LEASE_SECONDS = 120.0
+"""Time after which an NFS server has released the locks of a machine that is gone; 90 s by default."""
+_POLL_SECONDS = 0.1
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """The process that holds a lock, as its file names it; an empty host if the file does not."""
+
+    host: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.started}" if self.host else "another process"
+
+
+UNKNOWN = Holder(host="", pid=0, started="")
+
+
+class RunFolder:
+    """The output folder of a run, locked for as long as this object or the process lives. Rank 0 has one.
+
+    The lock is one of POSIX on run.lock: the kernel, or an NFS server, releases it when the process ends in any way.
+    Replica groups have folders of their own in the run's folder, and so their own locks.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan = plan
+        self._path = plan.output_folder / LOCK_FILE
+        self._descriptor: int | None = None
+
+    def __del__(self) -> None:
+        self._close()
+
+    def lock(self, *, can_wait: bool = True) -> None:
+        """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
+        start = time.monotonic()
+        is_logged = False
+        while (holder := self._try_lock()) is not None:
+            is_here = holder.host == socket.gethostname()
+            limit = SECONDS_TO_EXIT if is_here else LEASE_SECONDS
+            if not can_wait or time.monotonic() - start > limit:
+                raise ConfigError(
+                    f"the run folder {self._path.parent} is in use by {holder}; stop that process and wait until it "
+                    "has ended, or choose another job.run_name"
+                )
+            if not is_here and not is_logged:
+                is_logged = True
+                logger.warning(
+                    "%s is in use by %s: waiting up to %.0f s, in case that machine is gone",
+                    self._path.parent,
+                    holder,
+                    LEASE_SECONDS,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def ensure(self) -> None:
+        """Recreates the folder, its lock and config.toml if they were deleted; cheap otherwise.
+
+        TrainingError if another process has the folder of this name by now, or it cannot be recreated.
+        """
+        if self._is_in_place():
+            return
+        try:
+            self.lock(can_wait=False)
+            write_config(self._plan)
+        except (ConfigError, OSError) as error:
+            raise TrainingError(f"the run's folder was deleted while it was training: {error}") from None
+        logger.warning("%s was deleted while training; it is recreated, and training continues", self._path.parent)
+
+    def _try_lock(self) -> Holder | None:
+        """Locks the file; returns the process that has it locked, if any."""
+        self._close()
+        descriptor = self._descriptor = self._open()
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return self._holder()
+            if error.errno not in _UNSUPPORTED:
+                raise
+            logger.warning("%s cannot be locked (%s): a second run here would not be noticed", self._path, error)
+        if not self._is_in_place():  # deleted since it was opened
+            return UNKNOWN
+        own = Holder(host=socket.gethostname(), pid=os.getpid(), started=time.strftime("%Y-%m-%d %H:%M:%S"))
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(asdict(own)).encode(), 0)
+        return None
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be opened: {error.strerror}; choose another folder") from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ConfigError(f"{self._path}: must be a regular file; delete it")
+        return descriptor
+
+    def _holder(self) -> Holder:
+        try:
+            values = read_json(self._path, max_bytes=4096).table("host", "pid", "started")
+            host, pid, started = values["host"].text(), values["pid"].integer(), values["started"].text()
+        except (DocumentError, OSError):
+            return UNKNOWN
+        return Holder(host=host, pid=pid, started=started)
+
+    def _is_in_place(self) -> bool:
+        """Whether the lock's file is still the one of this name."""
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # the storage does not answer, which is no deletion
+            return True
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
