@@ -245,6 +245,10 @@ def test_finished_claims_no_more_than_a_step_shows(step):
     (folder / "finished.json").unlink()
     os.mkfifo(folder / "finished.json")
     assert commit.finished_step(folder) == 0
+    (folder / "finished.json").unlink()
+    (folder / "finished.json").mkdir()
+    commit.mark_finished(folder, step=10)
+    assert commit.finished_step(folder) == 0
 
 
 def test_names_that_are_no_steps(step):

@@ -310,8 +310,12 @@ def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
 
 
 def mark_finished(folder: Path, *, step: int) -> None:
-    """Records that the run is complete."""
-    write_atomically(folder / _FINISHED_FILE, json.dumps({"step": step}).encode())
+    """Records that the run is complete; only warns if it cannot, because the step itself is saved."""
+    try:
+        write_atomically(folder / _FINISHED_FILE, json.dumps({"step": step}).encode())
+    except OSError as error:
+        text = "%s/%s cannot be written: %s; the run is complete, but nothing but its last step says so"
+        logger.warning(text, folder, _FINISHED_FILE, error.strerror)
 
 
 def finished_step(folder: Path) -> int:
