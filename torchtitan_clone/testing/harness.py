@@ -1,7 +1,6 @@
 """Runs functions as ranks in real processes.
 
-The processes come from a forkserver that has torch loaded already: a rank starts in a tenth of a second instead of
-several seconds. The parent hosts the rendezvous store, as torchrun's agent does, so that no free port is guessed.
+They come from a forkserver that has torch loaded, which saves seconds; the parent hosts the rendezvous store.
 """
 
 import contextlib
@@ -48,8 +47,7 @@ class StartedRank:
 
     process: ForkServerProcess
     pipe: Connection
-    store: dist.TCPStore
-    """The rendezvous store, which must outlive the ranks."""
+    store: dist.TCPStore  # of the rendezvous; must outlive the ranks
 
 
 def start_ranks(
