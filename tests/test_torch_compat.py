@@ -157,6 +157,8 @@ STILL_PRIVATE = [
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul_"),
     ("torch._ops", "OpOverload"),
+    ("torch._C", "_current_autograd_node"),
+    ("torch._C._autograd", "_get_sequence_nr"),
 ]
 """Modules and names that torch_compat uses."""
 
@@ -184,6 +186,9 @@ PUBLIC_WHEN_PRESENT = [
     ("torch", "FakeTensor"),
     ("torch.utils", "FakeTensorMode"),
     ("torch.compiler", "is_fake"),
+    # next_autograd_node, running_autograd_node
+    ("torch.autograd.graph", "current_node"),
+    ("torch.autograd.graph.Node", "sequence_nr"),
     # look_inside
     ("torch.library.CustomOpDef", "init_fn"),
     # checkpoint_wrapper
@@ -249,6 +254,20 @@ def test_argument_names_have_no_public_schema() -> None:
     operator = torch.ops.c10d.allreduce_.default
     assert not hasattr(operator, "schema")
     assert "async_op" in torch_compat.argument_names(operator)
+
+
+def test_numbers_of_autograd_nodes_have_no_public_reader() -> None:
+    seen: list[int | None] = []
+    first = torch_compat.next_autograd_node()
+    x = torch.ones(2, requires_grad=True) * 2
+    x.register_hook(lambda _: seen.append(torch_compat.running_autograd_node()))
+    y = x * 3
+    after = torch_compat.next_autograd_node()
+    assert torch_compat.running_autograd_node() is None
+    y.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is not None
+    assert first <= seen[0] < after
 
 
 def test_groups_and_their_timeouts() -> None:

@@ -109,6 +109,17 @@ def argument_names(func: Operator) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
 
 
+def next_autograd_node() -> int:
+    """Returns the number that the next autograd node of this thread gets. Numbers of nodes are not public."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def running_autograd_node() -> int | None:
+    """Returns the number of the autograd node that runs; None outside of backward. There is no public way to ask."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchDispatchMode]) -> None:
     """Lets a dispatch mode see the operators inside a custom op, whose own function has no public name."""
 
