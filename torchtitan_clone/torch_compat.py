@@ -220,7 +220,8 @@ class PipelineStageFixes(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        # A simulated rank has no neighbours whose vote it could read; all shapes are given, which is what is voted on.
+        # 2.13 only, whose stages vote one after another; 2.15 sums votes. A simulated rank has no neighbours whose vote
+        # it could read. All shapes are given, which is what is voted on.
         return torch.tensor(1) if dist.get_backend() == "fake" else super()._warmup_backward_result(*args, **kwargs)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
