@@ -137,7 +137,7 @@ def measure_steps(argv: list[str], steps: int) -> dict:
         plan = preflight.resolve(config, world_size=dist.get_world_size(), device_type="cuda" if CUDA else "cpu")
         numbers = range(1, WARM_UP_STEPS + steps + 1)
         seconds = [_seconds(partial(trainer.train_step, number)) for number in numbers]
-        with CollectiveTrace(trainer.engine.mesh.group_names()) as trace:
+        with CollectiveTrace(trainer.engine.mesh.group_axes()) as trace:
             trainer.train_step(len(seconds) + 1)
     rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     idle = 0.0

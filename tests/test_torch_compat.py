@@ -157,6 +157,8 @@ STILL_PRIVATE = [
     ("torch", "_foreach_norm"),
     ("torch", "_foreach_mul_"),
     ("torch._ops", "OpOverload"),
+    ("torch._C", "_current_autograd_node"),
+    ("torch._C._autograd", "_get_sequence_nr"),
 ]
 """Modules and names that torch_compat uses."""
 
@@ -184,6 +186,9 @@ PUBLIC_WHEN_PRESENT = [
     ("torch", "FakeTensor"),
     ("torch.utils", "FakeTensorMode"),
     ("torch.compiler", "is_fake"),
+    # next_autograd_node, running_autograd_node
+    ("torch.autograd.graph", "current_node"),
+    ("torch.autograd.graph.Node", "sequence_nr"),
     # look_inside
     ("torch.library.CustomOpDef", "init_fn"),
     # checkpoint_wrapper
@@ -251,6 +256,20 @@ def test_argument_names_have_no_public_schema() -> None:
     assert "async_op" in torch_compat.argument_names(operator)
 
 
+def test_numbers_of_autograd_nodes_have_no_public_reader() -> None:
+    seen: list[int | None] = []
+    first = torch_compat.next_autograd_node()
+    x = torch.ones(2, requires_grad=True) * 2
+    x.register_hook(lambda _: seen.append(torch_compat.running_autograd_node()))
+    y = x * 3
+    after = torch_compat.next_autograd_node()
+    assert torch_compat.running_autograd_node() is None
+    y.sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is not None
+    assert first <= seen[0] < after
+
+
 def test_groups_and_their_timeouts() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
     try:
@@ -278,8 +297,8 @@ def test_groups_and_their_timeouts() -> None:
 def test_method_of_pipeline_stages_exists(method: str) -> None:
     from torch.distributed.pipelining import PipelineStage
 
-    if method == "_warmup_backward_result" and torch.__version__ < "2.13":
-        pytest.skip("stages vote since 2.13")
+    if method == "_warmup_backward_result" and not "2.13" <= torch.__version__ < "2.14":
+        pytest.skip("stages vote one after another in 2.13; in 2.15 they vote with an all-reduce")
     assert callable(getattr(PipelineStage, method))
     assert method in vars(torch_compat.PipelineStageFixes)
 

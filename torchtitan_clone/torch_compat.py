@@ -109,6 +109,17 @@ def argument_names(func: Operator) -> list[str]:
     return [argument.name for argument in func._schema.arguments]
 
 
+def next_autograd_node() -> int:
+    """Returns the number that the next autograd node of this thread gets. Numbers of nodes are not public."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def running_autograd_node() -> int | None:
+    """Returns the number of the autograd node that runs; None outside of backward. There is no public way to ask."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchDispatchMode]) -> None:
     """Lets a dispatch mode see the operators inside a custom op, whose own function has no public name."""
 
@@ -209,7 +220,8 @@ class PipelineStageFixes(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        # A simulated rank has no neighbours whose vote it could read; all shapes are given, which is what is voted on.
+        # 2.13 only, whose stages vote one after another; 2.15 sums votes. A simulated rank has no neighbours whose vote
+        # it could read. All shapes are given, which is what is voted on.
         return torch.tensor(1) if dist.get_backend() == "fake" else super()._warmup_backward_result(*args, **kwargs)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -190,8 +190,8 @@ class Trainer:
         plan = self.engine.plan
         timer = self._stragglers.timer(step) if plan.degrees.pp == 1 else None
         is_traced = attempt == 2 and plan.config.debug.trace_collectives
-        group_names = self.engine.mesh.group_names() if is_traced else {}
-        trace = trace_collectives(is_traced, group_names=group_names, rank=self._launch.rank, folder=plan.output_folder)
+        group_axes = self.engine.mesh.group_axes() if is_traced else {}
+        trace = trace_collectives(is_traced, group_axes=group_axes, rank=self._launch.rank, folder=plan.output_folder)
         start = time.perf_counter()
         try:
             with trace, timer or nullcontext():

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli
 
 REPO = Path(__file__).parents[2]
 
@@ -107,12 +108,28 @@ def test_unusable_python_is_reported_with_the_reason(tmp_path):
     ("version", "fits"), [("2.11.0", True), ("2.13.0+cpu", True), ("2.14", False), ("2.9.1", False)]
 )
 def test_installed_versions_are_compared_as_numbers(tmp_path, version, fits):
-    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["tried>=2.11,<2.14"]')
-    installed = tmp_path / f"tried-{version}.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tried\nVersion: {version}\n")
-    command = [sys.executable, REPO / "scripts" / "check_environment.py", tmp_path / "pyproject.toml"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    answer = check_installed(tmp_path, "tried>=2.11,<2.14", version=version)
     assert answer.returncode == (0 if fits else 1)
     assert answer.stderr == ("" if fits else f"tried {version} does not satisfy tried>=2.11,<2.14\n")
+
+
+def check_installed(folder, requirement, *, version):
+    """Runs check_environment.py for one requirement, where this version of the package is installed."""
+    name = requirement.partition(">=")[0]
+    (folder / "pyproject.toml").write_text(f'[project]\ndependencies = ["{requirement}"]')
+    installed = folder / f"{name}-{version}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    command = [sys.executable, REPO / "scripts" / "check_environment.py", folder / "pyproject.toml"]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.0+cu130", "constraint"])
+def test_tried_versions_of_torch_are_accepted_and_one_is_installed(tmp_path, version):
+    dependencies = tomli.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    (requirement,) = (line for line in dependencies if line.startswith("torch>="))
+    constraints = (REPO / "scripts" / "constraints.txt").read_text().splitlines()
+    (pinned,) = (line for line in constraints if line.startswith("torch=="))
+    version = pinned.partition("==")[2] if version == "constraint" else version
+    assert check_installed(tmp_path, requirement, version=version).returncode == 0

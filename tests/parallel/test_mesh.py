@@ -67,7 +67,8 @@ def groups_of_rank(degrees, loss_rank):
         mesh = build_mesh(Degrees(**degrees), loss_rank=loss_rank, device_type="cpu")
         ranks = {group.group_name: sorted(dist.get_process_group_ranks(group)) for group in mesh.groups}
         ranks[dist.group.WORLD.group_name] = list(range(dist.get_world_size()))
-        found = {axis: ranks[name] for name, axis in mesh.group_names().items() if len(ranks[name]) > 1}
+        names = mesh.group_axes().items()
+        found = {axis: ranks[name] for name, axes in names for axis in axes if len(ranks[name]) > 1}
         mesh.close()
         return found, mesh.is_loss_leader
 

@@ -1,9 +1,13 @@
 """Tests of apply.py: combinations of parallelism train like one device; some of the cases of scripts/parity.py."""
 
-import pytest
+import math
 
-from torchtitan_clone.testing.parity import compare
+import pytest
+import torch
+
+from torchtitan_clone.testing.parity import Difference, compare, largest_difference, relative_difference
 from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
+from torchtitan_clone.testing.sabotage import MISTAKES
 
 CASES = all_cases()
 
@@ -19,3 +23,33 @@ def test_parity(corpus, tmp_path, references, name):
     world_size, changes = CASES[name]
     difference = compare(corpus, tmp_path, world_size=world_size, references=references, **changes)
     assert difference.is_parity, difference
+
+
+@pytest.mark.parametrize(
+    ("mistake", "notices"),
+    [
+        ("gradients of shards are not summed", {"grad_norm", "gradient", "weight"}),
+        ("norm counts tensor parallel copies twice", {"grad_norm"}),
+        ("learning rate differs on the first rank", {"loss", "weight"}),
+    ],
+)
+def test_planted_mistake_is_noticed(corpus, tmp_path, references, mistake, notices):
+    """Samples of `scripts/parity.py --sabotage`."""
+    world_size, changes = CASES[MISTAKES[mistake].case]
+    found = compare(corpus, tmp_path, world_size=world_size, references=references, mistake=mistake, **changes)
+    assert not found.is_parity
+    assert {name for name, value in vars(found).items() if value > (1e-5 if name == "loss" else 1e-4)} >= notices
+
+
+def test_mistakes_are_planted_in_cases_of_the_matrix():
+    assert len(MISTAKES) >= 10
+    assert {mistake.case for mistake in MISTAKES.values()} <= set(CASES)
+
+
+def test_nan_on_any_rank_is_no_parity():
+    right, wrong = torch.ones(2), torch.tensor([1.0, math.nan])
+    assert math.isnan(relative_difference([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+    assert math.isnan(largest_difference([{"a": wrong}, {"a": right}], {"a": right}))
+    assert not Difference(loss=0, grad_norm=0, gradient=0, weight=math.nan).is_parity
+    assert not Difference(loss=0, grad_norm=math.nan, gradient=0, weight=0).is_parity
+    assert largest_difference([{"a": 2 * right}, {"a": right}], {"a": right}) == 1.0

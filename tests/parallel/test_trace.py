@@ -1,6 +1,7 @@
 """The table of collectives against what the parallelism must communicate."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -41,15 +42,66 @@ def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, 
     # Gradients are reduced after the last one only.
     assert total(found, axis="fsdp", collective="reduce_scatter") == 4
     assert size(found, axis="fsdp", collective="reduce_scatter") == 2 * block + embedding + ends
-    # On the CPU FSDP waits for each.
-    assert total(found, axis="fsdp") == sum(row["exposed"] for row in found if row["axis"] == "fsdp")
+    layers = {"layers.*", "norm, output", "tok_embeddings"}
+    assert {row["layer"] for row in found if row["axis"] == "fsdp"} == layers
+    # Only CUDA's streams would tell whether a collective hides behind others' work.
+    assert {row["exposed"] for row in found if row["axis"] == "fsdp"} == {None}
+    assert re.search(r"^fsdp +all_gather +layers.\* +8 +- ", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("method", ["allgather", "alltoall"])
+def test_axes_of_the_same_ranks_keep_their_names(corpus, tmp_path, method):
+    """With full recomputation, which ends inside the last module whose result backward reads."""
+    changes = {
+        "training__steps": 2, "debug__trace_collectives": True, "activation_checkpoint__mode": "full",
+        "parallelism__context_parallel_degree": 2, "parallelism__context_parallel_rotate_method": method,
+        "training__local_batch_size": 8,
+    }  # fmt: skip
+    code, output = train(options(corpus, tmp_path, **changes), world_size=2, log_folder=tmp_path)
+    assert code == 0, output
+    found = collectives(tmp_path)
+    places = {(row["axis"], row["collective"], row["layer"]): row["count"] for row in found}
+    of_context = {key: count for key, count in places.items() if key[0] == "cp"}
+    core = "layers.*.attention.core"
+    expected = {
+        # Two layers: keys and values in forward, in the recomputation, and in backward, which returns gradients.
+        "allgather": {("cp", "all_gather", core): 6, ("cp", "reduce_scatter", core): 2},
+        # Heads there and results back, in forward, in the recomputation and in backward.
+        "alltoall": {("cp", "all_to_all", core): 12},
+    }
+    assert of_context == expected[method], output
+    assert {key[1:]: count for key, count in places.items() if key[0] == "fsdp"} == {
+        ("all_gather", "layers.*"): 4, ("all_gather", "norm, output"): 1, ("all_gather", "tok_embeddings"): 1,
+        ("reduce_scatter", "layers.*"): 2, ("reduce_scatter", "norm, output"): 1,
+        ("reduce_scatter", "tok_embeddings"): 1,
+    }  # fmt: skip
+    # The number of targets, the norm, and what the ranks tell one another.
+    assert places.pop(("world", "all_reduce", "optimizer and loss")) == 3
+    assert {axis for axis, _, _ in places} == {"cp", "fsdp"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_parallelism_communicates_for_projections(corpus, tmp_path, compiled):
+    changes = {
+        "training__steps": 2, "debug__trace_collectives": True, "activation_checkpoint__mode": "none",
+        "parallelism__tensor_parallel_degree": 2, "training__local_batch_size": 8,
+        "compile__enable": compiled, "compile__backend": "aot_eager",
+    }  # fmt: skip
+    code, output = train(options(corpus, tmp_path, **changes), world_size=2, log_folder=tmp_path)
+    assert code == 0, output
+    places = {(row["collective"], row["layer"]): row["count"] for row in collectives(tmp_path) if row["axis"] == "tp"}
+    blocks = 2
+    for start, end in (("attention", "attention.wo"), ("feed_forward", "feed_forward.w2")):
+        assert places["all_gather", f"layers.*.{start}"] == places["reduce_scatter", f"layers.*.{start}"] == blocks
+        assert places["all_gather", f"layers.*.{end}"] == places["reduce_scatter", f"layers.*.{end}"] == blocks
+    assert places["all_gather", "tok_embeddings"] == places["reduce_scatter", "tok_embeddings"] == 1
 
 
 def exposed_calls(hides):
     """Returns counted and exposed calls of a collective that is waited for at once, or after a product."""
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=torch.device("cpu")):
         x, group = torch.ones(8, 8), dist.group.WORLD
-        with CollectiveTrace({group.group_name: "world"}) as trace:
+        with CollectiveTrace({group.group_name: ["world"]}) as trace:
             reduced = all_reduce(x, "sum", group)
             x @ x if hides else x + x
             wait_tensor(reduced)

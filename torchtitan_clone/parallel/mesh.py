@@ -29,12 +29,15 @@ class Mesh:
     is_loss_leader: bool
     groups: tuple[dist.ProcessGroup, ...]
 
-    def group_names(self) -> dict[str, str]:
-        """Returns an axis for torch's name of each process group, the last one of axes that share a group."""
+    def group_axes(self) -> dict[str, list[str]]:
+        """Returns the axes of torch's name of each process group: "world" and those with all ranks share one."""
         assert dist.group.WORLD is not None
         groups = [dist.group.WORLD, *self.fsdp.get_all_groups(), self.tp.get_group(), self.cp.get_group()]
         axes = ["world", *(["dp_replicate"] if self.fsdp.ndim > 1 else []), "fsdp", "tp", "cp", "pp"]
-        return {group.group_name: axis for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True)}
+        found: dict[str, list[str]] = {}
+        for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True):
+            found.setdefault(group.group_name, []).append(axis)
+        return found
 
     def close(self) -> None:
         """Destroys the process groups of all axes; models built on the mesh cannot run any more."""

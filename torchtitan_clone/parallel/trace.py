@@ -4,16 +4,21 @@ import json
 import logging
 import re
 import sys
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.module_tracker import ModuleTracker
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
@@ -51,41 +56,116 @@ def collective_name(func: Operator) -> str | None:
     return _COLLECTIVES.get(_name(func).rstrip("_")) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
-class CollectiveTrace(TorchDispatchMode):
-    """Counts the collectives that run inside it; `group_names` are Mesh.group_names()."""
+class LayerTracker:
+    """Tells which module runs, in forward, backward and recomputation, by its name in the outermost module."""
 
-    def __init__(self, group_names: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
+        self._known: WeakSet[nn.Module] = WeakSet()
+        self._hooks: list[RemovableHandle] = []
+        self._running: list[str] = []
+        self._starts: list[tuple[int, str]] = []
+        """From which autograd node on, by its number, the nodes belong to which module."""
+
+    def start(self) -> None:
+        """Follows all modules whose forward runs from now on."""
+        self._hooks = [register_module_forward_pre_hook(self._follow)]
+
+    def stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def current(self) -> str:
+        """Name of the deepest module that runs; empty outside of modules and in the outermost one."""
+        number = torch_compat.running_autograd_node()
+        if self._running or number is None:
+            return self._running[-1] if self._running else ""
+        index = bisect(self._starts, number, key=itemgetter(0)) - 1
+        return self._starts[index][1] if index >= 0 else ""
+
+    def _follow(self, outermost: nn.Module, _args: object) -> None:
+        if self._running or outermost in self._known:
+            return
+        self._known.update(outermost.modules())
+        for name, module in list(outermost.named_modules())[1:]:
+            # Around the hooks of tensor parallelism, which communicate for the module.
+            enter = module.register_forward_pre_hook(partial(self._enter, name), prepend=True)
+            # After an error too: recomputation ends with one as soon as it has what backward reads.
+            leave = module.register_forward_hook(self._leave, always_call=True)
+            self._hooks += [enter, leave]
+
+    def _enter(self, name: str, _module: nn.Module, _args: object) -> None:
+        self._running.append(name)
+        self._note_start()
+
+    def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._running.pop()
+        self._note_start()
+
+    def _note_start(self) -> None:
+        # Backward runs the nodes of the first forward, not those of the recomputation.
+        if torch_compat.running_autograd_node() is None:
+            name = self._running[-1] if self._running else ""
+            self._starts.append((torch_compat.next_autograd_node(), name))
+
+
+class CollectiveTrace(TorchDispatchMode):
+    """Counts the collectives that run inside it; `group_axes` are Mesh.group_axes()."""
+
+    def __init__(self, group_axes: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
-        self._group_names = group_names
-        self._modules = ModuleTracker()
+        self._group_axes = group_axes
+        self._layers = LayerTracker()
+        self._depth = 0
+        self._annotations: list[str] = []
         self.counts: Counter[Call] = Counter()
         self.bytes: Counter[Call] = Counter()
         self.exposed: Counter[Call] = Counter()
+        self._unknown: set[Call] = set()
         self._in_flight: dict[int, Call] = {}
 
     def __enter__(self) -> "CollectiveTrace":
-        self._modules.__enter__()
+        # Entered again inside the operators for context parallelism, see look_inside().
+        if self._depth == 0:
+            self._layers.start()
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._modules.__exit__(*error)
+        self._depth -= 1
+        if self._depth == 0:
+            self._layers.stop()
 
     def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
         name = _name(func)
-        collective = collective_name(func)
         result = func(*args, **(kwargs or {}))
-        if collective is not None:
-            implicit = _called_from("redistribute_local_args")
-            call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
-            self.counts[call] += 1
-            self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
-            self.exposed[call] += _is_waited_for(func, args)
-            if func.namespace == "_c10d_functional":
-                self._in_flight |= dict.fromkeys(_storages(result), call)
+        if collective := collective_name(func):
+            self._count(func, args, result, collective=collective)
+        elif func.namespace == "profiler":
+            self._annotate(name, args)
         elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
+
+    def _count(self, func: Operator, args: tuple, result: object, *, collective: str) -> None:
+        implicit = _called_from("redistribute_local_args")
+        call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
+        self.counts[call] += 1
+        self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
+        is_waited_for = _is_waited_for(func, args)
+        self.exposed[call] += bool(is_waited_for)
+        if is_waited_for is None:
+            self._unknown.add(call)
+        if func.namespace == "_c10d_functional":
+            self._in_flight |= dict.fromkeys(_storages(result), call)
+
+    def _annotate(self, name: str, args: tuple) -> None:
+        """Follows record_function(), with which FSDP names the modules whose weights it gathers."""
+        if name == "_record_function_enter_new":
+            self._annotations.append(args[0])
+        elif name == "_record_function_exit" and self._annotations:
+            self._annotations.pop()
 
     def _count_exposed(self, name: str, args: tuple) -> None:
         """Counts collectives whose result an operator reads; those in flight during a costly one are hidden."""
@@ -97,47 +177,66 @@ class CollectiveTrace(TorchDispatchMode):
         """Returns one row for each kind of call.
 
         `bytes` is the size of the larger side. `exposed` counts calls that ended before a matrix product or attention
-        began, so that nothing hides them; send and recv count as hidden.
+        began, so that nothing hides them; send and recv count as hidden. It is None where only CUDA would tell.
         """
         return [
-            {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self.exposed[call]}
+            {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self._known_exposed(call)}
             for call, count in sorted(self.counts.items())
         ]
+
+    def _known_exposed(self, call: Call) -> int | None:
+        return None if call in self._unknown else self.exposed[call]
 
     def table(self) -> str:
         """Returns the rows as text; implicit redistributions are marked."""
         lines = [f"{'axis':14}{'collective':16}{'layer':34}{'count':>7}{'exposed':>9}{'MiB':>12}"]
         for call, count in sorted(self.counts.items()):
             mark = "  implicit" if call.implicit else ""
-            numbers = f"{count:7,}{self.exposed[call]:9,}{self.bytes[call] / 2**20:12,.2f}"
+            exposed = self._known_exposed(call)
+            numbers = f"{count:7,}{'-' if exposed is None else f'{exposed:,}':>9}{self.bytes[call] / 2**20:12,.2f}"
             lines.append(f"{call.axis:14}{call.collective:16}{call.layer:34}{numbers}{mark}")
         return "\n".join(lines)
 
     def _axis(self, args: tuple) -> str:
+        """Returns the axis of a collective; axes that hold the same ranks may share a process group."""
         for value in tree_leaves(args):
             if isinstance(value, torch.ScriptObject):
                 value = dist.ProcessGroup.unbox(value).group_name
-            if isinstance(value, str) and value in self._group_names:
-                return self._group_names[value]
+            if isinstance(value, str) and value in self._group_axes:
+                return self._pick_axis(self._group_axes[value])
         return "?"
 
+    def _pick_axis(self, axes: Sequence[str]) -> str:
+        of_fsdp = [axis for axis in axes if axis in ("dp_replicate", "fsdp")]
+        if of_fsdp and self._fsdp_modules() is not None:
+            return of_fsdp[-1]
+        is_of_all_ranks = any(map(_called_from, ("clip_gradients", "sum_over_ranks")))
+        return "world" if is_of_all_ranks and "world" in axes else axes[-1]
+
+    def _fsdp_modules(self) -> str | None:
+        """Returns the names of the modules that FSDP communicates for; None if it is not FSDP that communicates."""
+        found = re.match(r"FSDP::\w+(?: \((.*?)\))?", self._annotations[-1] if self._annotations else "")
+        return (found[1] or "") if found else None
+
     def _layer(self) -> str:
-        """Returns the name of the deepest module that runs, with numbers of layers as *."""
-        names = [name for name in self._modules.parents if name != "Global"]
-        deepest = max(names, key=len, default="")
-        deepest = deepest.partition(".")[2] if "." in deepest else "optimizer and loss"
+        """Returns the name of the module that runs or that FSDP communicates for, with numbers of layers as *."""
+        modules = self._fsdp_modules()
+        name = self._layers.current if modules is None else modules
         for wrapper in torch_compat.WRAPPER_NAMES:
-            deepest = deepest.replace(f".{wrapper}", "")
-        return re.sub(r"\.\d+(?=\.|$)", ".*", deepest)
+            name = name.replace(f".{wrapper}", "")
+        return re.sub(r"\.\d+(?=[.,]|$)", ".*", name) or "optimizer and loss"
 
 
 @contextmanager
-def trace_collectives(enabled: bool, *, group_names: Mapping[str, str], rank: int, folder: Path) -> Iterator[None]:
+def trace_collectives(
+    enabled: bool, *, group_axes: Mapping[str, Sequence[str]], rank: int, folder: Path
+) -> Iterator[None]:
     """Logs the collectives that run inside it as a table, and writes their rows to collectives.rank<rank>.json."""
     if not enabled:
         yield
         return
-    with CollectiveTrace(group_names) as trace:
+    # A compiled region runs no dispatch mode; it communicates the same when it runs eagerly.
+    with torch.compiler.set_stance("force_eager"), CollectiveTrace(group_axes) as trace:
         yield
     for line in (f"collectives of one step of rank {rank}:", *trace.table().splitlines()):
         logger.info("%s", line)
@@ -161,11 +260,11 @@ def _num_bytes(argument: object) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
 
 
-def _is_waited_for(func: Operator, args: tuple) -> bool:
-    """Whether the stream of the computation is idle until the collective is done."""
+def _is_waited_for(func: Operator, args: tuple) -> bool | None:
+    """Whether the stream of the computation is idle until the collective is done; None without CUDA's streams."""
     if dict(zip(torch_compat.argument_names(func), args, strict=False)).get("async_op", True):
         return False
-    return not torch.cuda.is_initialized() or torch.cuda.current_stream() == torch.cuda.default_stream()
+    return torch.cuda.current_stream() == torch.cuda.default_stream() if torch.cuda.is_initialized() else None
 
 
 def _called_from(function: str) -> bool:

@@ -94,7 +94,7 @@ def _fake_ranks(plan: RunPlan) -> Iterator[Mesh]:
 def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
     training = plan.config.training
     parts = parallelize_model_parts(plan, mesh=mesh)
-    with fake_tensors(), CollectiveTrace(mesh.group_names()) as trace:
+    with fake_tensors(), CollectiveTrace(mesh.group_axes()) as trace:
         for part in parts:
             part.to_empty(device=CPU)
             part.init_buffers(CPU)

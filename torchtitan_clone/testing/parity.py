@@ -4,15 +4,18 @@ The reference is `PlainLoop`, plain PyTorch: one model, full batches, logits not
 run is the trainer itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import options, rows
+from torchtitan_clone.testing.sabotage import MISTAKES
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 STEPS = 5
@@ -55,11 +58,22 @@ class Difference:
     @property
     def is_parity(self) -> bool:
         """Whether losses agree to 1e-5, and gradient norms, gradients and weights to 1e-4."""
-        return self.loss <= 1e-5 and max(self.grad_norm, self.gradient, self.weight) <= 1e-4
+        return self.loss <= 1e-5 and all(each <= 1e-4 for each in (self.grad_norm, self.gradient, self.weight))
 
 
-def compare(corpus: Path, folder: Path, *, world_size: int, references: References, **changes: object) -> Difference:
-    """Trains on one device and on `world_size` ranks with `changes`; `references` caches the results of one device."""
+def compare(
+    corpus: Path,
+    folder: Path,
+    *,
+    world_size: int,
+    references: References,
+    mistake: str | None = None,
+    **changes: object,
+) -> Difference:
+    """Trains on one device and on `world_size` ranks with `changes`; `references` caches the results of one device.
+
+    `mistake`: key of sabotage.MISTAKES that the ranks make.
+    """
     mathematics = {key: value for key, value in changes.items() if key.startswith(MATHEMATICS)}
     key = tuple(sorted(mathematics.items()))
     if key not in references:
@@ -67,8 +81,8 @@ def compare(corpus: Path, folder: Path, *, world_size: int, references: Referenc
         references[key] = run_ranks(train_plainly, 1, argv)[0]
     expected = references[key]
     argv = options(corpus, folder / "many", **{**COMMON, **changes})
-    answers = run_ranks(train_in_parallel, world_size, argv, timeout=300)
-    gradients, weights = ({k: v for answer in answers for k, v in answer[index].items()} for index in range(2))
+    answers = run_ranks(train_in_parallel, world_size, argv, mistake, timeout=300)
+    gradients, weights = zip(*answers, strict=True)
     logged = [row for row in rows(folder / "many") if "loss" in row]
     assert len(logged) == STEPS
     return Difference(
@@ -80,14 +94,22 @@ def compare(corpus: Path, folder: Path, *, world_size: int, references: Referenc
 
 
 def relative_difference(found: list[float], expected: list[float]) -> float:
-    """Returns the largest relative difference of two lists of numbers."""
-    return max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+    """Returns the largest relative difference of two lists of numbers; NaN if one is NaN."""
+    return _largest([abs(a / b - 1) for a, b in zip(found, expected, strict=True)])
 
 
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Returns the largest norm of a difference over the norm of what is expected, of all tensors."""
-    assert set(found) == set(expected), set(found) ^ set(expected)
-    return max(((found[name] - value).norm() / value.norm()).item() for name, value in expected.items())
+def largest_difference(found_by_rank: Sequence[dict[str, Tensor]], expected: dict[str, Tensor]) -> float:
+    """Returns the largest norm of a difference over the norm of what is expected, of all tensors of all ranks."""
+    names = {name for found in found_by_rank for name in found}
+    assert names == set(expected), names ^ set(expected)
+    differences = [(value - expected[name]).norm() for found in found_by_rank for name, value in found.items()]
+    norms = [expected[name].norm() for found in found_by_rank for name in found]
+    return _largest([(a / b).item() for a, b in zip(differences, norms, strict=True)])
+
+
+def _largest(numbers: list[float]) -> float:
+    # max() would return another number than NaN, depending on their order.
+    return torch.tensor(numbers, dtype=torch.float64).max().item()
 
 
 def train_plainly(argv: list[str]) -> Reference:
@@ -109,8 +131,10 @@ def train_plainly(argv: list[str]) -> Reference:
     )
 
 
-def train_in_parallel(argv: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_in_parallel(argv: list[str], mistake: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns the global gradients of step 1 and weights at the end, of the parameters that this rank has."""
+    if mistake is not None:
+        MISTAKES[mistake].plant()
     gradients: dict[str, Tensor] = {}
     with open_trainer(argv) as trainer:
 

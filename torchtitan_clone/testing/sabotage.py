@@ -1,0 +1,202 @@
+"""Mistakes of parallel training that the comparison with one device must notice; `scripts/parity.py --sabotage`.
+
+Each replaces one function of torch or of the package inside a rank, until its process ends.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Replicate
+
+from torchtitan_clone import trainer
+from torchtitan_clone.data import Batch
+from torchtitan_clone.models.attention import DocumentMask
+from torchtitan_clone.ops import blockwise_attention, cross_entropy
+from torchtitan_clone.optim.container import OptimizerContainer
+from torchtitan_clone.parallel import context, gradients
+from torchtitan_clone.run import engine, loaders
+
+Replacement = Callable[..., object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """A replaced function, and the case of the parity matrix that it is planted in."""
+
+    case: str
+    owner: object
+    attribute: str
+    replacement: Replacement
+    """Called with the original function and its arguments."""
+
+    def plant(self) -> None:
+        """Makes the mistake in this process."""
+        original, replacement = getattr(self.owner, self.attribute), self.replacement
+
+        def call(*args: object, **kwargs: object) -> object:
+            return replacement(original, *args, **kwargs)
+
+        setattr(self.owner, self.attribute, call)
+
+
+MISTAKES: dict[str, Mistake] = {}
+"""Mistakes by description."""
+
+
+def _mistake(case: str, owner: object, attribute: str) -> Callable[[Replacement], Replacement]:
+    def enter(replacement: Replacement) -> Replacement:
+        name = replacement.__name__.replace("_", " ").strip()
+        MISTAKES[name] = Mistake(case=case, owner=owner, attribute=attribute, replacement=replacement)
+        return replacement
+
+    return enter
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# ---------------------------------------------------------------------- reductions, one for each axis
+
+
+@_mistake("replicate", dist, "all_reduce")
+def _gradients_of_replicas_are_not_summed(all_reduce: Any, x: Tensor, *args: Any, **kwargs: Any) -> object:
+    return None if x.numel() > 1000 else all_reduce(x, *args, **kwargs)
+
+
+# Before 2.13 FSDP calls the function by its old name.
+@_mistake("shard", dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
+def _gradients_of_shards_are_not_summed(_: object, output: Tensor, input: Tensor, **__: object) -> None:
+    output.copy_(input.flatten().chunk(dist.get_world_size())[_rank()].view_as(output))
+
+
+@_mistake("shard", FSDPModule, "set_gradient_divide_factor")
+def _gradients_are_averaged_over_ranks(set_factor: Any, module: FSDPModule, _factor: float) -> None:
+    set_factor(module, float(dist.get_world_size()))
+
+
+@_mistake("tensor", cross_entropy.Vocabulary, "reduce_")
+def _softmax_sums_one_rank_of_the_vocabulary(_: object, _vocabulary: object, x: Tensor, *__: object) -> Tensor:
+    return x
+
+
+@_mistake("tensor", cross_entropy, "Partial")
+def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
+    return Replicate()
+
+
+@_mistake("context", dist, "reduce_scatter")
+def _gradients_of_keys_are_not_returned(_: object, total: Tensor, by_rank: list[Tensor], **__: object) -> None:
+    total.copy_(by_rank[_rank()])
+
+
+@_mistake("context", dist, "all_gather")
+def _keys_of_other_ranks_are_ones_own(_: object, received: list[Tensor], kv: Tensor, **__: object) -> None:
+    for each in received:
+        each.copy_(kv)
+
+
+@_mistake("context, alltoall, masked", context, "all_to_all_with_gradient")
+def _heads_are_not_exchanged_for_tokens(_: object, x: Tensor, **__: object) -> Tensor:
+    return x
+
+
+@_mistake("pipeline", PipelineStage, "get_bwd_send_ops")
+def _stages_send_zero_gradients(get_ops: Any, stage: PipelineStage, chunk: int) -> list[dist.P2POp]:
+    operations = get_ops(stage, chunk)
+    for operation in operations:
+        operation.tensor.zero_()
+    return operations
+
+
+@_mistake("pipeline", PipelineStage, "perform_reduce_grad")
+def _gradients_of_a_pipeline_are_averaged(reduce: Any, stage: PipelineStage, _factor: int) -> None:
+    reduce(stage, 4)
+
+
+# ---------------------------------------------------------------------- loss and norm
+
+
+@_mistake("shard", trainer, "sum_over_ranks")
+def _divisor_counts_the_targets_of_one_rank(sum_over_ranks: Any, values: list[float]) -> list[float]:
+    return values if len(values) == 1 else sum_over_ranks(values)
+
+
+@_mistake("one rank", Batch, "microbatches")
+def _ignored_targets_are_trained_on(microbatches: Any, batch: Batch, size: int) -> list[Batch]:
+    return [replace(part, targets_BT=part.targets_BT.clamp_min(0)) for part in microbatches(batch, size)]
+
+
+@_mistake("tensor", gradients, "_num_replicas")
+def _norm_counts_tensor_parallel_copies_twice(_: object, _gradient: Tensor) -> int:
+    return 1
+
+
+@_mistake("shard x tensor, clipped", dist, "all_reduce")
+def _clipping_uses_the_norm_of_one_rank(all_reduce: Any, x: Tensor, *args: Any, **kwargs: Any) -> object:
+    return None if x.ndim == 0 else all_reduce(x, *args, **kwargs)
+
+
+@_mistake("pipeline", dist, "all_reduce")
+def _norm_counts_one_pipeline_stage(all_reduce: Any, x: Tensor, *args: Any, **kwargs: Any) -> object:
+    return None if x.ndim == 0 else all_reduce(x, *args, **kwargs)
+
+
+# ---------------------------------------------------------------------- data, positions and masks
+
+
+@_mistake("shard, accumulated", Batch, "microbatches")
+def _last_micro_batch_is_dropped(microbatches: Any, batch: Batch, size: int) -> list[Batch]:
+    return microbatches(batch, size)[:-1]
+
+
+@_mistake("shard", loaders, "batch_rank")
+def _all_ranks_read_the_same_rows(_: object, *__: object, **___: object) -> int:
+    return 0
+
+
+@_mistake("context", Batch, "select_tokens")
+def _positions_count_from_the_start_of_each_shard(select: Any, batch: Batch, index_T: Tensor) -> Batch:
+    return replace(select(batch, index_T), positions_BT=batch.positions_BT[:, : len(index_T)].contiguous())
+
+
+@_mistake("context", blockwise_attention, "document_starts")
+def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: Tensor) -> Tensor:
+    return document_starts(documents_BT.roll(1, dims=1).cummax(dim=1).values)
+
+
+@_mistake("shard, accumulated", DocumentMask, "forward")
+def _mask_of_the_first_micro_batch_is_kept(forward: Any, module: DocumentMask, documents_BT: Tensor) -> object:
+    if not hasattr(module, "first_mask"):
+        module.first_mask = forward(module, documents_BT)
+    return module.first_mask
+
+
+# ---------------------------------------------------------------------- weights and optimizer
+
+
+@_mistake("replicate", engine, "init_weights")
+def _initial_weights_differ_by_rank(init_weights: Any, parameters: object, *, seed: int, std_of: object) -> None:
+    init_weights(parameters, seed=seed + _rank(), std_of=std_of)
+
+
+@_mistake("shard", OptimizerContainer, "set_lr_factor")
+def _learning_rate_differs_on_the_first_rank(set_lr_factor: Any, optimizer: object, factor: float) -> None:
+    set_lr_factor(optimizer, factor * (1.01 if _rank() == 0 else 1.0))
+
+
+@_mistake("replicate", OptimizerContainer, "zero_grad")
+def _gradients_of_the_last_step_are_kept(_: object, _optimizer: object) -> None:
+    return None
+
+
+@_mistake("replicate", OptimizerContainer, "step")
+def _the_first_rank_skips_its_updates(step: Any, optimizer: OptimizerContainer) -> None:
+    if _rank() != 0:
+        step(optimizer)
