@@ -308,6 +308,8 @@ def test_torchft_manager_has_no_public_quorum() -> None:
     source = inspect.getsource(torchft.Manager)
     assert "self._quorum_id" in source
     assert "self._quorum_future" in source
+    assert "self._client._quorum(" in source
+    assert "if quorum_id != self._quorum_id:" in source  # otherwise number_quorums_uniquely is not needed
     assert not hasattr(torchft.Manager, "quorum_id")
 
 

@@ -3,13 +3,14 @@
 tests/test_torch_compat.py fails when a public name replaces one. Slow imports are inside the functions that need them.
 """
 
+import hashlib
 import json
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
     from torch.distributed.tensor import DTensor
+    from torchft.coordination import ManagerClient
 else:
     PipelineStage = object
 
@@ -253,6 +255,37 @@ dump_memory_snapshot = torch.cuda.memory._dump_snapshot
 def quorum_id(manager: "torchft.Manager") -> int:
     """Returns the number of the manager's quorum, -1 before the first. It has no public property."""
     return manager._quorum_id
+
+
+class _UniquelyNumberedQuorums:
+    """A manager's client whose quorum numbers do not repeat when the lighthouse restarts and counts from 1 again.
+
+    The manager reconnects only when the number changes, and reuses keys of the store for a number that it has seen.
+    """
+
+    def __init__(self, client: "ManagerClient"):
+        self._client = client
+        self._quorum_of_lighthouse: list[str] = []
+        self._number = -1
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def _quorum(self, *, commit_failures: int, **request: Any) -> object:
+        quorum = self._client._quorum(commit_failures=commit_failures, **request)
+        # All members receive the same values. The ids of the groups are new whenever one starts.
+        present = [str(quorum.quorum_id), *quorum.replica_ids]
+        if commit_failures or present != self._quorum_of_lighthouse:
+            self._quorum_of_lighthouse = present
+            text = " ".join([*present, str(quorum.max_step)])
+            self._number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())
+        quorum.quorum_id = self._number
+        return quorum
+
+
+def number_quorums_uniquely(manager: "torchft.Manager") -> None:
+    """Makes the numbers of the manager's quorums unique in the run: 48 bits, equal in all members, in no order."""
+    manager._client = cast("ManagerClient", _UniquelyNumberedQuorums(manager._client))
 
 
 def forget_failed_quorum(manager: "torchft.Manager") -> None:

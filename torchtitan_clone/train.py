@@ -5,6 +5,7 @@ Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configura
 """
 
 import logging
+import math
 import os
 import sys
 from dataclasses import asdict
@@ -136,7 +137,9 @@ def _train(
     lighthouse = None
     if config.fault_tolerance.enable:
         with stop.raising_at_once():
-            seconds = config.fault_tolerance.process_group_timeout_ms / 1000
+            # A group of a run that has begun waits as long as the others do; before that, the address may be wrong.
+            has_begun = any(plan.folder.glob("replica-*/rows.rank*.jsonl"))
+            seconds = math.inf if has_begun else config.fault_tolerance.process_group_timeout_ms / 1000
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
             lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
     for line in (config.job.description, one_line_summary(plan)):

@@ -1,4 +1,4 @@
-"""A replica group that does not belong to the run is rejected, with the reason: IdentityCheck in quorum.py."""
+"""A replica group that does not belong to the run is rejected, with the reason: find_mismatch in members.py."""
 
 import signal
 

@@ -15,6 +15,7 @@ from torchft.process_group import ProcessGroupWrapper
 
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.context import RecoveryState
+from torchtitan_clone.fault_tolerance.lighthouse import wait_for_lighthouse
 from torchtitan_clone.fault_tolerance.recovery import PeerTransport
 from torchtitan_clone.network import join_host_and_port, serve_store
 from torchtitan_clone.ops.json_collectives import broadcast_json
@@ -25,24 +26,36 @@ logger = logging.getLogger("torchtitan_clone")
 HEARTBEAT_INTERVAL = timedelta(milliseconds=100)  # torchft's default
 OVERRIDING_VARIABLES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 """Environment variables that torchft prefers to the arguments of its manager."""
+LIGHTHOUSE_SECONDS = 200.0
+"""Less than the 300 s after which the other ranks give up."""
 
 
 class _ConnectTimeout(ProcessGroupWrapper):
-    # All groups learn of a new quorum at the same time, so a group that does not connect soon has died.
+    # All groups learn of a new quorum at the same time, so a group that does not connect soon has died. The limit is
+    # doubled until groups that are only slow have connected.
     device_type = "cpu"
 
     def __init__(self, *, timeout: timedelta, connect_timeout: timedelta):
         super().__init__(timeout)
         self._collective_timeout = timeout
-        self._connect_timeout = connect_timeout
+        self._first_connect_timeout = self._connect_timeout = connect_timeout
 
-    def configure(self, *args, **kwargs) -> None:
+    def configure(self, store_addr: str, *args, **kwargs) -> None:
         self.set_timeout(self._connect_timeout)
+        timeout, self._connect_timeout = self._connect_timeout, min(2 * self._connect_timeout, self._collective_timeout)
         try:
-            super().configure(*args, **kwargs)
+            _check_store(store_addr, timeout=timeout)
+            super().configure(store_addr, *args, **kwargs)
         finally:
             self.set_timeout(self._collective_timeout)
+        self._connect_timeout = self._first_connect_timeout
         set_group_timeout(self.parent, self._collective_timeout, device_type=self.device_type)
+
+
+def _check_store(address: str, *, timeout: timedelta) -> None:
+    """Raises OSError if the store at HOST:PORT/PREFIX is gone, at once: torch retries for 2.5 times its timeout."""
+    host, _, port = address.partition("/")[0].rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout.total_seconds()).close()
 
 
 class Gloo(_ConnectTimeout, torchft.ProcessGroupGloo):
@@ -64,12 +77,15 @@ class Connection:
 
     def __init__(self, options: FaultTolerance, *, recovery: RecoveryState, device: torch.device, address: str):
         self.timeout = timeout = timedelta(milliseconds=options.process_group_timeout_ms)
-        connect_timeout = min(timeout, timedelta(milliseconds=options.heartbeat_timeout_ms))
+        # Half: the survivors of a death are back before the heartbeat of the dead one has expired.
+        connect_timeout = min(timeout, timedelta(milliseconds=options.heartbeat_timeout_ms) / 2)
         is_nccl = options.process_group == "nccl"
         self.device = device if is_nccl else torch.device("cpu")
         self.process_group = (Nccl if is_nccl else Gloo)(timeout=timeout, connect_timeout=connect_timeout)
         self.transport = PeerTransport(self.process_group, tensors=recovery.tensors, device=self.device)
         logging.getLogger("torchft").setLevel(logging.CRITICAL)  # failures are logged by `Quorum`, in one line
+        if dist.get_rank() == 0:  # it may have died since this process found it; the other ranks wait for this one
+            wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=LIGHTHOUSE_SECONDS)
         try:
             self._served = _serve(options, address=address, connect_timeout=connect_timeout)
             host, port = _share_address(self._served)

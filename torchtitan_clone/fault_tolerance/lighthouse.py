@@ -2,6 +2,8 @@
 
 import ctypes
 import errno
+import logging
+import math
 import os
 import platform
 import socket
@@ -19,6 +21,8 @@ from torchtitan_clone.network import LOOPBACK, join_host_and_port
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
+logger = logging.getLogger("torchtitan_clone")
+
 TICK_MS = 50
 ALL_ADDRESSES = ("0.0.0.0", "::")
 CONNECT_NUMBERS = {"x86_64": 42, "aarch64": 203}
@@ -26,6 +30,7 @@ CONNECT_NUMBERS = {"x86_64": 42, "aarch64": 203}
 PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
+CONNECT_SECONDS = 10.0
 
 
 class NoLighthouseError(Exception):
@@ -112,13 +117,18 @@ def parse_lighthouse_address(address: str) -> tuple[str, int]:
 
 
 def wait_for_lighthouse(address: str, *, seconds: float) -> None:
-    """Waits until a server listens at the address. NoLighthouseError if there is none after `seconds`."""
+    """Waits until a server listens at the address. NoLighthouseError if there is none after `seconds`, may be inf."""
     host_and_port = parse_lighthouse_address(address)
     deadline = time.monotonic() + seconds
+    is_reported = False
     while True:
+        timeout = min(CONNECT_SECONDS, max(0.1, deadline - time.monotonic()))
         try:
-            return socket.create_connection(host_and_port, timeout=max(0.1, deadline - time.monotonic())).close()
+            return socket.create_connection(host_and_port, timeout=timeout).close()
         except OSError as error:
+            if seconds == math.inf and not is_reported:
+                logger.warning("waiting for the lighthouse at %s: %s", address, error)
+                is_reported = True
             if time.monotonic() > deadline - 0.2:
                 raise NoLighthouseError(
                     f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {address} ({error}); start scripts/lighthouse.py "

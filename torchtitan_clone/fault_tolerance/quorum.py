@@ -1,121 +1,26 @@
 """The quorum of a replica group: which groups take part in an attempt, recovery from a peer, and the commit vote."""
 
-import hashlib
-import json
 import logging
 import os
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import torch.distributed as dist
-import torchft
 
 from torchtitan_clone.config.schema import FaultTolerance
+from torchtitan_clone.fault_tolerance.attempt_log import AttemptLog
 from torchtitan_clone.fault_tolerance.collectives import ReplicaCollectives
 from torchtitan_clone.fault_tolerance.connection import Connection
 from torchtitan_clone.fault_tolerance.context import Metadata, RecoveryState, ReplicaContext
+from torchtitan_clone.fault_tolerance.history import History
+from torchtitan_clone.fault_tolerance.members import GiveUpStepsError, MemberCheck, newest_history
 from torchtitan_clone.fault_tolerance.recovery import STATE_KEY, ReplicaMismatchError
-from torchtitan_clone.torch_compat import forget_failed_quorum, quorum_id
+from torchtitan_clone.torch_compat import forget_failed_quorum, number_quorums_uniquely, quorum_id
 
 logger = logging.getLogger("torchtitan_clone")
 
 RETRY_SECONDS = 0.2
-"""Pause before another quorum is requested where the last one had too few groups."""
-TAIL_BYTES = 1 << 20
-"""How much of the end of each log is read, some thousand steps, to find steps that were rolled back."""
-
-
-class AttemptLog:
-    """Appends to rows.rank*.jsonl in the folder of this replica group."""
-
-    def __init__(self, folder: Path, *, rank: int, manager: torchft.Manager):
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._manager = manager
-        self._file = (folder / f"rows.rank{rank}.jsonl").open("a", buffering=1)
-
-    def write(self, **values: object) -> None:
-        """Appends a line with these values, the step that is being attempted, its quorum, and the time."""
-        step = self._manager.current_step() + (0 if values.get("committed") else 1)
-        row = {"step": step, "quorum": quorum_id(self._manager), "time": time.time()} | values
-        self._file.write(json.dumps(row) + "\n")
-
-    def rolled_back_steps(self) -> set[int]:
-        """Returns the recent steps (TAIL_BYTES) that other groups committed again later, in another quorum."""
-        own_quorums: dict[int, int] = {}
-        latest: dict[int, tuple[float, int]] = {}
-        for file in self._folder.parent.glob("replica-*/rows.rank0.jsonl"):
-            for step, seconds, quorum in _committed_attempts(file):
-                latest[step] = max((seconds, quorum), latest.get(step, (seconds, quorum)))
-                if file.parent == self._folder:
-                    own_quorums[step] = quorum
-        return {step for step, quorum in own_quorums.items() if latest[step][1] != quorum}
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _committed_attempts(file: Path) -> Iterator[tuple[int, float, int]]:
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - TAIL_BYTES))
-        for line in stream.read().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:  # an incomplete line
-                continue
-            if isinstance(row, dict) and row.get("committed"):
-                yield row["step"], row["time"], row["quorum"]
-
-
-class IdentityCheck:
-    """Compares this replica group with the others, once per quorum.
-
-    `identity` must be equal in all groups, `replica_id` different. `started` must be equal in all ranks of a group.
-    """
-
-    def __init__(self, *, identity: str, replica_id: int, started: float):
-        self._digest = int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest())
-        self._replica_id = replica_id
-        self._started = started
-        self._checked_quorum = -1
-
-    def check(
-        self, collectives: ReplicaCollectives, *, quorum: int, replica_index: int, num_replicas: int
-    ) -> Exception | None:
-        """Returns why the groups cannot train together, or None; a collective over the groups.
-
-        ReplicaMismatchError if this group must leave: it has just joined or, of two members with the same id, is the
-        older one, which the lighthouse considered dead and the newer one has replaced.
-        """
-        if quorum == self._checked_quorum:
-            return None
-        is_new = self._checked_quorum == -1
-        priority = -self._started if is_new else self._started  # members of the run before those that join
-        own = [self._digest, self._replica_id, priority]
-        table = collectives.sum([float(v * (replica_index == index)) for index in range(num_replicas) for v in own])
-        if (failure := collectives.error()) is not None:
-            return failure
-        ids = table[1::3]
-        if len(set(table[::3])) > 1:
-            problem = (
-                "replica groups were started with different options of model, training or optimizer; start all of "
-                "them with the same configuration"
-            )
-            must_leave = is_new
-        elif len(set(ids)) < num_replicas:
-            problem = (
-                f"two replica groups have the same fault_tolerance.replica_id: {sorted(map(int, ids))}; start each "
-                "group with an id of its own"
-            )
-            same_id = [p for p, other in zip(table[2::3], ids, strict=True) if other == self._replica_id]
-            must_leave = priority < max(same_id)
-        else:
-            self._checked_quorum = quorum
-            return None
-        if must_leave:
-            raise ReplicaMismatchError(problem)
-        return ReplicaMismatchError(problem)
+"""Pause before another quorum is requested where the last one cannot train."""
 
 
 class Quorum:
@@ -127,6 +32,7 @@ class Quorum:
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext, recovery: RecoveryState, steps_per_commit: int):
         self.connection = Connection(options, recovery=recovery, device=run.device, address=run.address)
         self._manager = self.connection.manager
+        number_quorums_uniquely(self._manager)
         self.collectives = ReplicaCollectives(self._manager, device=self.connection.device)
         self.log = AttemptLog(run.folder, rank=dist.get_rank(), manager=self._manager)
         self.replica_index = self.num_replicas = 0
@@ -136,9 +42,19 @@ class Quorum:
         self._steps_per_commit = steps_per_commit
         self._metadata: Metadata = {}
         self._received: Metadata | None = None
-        self._reset_to(run.step // steps_per_commit)
-        (started,) = run.sum_over_ranks([time.time()])  # equal in all ranks
-        self._identity = IdentityCheck(identity=run.identity, replica_id=options.replica_id, started=started)
+        (started,) = run.sum_over_ranks([time.time() * (dist.get_rank() == 0)])  # equal in all ranks
+        num_committed = run.step // steps_per_commit
+        self.history = History(created=started, start=num_committed, length=num_committed)
+        self._gives_up = False
+        self._reset_to(num_committed)
+        self._check = MemberCheck(
+            identity=run.identity,
+            replica_id=options.replica_id,
+            started=started,
+            group_size=options.group_size,
+            patience_seconds=options.heartbeat_timeout_ms / 1000,
+            unit=steps_per_commit,
+        )
         self._manager.register_state_dict_fn(STATE_KEY, self._receive_metadata, lambda: self._metadata)
 
     @property
@@ -151,11 +67,13 @@ class Quorum:
         Returns False if meanwhile the run was completed by others, or this group was asked to stop.
         """
         reported = None
-        num_committed = self.num_committed
         while True:
             error = self._try_to_join()
             is_complete = error is not None and dist.get_rank() == 0 and self._run.is_run_complete()
-            failed, stop, complete = self._run.sum_over_ranks([error is not None, self._run.should_stop(), is_complete])
+            gives_up = isinstance(error, GiveUpStepsError)
+            failed, stop, complete, gives_up = self._run.sum_over_ranks(
+                [error is not None, self._run.should_stop(), is_complete, gives_up]
+            )
             if not failed:
                 break
             if stop or complete:
@@ -163,10 +81,14 @@ class Quorum:
             if error is not None and str(error) != reported:
                 reported = str(error)
                 logger.warning("waiting for replica groups: %s", reported.splitlines()[0])
-            self._reset_to(num_committed)
+            self._gives_up = gives_up > 0
+            self._reset_to(self.history.length - self._gives_up)  # torchft recovers only groups with fewer steps
             self._leave(error)
         if self._received is not None:
             self._load_received(self._received)
+        self._gives_up = False
+        # Groups that begin a run together have the same beginning.
+        self.history = replace(self.history, created=newest_history(self._check.members).created)
         self._update_membership()
         return True
 
@@ -179,6 +101,8 @@ class Quorum:
         if (error := self.collectives.error()) is not None:
             self._abort_collectives(error)
         committed = self._manager.should_commit(timeout=3 * self.connection.timeout)
+        if committed:
+            self.history = self.history.after_commit(quorum_id(self._manager))
         self.log.write(committed=committed, **({} if error is None else {"error": str(error)[:200]}))
         if not committed and dist.get_rank() == 0:
             logger.warning("the step is repeated: %s", str(error or "a rank failed")[:200])
@@ -198,17 +122,31 @@ class Quorum:
         if (error := self.collectives.error()) is not None:
             if isinstance(error, ReplicaMismatchError):
                 raise error
+            if isinstance(error, OSError):  # refused at once: the group is still alive to the lighthouse
+                time.sleep(RETRY_SECONDS)
             return error
+        error = self._check_members()
+        if error is not None:
+            time.sleep(RETRY_SECONDS)
+        return error
+
+    def _check_members(self) -> Exception | None:
         replica_index, num_replicas = self._members()
         if num_replicas < self._min_replicas:
-            time.sleep(RETRY_SECONDS)
             return RuntimeError(
                 f"{num_replicas} in the quorum, but fault_tolerance.min_replica_size = {self._min_replicas}; the "
                 "lighthouse was started with a smaller minimum"
             )
-        return self._identity.check(
-            self.collectives, quorum=quorum_id(self._manager), replica_index=replica_index, num_replicas=num_replicas
+        running = self.log.running_groups() if self._check.is_new else []
+        own = self._check.describe(history=self.history, gives_up=self._gives_up, running=running)
+        quorum = quorum_id(self._manager)
+        error = self._check.check(
+            self.collectives, own=own, quorum=quorum, replica_index=replica_index, num_replicas=num_replicas
         )
+        expected = self.history if self._received is None else newest_history(self._check.members)
+        if error is None and self.num_committed != expected.length:
+            return RuntimeError("the replica group whose steps this one was to receive is gone")
+        return error
 
     def _members(self) -> tuple[int, int]:
         replica_index = self._manager.participating_rank()
@@ -239,8 +177,17 @@ class Quorum:
         self._recovery.load_from_peer(metadata)
         self.connection.transport.copy_received()
         self._received = None
+        self._take_over(newest_history(self._check.members))
         if dist.get_rank() == 0:
             logger.info("healed from another replica group: step %d", self.num_committed * self._steps_per_commit)
+
+    def _take_over(self, history: History) -> None:
+        lost = self.history.first_difference(history)
+        if lost is not None and dist.get_rank() == 0:
+            first, last = (lost - 1) * self._steps_per_commit + 1, self.history.length * self._steps_per_commit
+            logger.warning("steps %d to %d are given up: the other replica groups have trained them again", first, last)
+        self.history = history
+        self.log.write(healed=history.length)
 
     def _update_membership(self) -> None:
         replica_index, num_replicas = self._members()

@@ -31,7 +31,7 @@ class TorchFTGroup:
         grace_seconds = 2 * self.quorum.connection.timeout.total_seconds()
         self._step_timeout = StepTimeout(factor=options.stall_factor, grace_seconds=grace_seconds)
         self._stream_positions: StreamPositions = []
-        self._log.write(started=run.step)
+        self._log.start(run.step)
         if dist.get_rank() == 0:
             warn_of_hazards(options)
 
@@ -77,7 +77,7 @@ class TorchFTGroup:
         return True
 
     def rolled_back_steps(self) -> set[int]:
-        return self._log.rolled_back_steps()
+        return self._log.rolled_back_steps(self.quorum.history)
 
     def close(self) -> None:
         self._log.close()

@@ -116,9 +116,17 @@ class Cluster(GroupResults):
 
     def restart_lighthouse(self, *, seconds: float) -> None:
         """Kills the lighthouse, and starts another at the same address `seconds` later."""
+        self.stop_lighthouse()
+        time.sleep(seconds)
+        self.start_lighthouse_again()
+
+    def stop_lighthouse(self) -> None:
+        """Kills the lighthouse."""
         self._lighthouse.kill()
         self._lighthouse.join()
-        time.sleep(seconds)
+
+    def start_lighthouse_again(self) -> None:
+        """Starts another lighthouse at the same address."""
         self._lighthouse, self.address = self._start_lighthouse(port=int(self.address.rpartition(":")[2]))
 
     def start(self, group: int, *, faults: Iterable[Fault] = (), **changes: object) -> None:
