@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 os.environ.setdefault("RUST_LOG", "error")
 
 from benchmarks.fault_kinds import KINDS, SCENES, Kind
-from benchmarks.fault_scenes import SMALL, STEPS, Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
-from benchmarks.fault_tools import Clock, Network
+from benchmarks.fault_scenes import Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
+from benchmarks.fault_tools import BLOCK_LIMIT, CGROUPS, Clock, Network
 from torchtitan_clone.testing.runs import make_corpus, options, train
 
 SHARES = {
@@ -48,10 +48,10 @@ SHARES = {
 }
 """How often each scene is drawn."""
 NEEDS = {
-    "small disk": ("mkfs.ext4", "e2fsck", "mount", "findmnt", "unshare"),
-    "network": ("iptables", "ip", "tc", "ss", "unshare"),
+    "small disk": ("mkfs.ext4", "e2fsck", "mount", "findmnt", "unshare", "/dev/loop-control", BLOCK_LIMIT),
+    "network": ("iptables", "ip", "tc", "ss", "unshare", CGROUPS),
 }
-"""Tools of the scenes that need root."""
+"""Tools and files of the scenes that need root."""
 Result = dict[str, object]
 
 
@@ -61,7 +61,7 @@ def missing_for(scene: str) -> str | None:
         return None
     if os.geteuid():
         return f'the scene "{scene}" needs root'
-    missing = [tool for tool in NEEDS[scene] if shutil.which(tool) is None]
+    missing = [need for need in NEEDS[scene] if shutil.which(need) is None and not Path(need).exists()]
     return f'the scene "{scene}" needs {", ".join(missing)}' if missing else None
 
 
@@ -72,16 +72,19 @@ def kinds_of(scene: str, *, names: Sequence[str]) -> list[Kind]:
     return [kind for kind in found if has_clock or not kind.name.startswith("clock")]
 
 
-def material_in(folder: Path) -> Material:
-    """Returns where the data of a campaign lie in its folder."""
+def material_in(folder: Path, *, steps: int, pace: float) -> Material:
+    """Returns what the scenes of a campaign share, in its folder."""
     return Material(
-        corpus=folder / "data" / "corpus", streamed=folder / "hub" / "org" / "name", references=folder / "references"
+        corpus=folder / "data" / "corpus",
+        streamed=folder / "hub" / "org" / "name",
+        references=folder / f"references-{steps}",
+        steps=steps,
+        pace=pace,
     )
 
 
-def make_material(folder: Path, *, names: Sequence[str] = ("local", "streamed")) -> Material:
+def make_material(material: Material, *, names: Sequence[str]) -> None:
     """Writes the data, and trains the undisturbed runs of data with these names, unless that has been done."""
-    material = material_in(folder)
     if not material.corpus.exists():
         make_corpus(material.corpus)
         material.streamed.mkdir(parents=True)
@@ -92,10 +95,9 @@ def make_material(folder: Path, *, names: Sequence[str] = ("local", "streamed"))
         (material.streamed / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     for name in [name for name in names if not (material.references / name).exists()]:
         target = material.references / name
-        argv = options(material.corpus, target, **{**SMALL, **material.data_of(name), "data__num_workers": 0})
+        argv = options(material.corpus, target, **{**material.options_of(name), "data__num_workers": 0})
         code, output = train(argv, world_size=2, log_folder=target)
         assert code == 0, output
-    return material
 
 
 def build_scene(name: str, *, material: Material, folder: Path, source: random.Random) -> Scene:
@@ -117,7 +119,7 @@ def play(scene: Scene, *, seed: str, kinds: Sequence[Kind], count: int) -> Itera
             scene.start()
             scene.watch(2)
             for _ in range(2 * count):
-                if struck == count or scene.step() > STEPS - 12:
+                if struck == count or scene.step() > scene.steps - 12:
                     break
                 deck = deck or scene.source.sample(kinds, len(kinds))  # all kinds, before one strikes again
                 result = strike(deck.pop(), scene)
@@ -153,7 +155,7 @@ def run_one(choices: argparse.Namespace) -> int:
     logging.disable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(dir=choices.folder)) / "run"
-    material = material_in(choices.folder)
+    material = material_in(choices.folder, steps=choices.steps, pace=choices.pace)
     kinds = kinds_of(choices.one, names=choices.kinds)
     source = random.Random(choices.run_seed)
     scene = build_scene(choices.one, material=material, folder=folder, source=source)
@@ -171,6 +173,7 @@ def start_run(scene: str, *, seed: str, choices: argparse.Namespace) -> subproce
     spaces = {"small disk": ["unshare", "--mount"], "network": ["unshare", "--net"]}.get(scene, [])
     words = [*spaces, sys.executable, __file__, f"--one={scene}", f"--run-seed={seed}", f"--folder={choices.folder}"]
     words += [f"--per-run={choices.per_run}", f"--kinds={','.join(choices.kinds)}"]
+    words += [f"--steps={choices.steps}", f"--pace={choices.pace}"]
     output = (choices.folder / f"{seed.replace(':', '-')}.out").open("w+")
     return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, text=True)
 
@@ -253,7 +256,7 @@ def print_table(results: Sequence[Result]) -> None:
         print(f"{seed}: {json.dumps(wrong)[:1500]}")
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Returns names that are separated by commas; kinds may have commas of their own."""
     known = [*KINDS, *SCENES]
     found = [name for name in known if f",{name}," in f",{text},"]
@@ -268,11 +271,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-run", type=int, default=20, help="faults of each run (20)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (60)")
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds that every step sleeps (0.1)")
     parser.add_argument("--parallel", type=int, default=3, help="runs side by side (3)")
     parser.add_argument("--results", type=Path, default=Path("faults.jsonl"))
     parser.add_argument("--folder", type=Path, help="keep data and failed runs here")
-    parser.add_argument("--scenes", type=names, default=[], help="names, separated by commas")
-    parser.add_argument("--kinds", type=names, default=[], help="names, separated by commas")
+    parser.add_argument("--scenes", type=parse_names, default=[], help="names, separated by commas")
+    parser.add_argument("--kinds", type=parse_names, default=[], help="names, separated by commas")
     parser.add_argument("--table", action="store_true", help="only print the table of --results")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--run-seed", help=argparse.SUPPRESS)
@@ -286,7 +291,8 @@ def main(argv: list[str]) -> int:
         choices.folder = choices.folder or Path(folder)
         choices.folder.mkdir(parents=True, exist_ok=True)
         scenes = playable(choices)
-        make_material(choices.folder, names=["local", "streamed"] if "streamed data" in scenes else ["local"])
+        names = ["local", "streamed"] if "streamed data" in scenes else ["local"]
+        make_material(material_in(choices.folder, steps=choices.steps, pace=choices.pace), names=names)
         if Clock.is_available():
             os.environ.update(Clock(choices.folder).environment)
         return campaign(choices, scenes=scenes)

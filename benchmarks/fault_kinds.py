@@ -340,6 +340,11 @@ def half_line(scene: OneNode) -> str:
     return "as a crash leaves it"
 
 
+def permit_failed_end(scene: OneNode) -> None:
+    """Permits a run to have ended that could not save its last step, as it must, to do so when it is started again."""
+    scene.may_end = scene.step() == scene.steps
+
+
 @kind("limit the size of files", "one node", "launcher", may_end=False)
 def limit_files(scene: OneNode) -> str:
     pids = scene.pids()
@@ -350,6 +355,7 @@ def limit_files(scene: OneNode) -> str:
     finally:
         for pid in pids:
             limit_file_size(pid, size=-1)
+    permit_failed_end(scene)
     return "rank files do not fit"
 
 
@@ -359,6 +365,7 @@ def full_disk(scene: OneNode) -> str:
     seconds = round(scene.source.uniform(0.5, 3.0), 2)
     with scene.disk.full():
         time.sleep(seconds)
+    permit_failed_end(scene)
     return f"{seconds} s"
 
 

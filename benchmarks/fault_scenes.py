@@ -32,9 +32,7 @@ from torchtitan_clone.testing.runs import losses, options, redirect_output, rows
 if TYPE_CHECKING:
     from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 
-STEPS, ROWS, ROUND = 60, 12, 5
-PACE = 0.1
-"""Seconds that every step sleeps: faults strike more often in the same processor time."""
+ROWS, ROUND = 12, 5
 MODES = ("disabled", "async", "async_with_pinned_mem")
 STALLED_SECONDS = 400
 """A run that makes no progress for this long, although nothing holds it up, hangs."""
@@ -48,7 +46,6 @@ SMALL: dict[str, object] = {
     "training__seq_len": 32,
     "model__args__dim": 32,
     "model__args__n_layers": 1,
-    "training__steps": STEPS,
     "checkpoint__interval": 4,
     "checkpoint__keep_latest_k": 3,
     "comm__straggler_freq": 0,
@@ -80,12 +77,17 @@ class Material:
     """A folder in the layout of a Hugging Face dataset."""
     references: Path
     """Folders of the undisturbed runs, by the name of their data."""
+    steps: int
+    """Of every run."""
+    pace: float
+    """Seconds that every step sleeps: faults strike more often in the same processor time."""
 
-    def data_of(self, name: str) -> dict[str, object]:
-        """Returns the options of "local" or "streamed" data."""
+    def options_of(self, name: str) -> dict[str, object]:
+        """Returns the options of runs on "local" or "streamed" data."""
+        small = {**SMALL, "training__steps": self.steps}
         if name == "local":
-            return {}
-        return {"training__dataset": self.streamed, "training__dataset_path": None, "data__num_workers": 1}
+            return small
+        return small | {"training__dataset": self.streamed, "training__dataset_path": None, "data__num_workers": 1}
 
 
 class Scene(Protocol):
@@ -93,6 +95,7 @@ class Scene(Protocol):
 
     name: str
     folder: Path
+    steps: int
     source: random.Random
     may_end: bool
     """Whether the fault that strikes now may end the processes it strikes."""
@@ -119,13 +122,13 @@ class Scene(Protocol):
         ...
 
 
-def train_one_rank(argv: list[str], logs: list[Path]) -> None:
-    """Runs the entry point as one rank, at PACE; its exit code is that of the process."""
+def train_one_rank(argv: list[str], logs: list[Path], pace: float) -> None:
+    """Runs the entry point as one rank, with steps that sleep for `pace` seconds; exits with its code."""
     redirect_output(logs[int(os.environ["RANK"])])
     vars(multiprocessing.process.current_process())["_config"]["daemon"] = False  # a rank may start loader workers
 
     def slow_down(group: "ReplicaGroup") -> "ReplicaGroup":
-        return cast("ReplicaGroup", FaultyReplicaGroup(group, faults=[], pace=PACE, at_close=lambda: None))
+        return cast("ReplicaGroup", FaultyReplicaGroup(group, faults=[], pace=pace, at_close=lambda: None))
 
     code = run_entry_point(argv, wrap_replica_group=slow_down)
     sys.stdout.flush()
@@ -139,9 +142,10 @@ class OneNode:
     has_launcher = False
 
     def __init__(self, material: Material, folder: Path, *, name: str, source: random.Random) -> None:
-        data = material.data_of("streamed") if name == "streamed data" else {}
+        changes = material.options_of("streamed" if name == "streamed data" else "local")
         self.name = name
         self.folder = folder
+        self.steps = material.steps
         self.source = source
         self.may_end = False
         self.wrong: list[str] = []
@@ -152,7 +156,7 @@ class OneNode:
         """What was committed before the present start, until that has been compared with where it resumed."""
         self.seen: set[int] = set()
         self._material = material
-        self._changes = {**SMALL, **data, "checkpoint__async_mode": source.choice(MODES)}
+        self._changes = {**changes, "checkpoint__async_mode": source.choice(MODES)}
         self._starts = 0
         self._log = folder
         self._run: Group | subprocess.Popen[bytes] | None = None
@@ -174,7 +178,7 @@ class OneNode:
 
     def _launch(self, argv: list[str]) -> Group | subprocess.Popen[bytes]:
         logs = [self._log / f"rank{rank}.log" for rank in range(2)]
-        return Group(start_ranks(train_one_rank, 2, argv, logs))
+        return Group(start_ranks(train_one_rank, 2, argv, logs, self._material.pace))
 
     def log_text(self) -> str:
         """Returns what rank 0 of the present start has printed."""
@@ -232,7 +236,7 @@ class OneNode:
 
     def is_complete(self) -> bool:
         """Returns whether all steps are done and all processes ended well."""
-        return finished_step(self.checkpoints) == STEPS and set(self.codes()) == {0}
+        return finished_step(self.checkpoints) == self.steps and set(self.codes()) == {0}
 
     def _handle_end(self) -> bool:
         """Waits for all ranks to end, as an agent does, checks what they left, and starts again unless complete."""
@@ -316,8 +320,10 @@ class Launched(OneNode):
 class CampaignCluster(Cluster):
     """Replica groups that reach the lighthouse through a proxy each; their records carry the times of this process."""
 
-    def __init__(self, corpus: Path, folder: Path, *, groups: int, network: Network | None, changes: dict[str, Any]):
-        super().__init__(corpus, folder, groups=groups, revive_seconds=0.3, pace=PACE, **changes)
+    def __init__(
+        self, corpus: Path, folder: Path, *, groups: int, network: Network | None, pace: float, changes: dict[str, Any]
+    ) -> None:
+        super().__init__(corpus, folder, groups=groups, revive_seconds=0.3, pace=pace, **changes)
         self.proxies = [Proxy(int(self.address.rpartition(":")[2])) for _ in range(groups)]
         self._network = network
         self._times: dict[str, list[float]] = defaultdict(list)
@@ -357,6 +363,7 @@ class Groups:
     ) -> None:
         self.name = name
         self.folder = folder
+        self.steps = material.steps
         self.source = source
         self.may_end = False
         self.wrong: list[str] = []
@@ -367,8 +374,10 @@ class Groups:
         self._deaths = 0
         self._is_semi_sync = name == "semi-synchronous"
         method = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
-        changes = {**SMALL, **OF_GROUPS, **(method if self._is_semi_sync else {})}
-        self.cluster = CampaignCluster(material.corpus, folder, groups=3, network=network, changes=changes)
+        changes = {**material.options_of("local"), **OF_GROUPS, **(method if self._is_semi_sync else {})}
+        self.cluster = CampaignCluster(
+            material.corpus, folder, groups=3, network=network, pace=material.pace, changes=changes
+        )
 
     def start(self) -> None:
         self.cluster.start_all()
@@ -378,7 +387,7 @@ class Groups:
 
     def watch(self, steps: int) -> None:
         base = self.step()
-        self._watch_until(lambda: self.step() >= min(base + steps, STEPS))
+        self._watch_until(lambda: self.step() >= min(base + steps, self.steps))
 
     def _watch_until(self, holds: Callable[[], bool]) -> None:
         moment = 0.0
@@ -405,7 +414,7 @@ class Groups:
 
     def _left(self) -> list[int]:
         """Returns the groups that ended well although the run is not complete."""
-        is_complete = finished_step(self.cluster.folder / "run" / "checkpoint") == STEPS
+        is_complete = finished_step(self.cluster.folder / "run" / "checkpoint") == self.steps
         return [] if is_complete else list(self.cluster.finished)
 
     def _judge_deaths(self) -> None:
@@ -419,7 +428,7 @@ class Groups:
         self.may_end = False
         self._watch_until(lambda: not self.cluster.running)
         unit = ROUND if self._is_semi_sync else 1
-        self.wrong += committed_once(self.cluster.records(), steps=STEPS // unit, rows=ROWS * unit)
+        self.wrong += committed_once(self.cluster.records(), steps=self.steps // unit, rows=ROWS * unit)
         self.wrong += self.cluster.wrong_rows() if unit == 1 else []
         prefix = "model/" if self._is_semi_sync else ""
         found = self.cluster.digests(prefix)
@@ -457,10 +466,11 @@ def check_against(reference: Path, folder: Path, *, lenient: bool) -> list[str]:
     if steps != sorted(set(steps)) or (not lenient and steps != list(expected)):
         wrong.append(f"metrics hold the steps {steps}")
     here, there = (each / "run" / "checkpoint" for each in (folder, reference))
-    if committed_steps(here)[-1] != STEPS:
+    last = max(expected)
+    if committed_steps(here)[-1] != last:
         return [*wrong, f"the newest checkpoint is that of step {committed_steps(here)[-1]}"]
-    own, others = (read_tensors(step_folder(each, STEPS)) for each in (here, there))
+    own, others = (read_tensors(step_folder(each, last)) for each in (here, there))
     if own.keys() != others.keys():
         return [*wrong, f"tensors {own.keys() ^ others.keys()}"]
     differs = [name for name in own if not torch.equal(own[name], others[name])]
-    return wrong + ([f"tensors of step {STEPS} differ: {differs[:5]}"] if differs else [])
+    return wrong + ([f"tensors of step {last} differ: {differs[:5]}"] if differs else [])

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fault_campaign import build_scene, campaign, make_material, missing_for, play
+from benchmarks.fault_campaign import build_scene, campaign, make_material, material_in, missing_for, play
 from benchmarks.fault_kinds import KINDS, Kind
 from benchmarks.fault_scenes import check_against
 from benchmarks.fault_tools import send
 from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
+STEPS = 30
 ON_ONE_NODE = ["kill all ranks while they save", "SIGTERM, then SIGKILL", "flip a bit of the newest checkpoint"]
 OF_GROUPS = ["kill a group", "reset a group's connections to the lighthouse"]
 
@@ -25,7 +26,9 @@ OF_GROUPS = ["kill a group", "reset a group's connections to the lighthouse"]
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """Returns the data of all runs, and the folder of an undisturbed one."""
-    return make_material(tmp_path_factory.mktemp("campaign"), names=("local",))
+    material = material_in(tmp_path_factory.mktemp("campaign"), steps=STEPS, pace=0.03)
+    make_material(material, names=["local"])
+    return material
 
 
 def play_through(name, *, material, folder, kinds, seed="0"):
@@ -92,13 +95,20 @@ def test_a_lost_checkpoint_and_a_lost_process_are_noticed(material, tmp_path):
 @pytest.mark.skipif(missing_for("small disk") is not None, reason=str(missing_for("small disk")))
 def test_a_full_disk_and_a_campaign_in_two_parts(material, tmp_path, capsys):
     results, folder = tmp_path / "results.jsonl", material.references.parent
-    words = ["--faults=1", "--per-run=1", "--scenes=small disk", "--kinds=full disk", f"--results={results}"]
+    words = [
+        "--faults=1",
+        "--per-run=1",
+        f"--steps={STEPS}",
+        "--scenes=small disk",
+        "--kinds=full disk",
+        f"--results={results}",
+    ]
     command = [sys.executable, CAMPAIGN, *words, f"--folder={folder}"]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = "1 kinds, 1 faults in 1 runs, of which 0 are wrong"
     assert summary in done.stdout
-    options = Namespace(faults=1, per_run=1, seed=1, results=results, folder=folder, parallel=1, kinds=[])
+    options = Namespace(faults=1, per_run=1, steps=STEPS, seed=1, results=results, folder=folder, parallel=1, kinds=[])
     assert campaign(options, scenes=["small disk"]) == 0
     assert summary in capsys.readouterr().out
     assert [json.loads(line).get("faults") for line in results.read_text().splitlines()] == [None, 1]
