@@ -323,7 +323,7 @@ class CampaignCluster(Cluster):
     def __init__(
         self, corpus: Path, folder: Path, *, groups: int, network: Network | None, pace: float, changes: dict[str, Any]
     ) -> None:
-        super().__init__(corpus, folder, groups=groups, revive_seconds=0.3, pace=pace, **changes)
+        super().__init__(corpus, folder, groups=groups, pace=pace, **changes)  # at once: watch_over forgets who waits
         self.proxies = [Proxy(int(self.address.rpartition(":")[2])) for _ in range(groups)]
         self._network = network
         self._times: dict[str, list[float]] = defaultdict(list)
