@@ -1,248 +1,302 @@
-"""Trains with replica groups while faults strike them, and checks what is left; run by scripts/inject_faults.py."""
+"""Trains small runs through faults of many kinds and checks that nothing is lost, repeated or loaded wrongly.
 
+    python benchmarks/fault_campaign.py --faults=1000 --seed=1 --results=faults.jsonl
+
+Every run is hit by --per-run faults, one after the other, as the seed draws them, and is started again where a fault
+may end it. At the end its losses, final tensors, rows of data and of metrics are compared with an undisturbed run;
+replica groups must have committed each sample once and end with the same bits. Results are appended to --results:
+started again with the same seed, the campaign continues after the runs that are there. --table prints only the table.
+
+Scenes: one node (2 ranks, the three modes of saving), streamed data (with loader workers), launcher, replica groups (3
+with a lighthouse), semi-synchronous (LocalSGD). As root also small disk (ext4 in a file: full, slow, read-only) and
+network (a namespace with iptables and tc: loss, delay, partition, resets). --kinds and --scenes restrict the choice.
+"""
+
+import argparse
+import json
+import logging
+import os
 import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from argparse import Namespace
-from dataclasses import dataclass
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from statistics import median
 
-from torchtitan_clone.testing.cluster import Cluster, committed_once
-from torchtitan_clone.testing.faults import PLACES, Fault
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+os.environ.setdefault("RUST_LOG", "error")
 
-ROWS = 12
-GRID_PLACES = [place for place in PLACES if place != "gradients"]
-GRID_STEPS = 80
-"""A group that dies in step 8 returns well before the last."""
-GRID_PACE = 0.05
-GRID_REVIVE_SECONDS = 1.0
+from benchmarks.fault_kinds import KINDS, SCENES, Kind
+from benchmarks.fault_scenes import Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
+from benchmarks.fault_tools import BLOCK_LIMIT, CGROUPS, Clock, Network
+from torchtitan_clone.testing.runs import make_corpus, options, train
 
-
-@dataclass(frozen=True, kw_only=True)
-class Stall:
-    """A gap between two steps that one process committed; times as time.time()."""
-
-    seconds: float
-    """In excess of the median gap."""
-    deaths: int
-    """Of other replica groups, in that time."""
-    group: int
-    start: float
-    end: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What became of one run."""
-
-    seconds: float
-    deaths: int
-    heals: int
-    stalls: list[Stall]
-    wrong: list[str]
+SHARES = {
+    "one node": 8,
+    "streamed data": 3,
+    "launcher": 3,
+    "replica groups": 4,
+    "semi-synchronous": 2,
+    "small disk": 2,
+    "network": 3,
+}
+"""How often each scene is drawn."""
+NEEDS = {
+    "small disk": ("mkfs.ext4", "e2fsck", "mount", "findmnt", "unshare", "/dev/loop-control", BLOCK_LIMIT),
+    "network": ("iptables", "ip", "tc", "ss", "unshare", CGROUPS),
+}
+"""Tools and files of the scenes that need root."""
+Result = dict[str, object]
 
 
-def run_campaign(corpus: Path, folder: Path, options: Namespace) -> int:
-    """Trains through the faults of the command line and prints a report; returns the exit code."""
-    faults = [parse_fault(text) for text in options.faults.split(",") if text] or draw_faults(options)
-    steps = max((fault.step for fault in faults), default=0) + 40
-    cluster = build_cluster(
-        corpus,
-        folder,
-        steps,
-        timeouts=options.timeouts,
-        groups=options.groups or 3,
-        ranks=options.ranks or 1,
-        revive_seconds=options.revive,
-        pace=options.pace,
-    )
-    with cluster:
-        outcome = train_through(cluster, faults, steps=steps, options=options)
-        for moment, group, codes in cluster.deaths:
-            print(f"{moment - cluster.starts[0][0]:7.1f} s  group {group} died: exit codes {codes}")
-        print(f"{steps} steps in {outcome.seconds:.0f} s, {outcome.deaths} deaths, {outcome.heals} heals")
-        for count in sorted({stall.deaths for stall in outcome.stalls[:40]}):
-            shown = [f"{stall.seconds:.2f}" for stall in outcome.stalls[:40] if stall.deaths == count][:8]
-            print(f"longest stalls of survivors, in s, during which {count} groups died: {', '.join(shown)}")
-        print_longest_stall(cluster, outcome)
-        print(f"timeouts of heartbeats, collectives and joining: {options.timeouts} ms")
-        print("\n".join(outcome.wrong) or "nothing is wrong")
-        if outcome.wrong:
-            print(cluster.log)
-    return int(bool(outcome.wrong))
+def missing_for(scene: str) -> str | None:
+    """Returns why this machine cannot play a scene, or None."""
+    if scene not in NEEDS:
+        return None
+    if os.geteuid():
+        return f'the scene "{scene}" needs root'
+    missing = [need for need in NEEDS[scene] if shutil.which(need) is None and not Path(need).exists()]
+    return f'the scene "{scene}" needs {", ".join(missing)}' if missing else None
 
 
-def run_grid(corpus: Path, folder: Path, options: Namespace) -> int:
-    """Kills one rank at each place in a run of its own and prints a table; returns the exit code."""
-    bad = 0
-    print(f"{'groups':>6}{'ranks':>6}  {'place':12}{'deaths':>7}{'heals':>6}{'stall (s)':>10}{'seconds':>8}  verdict")
-    cells = [
-        (groups, ranks, place)
-        for groups in ([options.groups] if options.groups else [2, 3])
-        for ranks in ([options.ranks] if options.ranks else [1, 2])
-        for place in options.places.split(",")
-    ]
-    for groups, ranks, place in cells:
-        cluster = build_cluster(
-            corpus,
-            folder / f"{groups}x{ranks}_{place}",
-            GRID_STEPS,
-            timeouts=options.timeouts,
-            groups=groups,
-            ranks=ranks,
-            revive_seconds=GRID_REVIVE_SECONDS,
-            pace=GRID_PACE,
-        )
-        with cluster:
-            faults = faults_of_cell(place, ranks=ranks)
-            outcome = train_through(cluster, faults, steps=GRID_STEPS, options=options)
-            wrong = find_cell_errors(outcome, deaths=len(faults), longest=longest_stall(options))
-            longest = max((stall.seconds for stall in outcome.stalls if stall.deaths), default=0.0)
-            counts = f"{outcome.deaths:7}{outcome.heals:6}{longest:10.2f}{outcome.seconds:8.1f}"
-            print(f"{groups:6}{ranks:6}  {place:12}{counts}  {'; '.join(wrong) or 'good'}", flush=True)
-            if wrong:
-                print_longest_stall(cluster, outcome)
-            bad += bool(wrong)
-    print(f"timeouts of heartbeats, collectives and joining: {options.timeouts} ms; {bad} cells are bad")
-    return int(bad > 0)
+def kinds_of(scene: str, *, names: Sequence[str]) -> list[Kind]:
+    """Returns the kinds of faults of a scene, those of these names if there are any."""
+    has_clock = "CLOCK_JUMPS" in os.environ
+    found = [kind for kind in KINDS.values() if scene in kind.scenes and (not names or kind.name in names)]
+    return [kind for kind in found if has_clock or not kind.name.startswith("clock")]
 
 
-def faults_of_cell(place: str, *, ranks: int) -> list[Fault]:
-    """Kills the last rank of group 1 at this place; a place that is reached on a return needs a death before."""
-    first = Fault(kind="kill", place="all_reduce", group=1, rank=ranks - 1, step=8)
-    if place in ("configure", "heal_target"):
-        return [first, Fault(kind="kill", place=place, group=1, rank=ranks - 1, step=8, returning=True)]
-    if place == "heal_source":
-        return [first, Fault(kind="kill", place=place, group=0, rank=0, step=8)]
-    return [Fault(kind="kill", place=place, group=1, rank=ranks - 1, step=8)]
-
-
-def longest_stall(options: Namespace) -> float:
-    """Returns the seconds that a survivor may stall for each death."""
-    return int(options.timeouts.partition(":")[0]) / 1000 + 2
-
-
-def find_cell_errors(outcome: Outcome, *, deaths: int, longest: float) -> list[str]:
-    """Returns what is wrong with one cell of the grid."""
-    wrong = list(outcome.wrong)
-    if outcome.deaths != deaths:
-        wrong.append(f"{outcome.deaths} deaths instead of {deaths}")
-    if not outcome.heals:
-        wrong.append("no group was healed")
-    long = [stall for stall in outcome.stalls if stall.deaths and stall.seconds > longest * stall.deaths]
-    return wrong + [f"group {stall.group} stalled {stall.seconds:.2f} s in {stall.deaths} deaths" for stall in long]
-
-
-def build_cluster(
-    corpus: Path,
-    folder: Path,
-    steps: int,
-    *,
-    groups: int,
-    ranks: int,
-    timeouts: str,
-    revive_seconds: float,
-    pace: float,
-) -> Cluster:
-    """Returns the replica groups of one run; `timeouts` are those of heartbeats, collectives and joining in ms."""
-    heartbeat, collective, join = map(int, timeouts.split(":"))
-    return Cluster(
-        corpus,
-        folder,
-        groups=groups,
-        ranks=ranks,
-        revive_seconds=revive_seconds,
+def material_in(folder: Path, *, steps: int, pace: float) -> Material:
+    """Returns what the scenes of a campaign share, in its folder."""
+    return Material(
+        corpus=folder / "data" / "corpus",
+        streamed=folder / "hub" / "org" / "name",
+        references=folder / f"references-{steps}",
+        steps=steps,
         pace=pace,
-        training__global_batch_size=ROWS,
-        training__local_batch_size=1 if ROWS % (2 * groups * ranks) else 2,
-        training__steps=steps,
-        checkpoint__interval=20,
-        fault_tolerance__heartbeat_timeout_ms=heartbeat,
-        fault_tolerance__process_group_timeout_ms=collective,
-        fault_tolerance__join_timeout_ms=join,
     )
 
 
-def parse_fault(text: str) -> Fault:
-    """Parses KIND:PLACE:STEP:GROUP:RANK[:back]."""
-    kind, place, step, group, rank, *back = text.split(":")
-    returning = bool(back) or place == "heal_target"
-    return Fault(kind=kind, place=place, step=int(step), group=int(group), rank=int(rank), returning=returning)
+def make_material(material: Material, *, names: Sequence[str]) -> None:
+    """Writes the data, and trains the undisturbed runs of data with these names, unless that has been done."""
+    if not material.corpus.exists():
+        make_corpus(material.corpus)
+        material.streamed.mkdir(parents=True)
+    modules = sorted(material.corpus.glob("*.py"))
+    for number in range(3):
+        texts = [text for module in modules[number::3] for text in module.read_text(errors="replace").split("\n\n")]
+        lines = [json.dumps({"text": text}) for text in texts[:400]]
+        (material.streamed / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+    for name in [name for name in names if not (material.references / name).exists()]:
+        target = material.references / name
+        argv = options(material.corpus, target, **{**material.options_of(name), "data__num_workers": 0})
+        code, output = train(argv, world_size=2, log_folder=target)
+        assert code == 0, output
 
 
-def draw_faults(options: Namespace) -> list[Fault]:
-    """Returns kills at random places of random ranks; every sixth strikes a group that is being healed."""
-    source = random.Random(options.seed)
-    places = [place for place in PLACES if place != "heal_target"]
-    return [
-        Fault(
-            kind="kill",
-            place="heal_target" if number % 6 == 5 else source.choice(places),
-            step=10 + options.gap * number,
-            group=source.randrange(options.groups or 3),
-            rank=source.randrange(options.ranks or 1),
-            returning=number % 6 == 5,
-        )
-        for number in range(options.random)
-    ]
+def build_scene(name: str, *, material: Material, folder: Path, source: random.Random) -> Scene:
+    """Returns a scene, whose folder must not exist."""
+    folder.mkdir(parents=True)
+    if name in ("replica groups", "semi-synchronous", "network"):
+        network = Network(f"faults-{os.getpid()}", groups=3) if name == "network" else None
+        return Groups(material, folder, name=name, source=source, network=network)
+    return (Launched if name == "launcher" else OneNode)(material, folder, name=name, source=source)
 
 
-def train_through(cluster: Cluster, faults: list[Fault], *, steps: int, options: Namespace) -> Outcome:
-    """Trains through the faults and checks what is left."""
-    start = time.time()
-    wrong: list[str] = []
+def play(scene: Scene, *, seed: str, kinds: Sequence[Kind], count: int) -> Iterator[Result]:
+    """Plays one run with up to `count` faults; yields a result for each fault, and one for the run."""
+    deck: list[Kind] = []
+    begin = time.monotonic()
+    struck = 0
+    with closing(scene):
+        try:
+            scene.start()
+            scene.watch(2)
+            for _ in range(2 * count):
+                if struck == count or scene.step() > scene.steps - 12:
+                    break
+                deck = deck or scene.source.sample(kinds, len(kinds))  # all kinds, before one strikes again
+                result = strike(deck.pop(), scene)
+                struck += result["verdict"] != "not struck"
+                yield {"seed": seed, "scene": scene.name, **result}
+            scene.finish()
+        except HangError as error:
+            scene.wrong.append(f"hangs: {error}")
+        except Exception:  # noqa: BLE001, an error of the campaign must not count as a fault that was survived
+            scene.wrong.append(traceback.format_exc()[-1500:])
+    seconds = round(time.monotonic() - begin, 1)
+    yield {"seed": seed, "scene": scene.name, "faults": struck, "wrong": scene.wrong, "seconds": seconds}
+
+
+def strike(kind: Kind, scene: Scene) -> Result:
+    """Makes a fault happen and waits until training continues."""
+    scene.may_end = kind.may_end
+    found, begin, step = len(scene.wrong), time.monotonic(), scene.step()
     try:
-        cluster.start_all(faults=faults)
-        if options.lighthouse:
-            step, seconds = options.lighthouse.split(":")
-            cluster.watch_over(timeout=options.timeout, until=lambda: cluster.step_of(0) >= int(step))
-            cluster.restart_lighthouse(seconds=float(seconds))
-        cluster.watch_over(timeout=options.timeout)
-    except AssertionError as error:
-        wrong = [str(error)]
-    deadly = sum(cluster.log.count(f"fault: Fault(kind='{kind}'") for kind in ("kill", "late", "hang", "exception"))
-    wrong += committed_once(cluster.records(), steps=steps, rows=ROWS) + cluster.wrong_rows()
-    wrong += [f"rank {rank}: groups ended differently" for rank, found in cluster.digests().items() if len(found) > 1]
-    wrong += [f"group {group} did not finish" for group in range(cluster.groups) if group not in cluster.finished]
-    if len(cluster.deaths) > deadly:
-        wrong.append(f"{len(cluster.deaths)} deaths for {deadly} deadly faults: a survivor died")
-    return Outcome(
-        seconds=time.time() - start,
-        deaths=len(cluster.deaths),
-        heals=cluster.log.count("healed from another replica group"),
-        stalls=find_stalls(cluster),
-        wrong=wrong,
-    )
+        detail, verdict = kind.strike(scene), "good"
+    except NotStruckError as error:
+        detail, verdict = str(error), "not struck"
+    scene.watch(scene.source.randint(1, 3))
+    scene.may_end = False
+    if len(scene.wrong) > found:
+        verdict = "; ".join(scene.wrong[found:])
+    seconds = round(time.monotonic() - begin, 2)
+    return {"kind": kind.name, "detail": detail, "after_step": step, "seconds": seconds, "verdict": verdict}
 
 
-def print_longest_stall(cluster: Cluster, outcome: Outcome) -> None:
-    """Prints the events of the longest stall."""
-    for stall in outcome.stalls[:1]:
-        print(f"the longest stall, {stall.seconds:.2f} s of group {stall.group}:")
-        print("\n".join(timeline(cluster, stall)))
+def run_one(choices: argparse.Namespace) -> int:
+    """Plays one run in this process and prints its results as lines of JSON."""
+    logging.disable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(dir=choices.folder)) / "run"
+    material = material_in(choices.folder, steps=choices.steps, pace=choices.pace)
+    kinds = kinds_of(choices.one, names=choices.kinds)
+    source = random.Random(choices.run_seed)
+    scene = build_scene(choices.one, material=material, folder=folder, source=source)
+    wrong = False
+    for result in play(scene, seed=choices.run_seed, kinds=kinds, count=choices.per_run):
+        print(json.dumps(result), flush=True)
+        wrong = wrong or bool(result.get("wrong"))
+    if not wrong:
+        shutil.rmtree(folder.parent, ignore_errors=True)
+    return int(wrong)
 
 
-def find_stalls(cluster: Cluster) -> list[Stall]:
-    """Returns the gaps between commits of all groups, the longest first."""
-    found: list[Stall] = []
-    for group in range(cluster.groups):
-        deaths = [moment for moment, dead, _ in cluster.deaths if dead != group]
-        gaps = cluster.gaps(group)
-        usual = median([end - start for start, end in gaps] or [0.0])
-        for start, end in gaps:
-            count = sum(start < moment < end for moment in deaths)
-            found.append(Stall(seconds=end - start - usual, deaths=count, group=group, start=start, end=end))
-    return sorted(found, key=lambda stall: stall.seconds, reverse=True)
+def start_run(scene: str, *, seed: str, choices: argparse.Namespace) -> subprocess.Popen[str]:
+    """Starts one run in a process of its own, in namespaces of its own where the scene needs them."""
+    spaces = {"small disk": ["unshare", "--mount"], "network": ["unshare", "--net"]}.get(scene, [])
+    words = [*spaces, sys.executable, __file__, f"--one={scene}", f"--run-seed={seed}", f"--folder={choices.folder}"]
+    words += [f"--per-run={choices.per_run}", f"--kinds={','.join(choices.kinds)}"]
+    words += [f"--steps={choices.steps}", f"--pace={choices.pace}"]
+    output = (choices.folder / f"{seed.replace(':', '-')}.out").open("w+")
+    return subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, text=True)
 
 
-def timeline(cluster: Cluster, stall: Stall) -> list[str]:
-    """Returns a line for each event during a stall: when groups died, started, were ready and left a quorum."""
-    events = [(moment, f"group {group} is found dead") for moment, group, _ in cluster.deaths]
-    events += [(moment, f"group {group} is started") for moment, group in cluster.starts]
-    for name, lines in cluster.records().items():
-        is_own = name == f"replica-{stall.group}/rows.rank0.jsonl"
-        for line in (line for line in lines if is_own or "started" in line or "left" in line):
-            what = {key: value for key, value in line.items() if key not in ("time", "rows")}
-            events.append((line["time"], f"{name.removesuffix('.jsonl')}: {what}"))
-    inside = sorted(event for event in events if stall.start <= event[0] <= stall.end)
-    return [f"{moment - stall.start:7.3f} s  {what}" for moment, what in inside]
+def playable(choices: argparse.Namespace) -> list[str]:
+    """Returns the scenes that are asked for and that this machine can play; prints why it cannot play others."""
+    wanted = [scene for scene in SCENES if not choices.scenes or scene in choices.scenes]
+    problems = {scene: problem for scene in wanted if (problem := missing_for(scene))}
+    for problem in problems.values():
+        print(f"left out: {problem}")
+    return [scene for scene in wanted if scene not in problems and kinds_of(scene, names=choices.kinds)]
+
+
+def campaign(choices: argparse.Namespace, *, scenes: Sequence[str]) -> int:
+    """Plays runs side by side until so many faults have struck; returns the exit code."""
+    source = random.Random(choices.seed)
+    done = read_results(choices.results)
+    seen = {result["seed"] for result in done if "faults" in result}
+    count = sum(int(str(result["faults"])) for result in done if "faults" in result)
+    running: dict[str, subprocess.Popen[str]] = {}
+    number = 0
+    try:
+        while count < choices.faults or running:
+            while count + len(running) * choices.per_run < choices.faults and len(running) < choices.parallel:
+                number += 1
+                scene, seed = source.choices(scenes, [SHARES[each] for each in scenes])[0], f"{choices.seed}:{number}"
+                if seed not in seen:
+                    running[seed] = start_run(scene, seed=seed, choices=choices)
+            if not running:
+                continue
+            time.sleep(0.2)
+            for seed in [seed for seed, process in running.items() if process.poll() is not None]:
+                del running[seed]
+                count += collect_run(seed, choices=choices)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    results = read_results(choices.results)
+    print_table(results)
+    return int(any(result.get("wrong") for result in results))
+
+
+def collect_run(seed: str, *, choices: argparse.Namespace) -> int:
+    """Appends the results of a run to the file; returns how many faults struck."""
+    file = choices.folder / f"{seed.replace(':', '-')}.out"
+    lines = file.read_text().splitlines()
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    if not any("faults" in result for result in results):
+        results.append({"seed": seed, "scene": "?", "faults": 0, "wrong": ["\n".join(lines)[-1500:]], "seconds": 0})
+    with choices.results.open("a") as stream:
+        stream.writelines(json.dumps(result) + "\n" for result in results)
+    (last,) = [result for result in results if "faults" in result]
+    verdict = "WRONG" if last["wrong"] else "good"
+    print(f"{seed:10} {last['scene']:18} {last['faults']:3} faults {last['seconds']:7.1f} s  {verdict}", flush=True)
+    return last["faults"]
+
+
+def read_results(file: Path) -> list[Result]:
+    """Returns the results of earlier parts."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """Prints how often each kind struck, and what became of it."""
+    wrong_runs = {result["seed"]: result["wrong"] for result in results if result.get("wrong")}
+    of_kind: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if "kind" in result and result["verdict"] != "not struck":
+            of_kind[str(result["kind"])].append(result)
+    print(f"{'kind':45}{'struck':>7}{'wrong':>7}{'in wrong runs':>15}")
+    for name, found in sorted(of_kind.items()):
+        bad = sum(each["verdict"] != "good" for each in found)
+        print(f"{name:45}{len(found):7}{bad:7}{sum(each['seed'] in wrong_runs for each in found):15}")
+    total = sum(map(len, of_kind.values()))
+    runs = sum("faults" in result for result in results)
+    print(f"{len(of_kind)} kinds, {total} faults in {runs} runs, of which {len(wrong_runs)} are wrong")
+    for seed, wrong in wrong_runs.items():
+        print(f"{seed}: {json.dumps(wrong)[:1500]}")
+
+
+def parse_names(text: str) -> list[str]:
+    """Returns names that are separated by commas; kinds may have commas of their own."""
+    known = [*KINDS, *SCENES]
+    found = [name for name in known if f",{name}," in f",{text},"]
+    if text and not found:
+        raise argparse.ArgumentTypeError(f"{text}: choose from {'; '.join(known)}")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Plays a campaign, one run of it, or prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--per-run", type=int, default=20, help="faults of each run (20)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (60)")
+    parser.add_argument("--pace", type=float, default=0.1, help="seconds that every step sleeps (0.1)")
+    parser.add_argument("--parallel", type=int, default=3, help="runs side by side (3)")
+    parser.add_argument("--results", type=Path, default=Path("faults.jsonl"))
+    parser.add_argument("--folder", type=Path, help="keep data and failed runs here")
+    parser.add_argument("--scenes", type=parse_names, default=[], help="names, separated by commas")
+    parser.add_argument("--kinds", type=parse_names, default=[], help="names, separated by commas")
+    parser.add_argument("--table", action="store_true", help="only print the table of --results")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--run-seed", help=argparse.SUPPRESS)
+    choices = parser.parse_args(argv)
+    if choices.one:
+        return run_one(choices)
+    if choices.table:
+        return print_table(read_results(choices.results)) or 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the runs on the way out
+    with tempfile.TemporaryDirectory() as folder:
+        choices.folder = choices.folder or Path(folder)
+        choices.folder.mkdir(parents=True, exist_ok=True)
+        scenes = playable(choices)
+        names = ["local", "streamed"] if "streamed data" in scenes else ["local"]
+        make_material(material_in(choices.folder, steps=choices.steps, pace=choices.pace), names=names)
+        if Clock.is_available():
+            os.environ.update(Clock(choices.folder).environment)
+        return campaign(choices, scenes=scenes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

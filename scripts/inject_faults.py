@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.fault_campaign import GRID_PLACES, run_campaign, run_grid
+from benchmarks.group_faults import GRID_PLACES, run_campaign, run_grid
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS
 from torchtitan_clone.testing.runs import make_corpus
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta

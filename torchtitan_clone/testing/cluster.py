@@ -114,6 +114,11 @@ class Cluster(GroupResults):
         sender.close()
         return process, receiver.recv()
 
+    @property
+    def lighthouse_pid(self) -> int:
+        """Process id of the lighthouse."""
+        return self._lighthouse.pid or 0
+
     def restart_lighthouse(self, *, seconds: float) -> None:
         """Kills the lighthouse, and starts another at the same address `seconds` later."""
         self.stop_lighthouse()

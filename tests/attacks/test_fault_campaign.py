@@ -1,0 +1,114 @@
+"""A sample of benchmarks/fault_campaign.py, and proof that it notices what must not happen."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fault_campaign import build_scene, campaign, make_material, material_in, missing_for, play
+from benchmarks.fault_kinds import KINDS, Kind
+from benchmarks.fault_scenes import check_against
+from benchmarks.fault_tools import send
+from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
+
+CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
+STEPS = 30
+ON_ONE_NODE = ["kill all ranks while they save", "SIGTERM, then SIGKILL", "flip a bit of the newest checkpoint"]
+OF_GROUPS = ["kill a group", "reset a group's connections to the lighthouse"]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """Returns the data of all runs, and the folder of an undisturbed one."""
+    material = material_in(tmp_path_factory.mktemp("campaign"), steps=STEPS, pace=0.03)
+    make_material(material, names=["local"])
+    return material
+
+
+def play_through(name, *, material, folder, kinds, seed="0"):
+    """Plays one run; returns what struck, and what is wrong."""
+    scene = build_scene(name, material=material, folder=folder, source=random.Random(seed))
+    *faults, run = play(scene, seed=seed, kinds=kinds, count=len(kinds))
+    return {fault["kind"] for fault in faults if fault["verdict"] != "not struck"}, run["wrong"]
+
+
+def test_there_are_thirty_kinds():
+    assert len(KINDS) >= 30
+    assert len({kind.strike for kind in KINDS.values()}) == len(KINDS)
+
+
+def test_a_run_survives_a_sample_of_faults(material, tmp_path):
+    kinds = [KINDS[name] for name in ON_ONE_NODE]
+    struck, wrong = play_through("one node", material=material, folder=tmp_path / "run", kinds=kinds)
+    assert wrong == []
+    assert {"kill all ranks while they save", "SIGTERM, then SIGKILL"} <= struck
+    metrics = tmp_path / "run" / "run" / "metrics.jsonl"
+    first, *rest = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rest))
+    (problem,) = check_against(material.references / "local", tmp_path / "run", lenient=False)
+    assert problem.startswith("metrics hold the steps [2, 3")
+    metrics.write_text("".join([first.replace('"loss": ', '"loss": 1'), *rest]))
+    (problem,) = check_against(material.references / "local", tmp_path / "run", lenient=False)
+    assert problem.startswith("step 1: loss 1")
+
+
+def test_replica_groups_survive_a_sample_of_faults(material, tmp_path):
+    pytest.importorskip("torchft")
+    kinds = [KINDS[name] for name in OF_GROUPS]
+    struck, wrong = play_through("replica groups", material=material, folder=tmp_path / "run", kinds=kinds)
+    assert wrong == []
+    assert struck == set(OF_GROUPS)
+
+
+def lose_a_checkpoint(scene) -> str:
+    """Deletes the newest checkpoint behind the back of the scene."""
+    while not scene.committed:
+        scene.watch(1)
+    send(signal.SIGKILL, *scene.pids())
+    scene.end()
+    scene.note_commits()
+    step = newest_complete_step(scene.checkpoints)
+    shutil.rmtree(step_folder(scene.checkpoints, step))
+    scene.start()
+    return f"step {step}"
+
+
+def test_a_lost_checkpoint_and_a_lost_process_are_noticed(material, tmp_path):
+    kinds = [
+        Kind(name="a kill that nobody permits", scenes=(), may_end=False, strike=KINDS["kill a rank"].strike),
+        Kind(name="lose a checkpoint", scenes=(), may_end=True, strike=lose_a_checkpoint),
+    ]
+    _, wrong = play_through("one node", material=material, folder=tmp_path / "run", kinds=kinds)
+    processes = [problem for problem in wrong if problem.startswith("ended with [")]
+    checkpoints = [problem for problem in wrong if problem.endswith(" was committed")]
+    assert len(processes) == 1
+    assert checkpoints
+    assert len(processes) + len(checkpoints) == len(wrong)
+
+
+@pytest.mark.skipif(missing_for("small disk") is not None, reason=str(missing_for("small disk")))
+def test_a_full_disk_and_a_campaign_in_two_parts(material, tmp_path, capsys):
+    results, folder = tmp_path / "results.jsonl", material.references.parent
+    words = [
+        "--faults=1",
+        "--per-run=1",
+        f"--steps={STEPS}",
+        "--scenes=small disk",
+        "--kinds=full disk",
+        f"--results={results}",
+    ]
+    command = [sys.executable, CAMPAIGN, *words, f"--folder={folder}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = "1 kinds, 1 faults in 1 runs, of which 0 are wrong"
+    assert summary in done.stdout
+    options = Namespace(faults=1, per_run=1, steps=STEPS, seed=1, results=results, folder=folder, parallel=1, kinds=[])
+    assert campaign(options, scenes=["small disk"]) == 0
+    assert summary in capsys.readouterr().out
+    assert [json.loads(line).get("faults") for line in results.read_text().splitlines()] == [None, 1]
