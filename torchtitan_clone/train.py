@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
-from torchtitan_clone.config.resolved import simulated_device_type
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import guard_outputs, print_error
@@ -86,6 +85,7 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     """Imports torch only here, so that a wrong option is reported at once."""
     from torchtitan_clone.parallel.runtime import Launch, pick_device
     from torchtitan_clone.run import preflight
+    from torchtitan_clone.run.dry_run import simulated_device_type
 
     launch = Launch.from_environment()
     device = pick_device(launch)

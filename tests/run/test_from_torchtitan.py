@@ -9,9 +9,8 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, read_config
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.resolved import simulated_device_type
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.dry_run import summary
+from torchtitan_clone.run.dry_run import simulated_device_type, summary
 
 COMMON = {
     "job.print_config": False,

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.config.schema import Config, FaultTolerance, Job, Parallelism, Training
+from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +53,3 @@ def run_folder(job: Job) -> Path:
 def run_name(job: Job) -> str:
     """Returns the name of the run's folder: job.run_name, else the TOML file's name without suffix, else "run"."""
     return job.run_name or (Path(job.config_file).stem if job.config_file else "run")
-
-
-def simulated_device_type(config: Config, *, present: str) -> str:
-    """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it."""
-    if config.job.dry_run_device != "auto":
-        return config.job.dry_run_device
-    errors = {device: len(find_config_errors(config, device_type=device)) for device in (present, "cuda")}
-    return "cuda" if errors["cuda"] < errors[present] else present

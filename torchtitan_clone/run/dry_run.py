@@ -1,6 +1,7 @@
 """Descriptions of a run: in one line at its start, and what --dry-run and comm.mode = "fake_backend" print."""
 
-from torchtitan_clone.config import to_toml
+from torchtitan_clone.config import Config, to_toml
+from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.data import describe_source
 from torchtitan_clone.documents import escape
 from torchtitan_clone.parallel.mesh import describe_mesh
@@ -8,6 +9,14 @@ from torchtitan_clone.run.plan import RunPlan
 
 MAX_DESCRIBED_RANKS = 4096
 """A mesh of more takes torch minutes, even simulated."""
+
+
+def simulated_device_type(config: Config, *, present: str) -> str:
+    """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it."""
+    if config.job.dry_run_device != "auto":
+        return config.job.dry_run_device
+    errors = {device: len(find_config_errors(config, device_type=device)) for device in (present, "cuda")}
+    return "cuda" if errors["cuda"] < errors[present] else present
 
 
 def one_line_summary(plan: RunPlan) -> str:
