@@ -171,7 +171,7 @@ TOO_LARGE = {
     "--training.steps=9223372036854775808": "training.steps: an integer has more than 64 bits",
     "--comm.init_timeout_seconds=100000000000000": "must be from 1 to 2,000,000.",
     "--debug.seed=1180591620717411303424": "debug.seed: an integer has more than 64 bits",
-    "--job.dump_folder=/proc/runs": 'job.dump_folder: nothing can be written to "/proc/runs/run" (/proc: ',
+    "--job.dump_folder=/proc/runs": 'nothing can be written to "/proc/runs/run" (No such file or directory: /proc)',
     f"--job.dump_folder=/tmp/{'x' * 300}": "a path has at most 4,095 bytes, and each name in it 255; shorten it",
 }
 

@@ -210,7 +210,7 @@ def test_a_configuration_that_is_no_regular_file_is_refused(tmp_path, kind):
     assert load_config([f"--job.config_file={tmp_path / 'link.toml'}"]).training.steps == 3
 
 
-@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", ".", "/", "x" * 129, "two\nlines", "\x1b[2J", "a\0b"])
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", ".", "/", "x" * 129, "two\nlines", "\x1b[2J"])
 def test_a_run_name_that_leaves_its_folder_is_refused(name):
     (problem,) = find_config_errors(load_config([f"--job.run_name={name}"]), device_type="cpu")
     assert problem.startswith("job.run_name = ")
@@ -264,7 +264,7 @@ def test_an_unwritable_checkpoint_folder_is_found_before_the_start(corpus, tmp_p
         folder.symlink_to("/proc/self/fdinfo" if kind == "unwritable" else "/proc/no/such")
     code, output = train(options(corpus, tmp_path), log_folder=tmp_path)
     assert (code, output.count("error: ")) == (2, 1), output
-    assert f"checkpoint.folder: nothing can be written to {folder}" in output
+    assert f'checkpoint.folder: nothing can be written to "{folder}"' in output
     loading = options(corpus, tmp_path, training__steps=2, checkpoint__enable=False)
     code, output = train(loading, log_folder=tmp_path)
     assert code == 0, output

@@ -168,6 +168,7 @@ def train_in_two_parts(options, folder):
     with rank_of_a_group():
         context = ReplicaContext(
             device=torch.device("cpu"),
+            address="127.0.0.1",
             step=0,
             parameters={"weight": weight},
             outer_weights={},

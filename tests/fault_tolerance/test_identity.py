@@ -23,7 +23,9 @@ def test_a_mismatched_or_duplicate_group_is_rejected(corpus, tmp_path):
         cluster.start(0)
         cluster.watch_over(until=lambda: cluster.step_of(0) > 5)
         cluster.env["TORCHFT_TIMEOUT_SEC"] = "5"
-        for group, changes in {1: {"optimizer__lr": 1e-4}, 2: {"fault_tolerance__replica_id": 0}}.items():
+        # In the folder of another group it would be refused by that group's lock.
+        elsewhere = {"job__dump_folder": tmp_path / "elsewhere"}
+        for group, changes in {1: {"optimizer__lr": 1e-4}, 2: {"fault_tolerance__replica_id": 0, **elsewhere}}.items():
             cluster.start(group, **changes)
             assert is_rejected(cluster.running.pop(group))
         assert "error: replica groups were started with different options" in cluster.log_of(1)
@@ -34,7 +36,7 @@ def test_a_mismatched_or_duplicate_group_is_rejected(corpus, tmp_path):
         cluster.start(1)
         cluster.watch_over(until=lambda: cluster.log_of(1).count("healed from another") == 1)
         cluster.running[1].signal(signal.SIGSTOP)
-        cluster.start(2, fault_tolerance__replica_id=1)
+        cluster.start(2, fault_tolerance__replica_id=1, **elsewhere)
         cluster.watch_over(until=lambda: "healed from another" in cluster.log_of(2))
         old = cluster.running.pop(1)
         old.signal(signal.SIGCONT)

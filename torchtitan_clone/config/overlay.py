@@ -87,7 +87,8 @@ def toml_like(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            shown = json.dumps(value, ensure_ascii=False)
+            return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in shown)
         case list():
             return f"[{', '.join(toml_like(item) for item in cast('list[object]', value))}]"
         case dict():
