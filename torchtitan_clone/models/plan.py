@@ -5,8 +5,19 @@ parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from torch.distributed.tensor import Replicate, Shard
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -46,3 +57,40 @@ def qk_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys, whose gradients are summed over the axis: a rank has some heads."""
     norm = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}
+
+
+def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
+    """Returns styles for a decoder whose feed-forward is a mixture of experts, instead of a SwiGLU."""
+    styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
+    shared = {
+        name.replace("feed_forward", "feed_forward.shared_experts"): style
+        for name, style in decoder_styles().items()
+        if has_shared_experts and name.startswith("layers.*.feed_forward.")
+    }
+    experts = {"layers.*.feed_forward.router": Replicated(), "layers.*.feed_forward.experts": HiddenSharded()}
+    return styles | shared | experts
+
+
+class Replicated(ParallelStyle):
+    """Holds all parameters on every rank, each of which computes a share of their gradients."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
+
+
+class HiddenSharded(ParallelStyle):
+    """Shards the hidden features of all experts; the results of the ranks are summed and sharded by tokens."""
+
+    PLACEMENTS: ClassVar[Mapping[str, Placement]] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._shard, output_fn=self._sum)
+
+    def _shard(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            sharded = nn.Parameter(distribute_tensor(weight, mesh, [self.PLACEMENTS[name]]))
+            module.register_parameter(name, sharded)
+
+    @staticmethod
+    def _sum(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+        return DTensor.from_local(out_BTD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()

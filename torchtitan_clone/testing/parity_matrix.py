@@ -28,6 +28,10 @@ QWEN3 = {
     "model__name": "qwen3", "model__args__head_dim": 32, "model__args__hidden_dim": 172,
     "model__args__multiple_of": None,
 }  # fmt: skip
+MOE = QWEN3 | {
+    "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
+    "model__args__moe__hidden_dim": 64,
+}  # fmt: skip
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -55,6 +59,8 @@ def all_cases() -> dict[str, Case]:
     cases["shard x tensor x pipeline x context"] = axes_case(("shard", "tensor", "pipeline", "context"))
     for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes) or 'one rank'}, qwen3"] = axes_case(axes, **QWEN3)
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, experts"] = axes_case(axes, **MOE)
     compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
