@@ -62,7 +62,6 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "parallelism.disable_loss_parallel": TorchtitanKey(
         "tensor parallelism always computes the loss on vocabulary shards; set it to false"
     ),
-    "parallelism.expert_parallel_degree": _NO_EXPERT,
     "parallelism.expert_tensor_parallel_degree": _NO_EXPERT,
     "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(

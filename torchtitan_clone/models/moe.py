@@ -6,7 +6,7 @@ Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,16 +72,18 @@ class Router(nn.Module):
         nn.init.normal_(self.weight, std=dim**-0.5)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores [N, K] of the chosen experts, fp32, and their numbers [N, K]."""
+        """Returns the scores [B, T, K] of the chosen experts, fp32, and their numbers [B, T, K]."""
         args = self.args
-        x_ND = local_with_partial_grad(x_BTD).flatten(0, 1)
+        x_BTD = local_with_partial_grad(x_BTD)
+        x_ND = x_BTD.flatten(0, 1)
         logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float())
         scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
         experts_NK = _masked_to_groups(scores_NE.detach(), args).topk(args.top_k, dim=-1).indices
         scores_NK = scores_NE.gather(1, experts_NK)
         if args.normalize_scores:
             scores_NK = scores_NK / (scores_NK.sum(dim=-1, keepdim=True) + 1e-20)
-        return scores_NK * args.score_scale, experts_NK
+        scores_NK = scores_NK * args.score_scale
+        return scores_NK.unflatten(0, x_BTD.shape[:2]), experts_NK.unflatten(0, x_BTD.shape[:2])
 
 
 def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
@@ -95,23 +97,40 @@ def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
     return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)
 
 
+class Exchange(Protocol):
+    """Moves rows to the ranks of their experts and back, in expert parallelism."""
+
+    def send(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, object]:
+        """Returns the rows of this rank's experts, sorted by expert, counts of each, and what `send_back` needs."""
+        ...
+
+    def send_back(self, rows_ND: Tensor, route: Any) -> Tensor: ...
+
+
 class Experts(nn.Module):
     """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F]."""
 
     def __init__(self, *, count: int, dim: int, hidden_dim: int):
         super().__init__()
+        self.num_experts = count
+        self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
-    def forward(self, x_BTD: Tensor, scores_NK: Tensor, experts_NK: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
         """Returns [B, T, D]: the sum of the results of each token's experts, times their scores."""
-        x_BTD = local_with_partial_grad(x_BTD)
-        rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.w1.shape[0])
-        out_ND = combine(self._by_expert(rows, counts_E), scores_NK, positions_NK)
-        return out_ND.unflatten(0, x_BTD.shape[:2])
+        x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
+        experts_NK = experts_BTK.flatten(0, 1)
+        rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
+        if self.exchange is None:
+            results = self._by_expert(rows, counts_E)
+        else:
+            received, counts_E, route = self.exchange.send(rows, counts_E)
+            results = self.exchange.send_back(self._by_expert(received, counts_E), route)
+        return combine(results, scores_BTK.flatten(0, 1), positions_NK).unflatten(0, x_BTD.shape[:2])
 
     def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Returns the results of rows that are sorted by expert, `counts_E` of each."""

@@ -3,9 +3,9 @@
 parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv 2205.05198.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +68,9 @@ def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
         if has_shared_experts and name.startswith("layers.*.feed_forward.")
     }
     experts = {"layers.*.feed_forward.router": Replicated(), "layers.*.feed_forward.experts": HiddenSharded()}
+    del styles["layers.*.feed_forward"]
+    if has_shared_experts:
+        shared["layers.*.feed_forward.shared_experts"] = decoder_styles()["layers.*.feed_forward"]
     return styles | shared | experts
 
 
@@ -79,17 +82,31 @@ class Replicated(ParallelStyle):
 
 
 class HiddenSharded(ParallelStyle):
-    """Shards the hidden features of all experts; the results of the ranks are summed and sharded by tokens."""
+    """Shards the hidden features of all experts; the results of the ranks are summed and sharded by tokens.
+
+    Experts that are on different ranks already stay as they are: every rank sends its own tokens to them.
+    """
 
     PLACEMENTS: ClassVar[Mapping[str, Placement]] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._shard, output_fn=self._sum)
+        if any(isinstance(weight, DTensor) for weight in module.parameters()):
+            return module
+        # torch's annotations lack the results of both hooks.
+        gather = cast("Callable[..., None]", self._gather)
+        output = cast("Callable[..., None]", self._sum)
+        return distribute_module(module, device_mesh, self._shard, gather, output)
 
     def _shard(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, weight in list(module.named_parameters(recurse=False)):
             sharded = nn.Parameter(distribute_tensor(weight, mesh, [self.PLACEMENTS[name]]))
             module.register_parameter(name, sharded)
+
+    @staticmethod
+    def _gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        """Gathers tokens, scores and numbers of experts, each [B, T, *], from the shards by tokens."""
+        shards = (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(1)]) for x in inputs)
+        return tuple(shard.redistribute(placements=[Replicate()]) for shard in shards)
 
     @staticmethod
     def _sum(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:

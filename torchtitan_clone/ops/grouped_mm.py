@@ -4,10 +4,12 @@ torch's grouped product as a custom operator: it also takes float32 on the meta 
 can name it. Legend: N rows, sorted by group; E groups; D, F sizes, multiples of 16 bytes.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import FunctionCtx
 
 
 @torch.library.custom_op("torchtitan_clone::grouped_mm", mutates_args=())
@@ -64,7 +66,7 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], 
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: BackwardCFunction, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x_ND, weight_EFD, ends_E = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
     x_grad = _input_grad(grad_NF, weight_EFD, ends_E) if needs_x else None
