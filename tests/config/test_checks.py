@@ -31,6 +31,7 @@ OUT_OF_BOUNDS = {
     "parallelism.fsdp_prefetch_blocks": 0,
     "parallelism.tensor_parallel_degree": 0,
     "parallelism.pipeline_parallel_degree": -1,
+    "parallelism.expert_parallel_degree": "0",
     "parallelism.context_parallel_degree": 0,
     "parallelism.pipeline_parallel_microbatch_size": 0,
     "parallelism.pipeline_parallel_layers_per_stage": 0,

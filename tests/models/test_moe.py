@@ -1,12 +1,14 @@
-"""The mixture of experts against a loop over tokens, and Qwen3-MoE against transformers."""
+"""The mixture of experts against a loop over tokens, and Qwen3-MoE (moe_hf.py) against transformers."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3MoeConfig
 
 from tests.models.twins import assert_logits_equal
+from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.moe import MoE, MoEArgs, Router
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
@@ -74,7 +76,7 @@ def test_scores_are_computed_in_float32():
     torch.nn.init.normal_(router.weight)
     x_ND = torch.randn(5, 16).bfloat16()
     scores_NK, _ = router(x_ND[None])
-    expected_NE = (x_ND.float() @ router.weight.float().T).softmax(-1)
+    expected_NE = (x_ND[None].float() @ router.weight.float().T).softmax(-1)
     top_NK = expected_NE.topk(3).values
     assert scores_NK.dtype == torch.float32
     torch.testing.assert_close(scores_NK, top_NK / top_NK.sum(-1, keepdim=True))
@@ -116,3 +118,36 @@ def test_only_active_experts_count_as_flops():
 )
 def test_bad_arguments_are_named(changes, message):
     assert message in replace(ARGS, moe=replace(MOE, **changes)).violations()[0]
+
+
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_config_round_trips_through_transformers(flavor):
+    args = SPEC.flavors[flavor]
+    hub = SPEC.hugging_face
+    theirs = Qwen3MoeConfig(**hub.to_config(args))
+    assert (theirs.num_experts, theirs.moe_intermediate_size) == (args.moe.num_experts, args.moe.hidden_dim)
+    for config in (hub.to_config(args), theirs.to_dict()):
+        values = {key: value for key, value in hub.from_config(config).items() if value is not None}
+        assert overlay(SPEC.flavors["debugmodel"], values, where="model.args") == args
+
+
+def test_every_expert_has_tensors_of_its_own_on_the_hub():
+    pieces = SPEC.hugging_face.pieces("layers.1.feed_forward.experts.w2", shape=(8, 64, 24))
+    assert [piece.source for piece in pieces] == [
+        f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
+    ]
+    assert {piece.shape for piece in pieces} == {(64, 24)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None, "num_local_experts": None}, "num_experts is missing"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ],
+)
+def test_unsupported_hub_configs_are_refused(changes, message):
+    config = {key: value for key, value in (SPEC.hugging_face.to_config(ARGS) | changes).items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        SPEC.hugging_face.from_config(config)

@@ -40,6 +40,11 @@ class ModelArgs:
         return self.dim // self.n_heads
 
     @property
+    def num_experts(self) -> int:
+        """Experts of each layer with a mixture of experts; 0 for a dense model."""
+        return 0
+
+    @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
 

@@ -180,9 +180,9 @@ class _Dispatch(torch.autograd.Function):
         return x_ND[order // positions_NK.shape[1]]
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         (positions_NK,) = ctx.saved_tensors
-        return grad[positions_NK].sum(dim=1), None, None
+        return grads[0][positions_NK].sum(dim=1), None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -194,10 +194,11 @@ class _Permute(torch.autograd.Function):
         return rows[positions_NK]
 
     @staticmethod
-    def backward(ctx, grad_NKD: Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         (positions_NK,) = ctx.saved_tensors
-        grad = torch.empty_like(grad_NKD.flatten(0, 1))
-        grad[positions_NK.flatten()] = grad_NKD.flatten(0, 1)
+        grad_rows = grads[0].flatten(0, 1)
+        grad = torch.empty_like(grad_rows)
+        grad[positions_NK.flatten()] = grad_rows
         return grad, None
 
 

@@ -41,6 +41,10 @@ class Qwen3MoEArgs(Qwen3Args):
     n_kv_heads: int | None = 4
     moe: MoEArgs = field(default_factory=lambda: MoEArgs(num_experts=128, top_k=8, hidden_dim=768))
 
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts
+
     def violations(self) -> list[str]:
         return super().violations() + self.moe.violations(dim=self.dim)
 
