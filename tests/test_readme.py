@@ -46,7 +46,7 @@ COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in bl
 """In the order of the pages, each once; a page whose commands need a file makes it first."""
 TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
-GPUS = {"llama3_70b": 64, "llama3_405b": 512}
+GPUS = {"llama3_70b": 64, "llama3_405b": 512, "qwen3_30b_a3b": 64}
 """Number of GPUs that a file is written for, if it is not 8."""
 # Training commands of the documentation run for minutes; these options limit each to seconds.
 SMALL = [
@@ -167,7 +167,7 @@ def test_train_configs_resolve_and_train(file, workplace, tmp_path):
         "--model.args.vocab_size=2048", "--training.global_batch_size=2", "--compile.backend=aot_eager",
         f"--data.cache_folder={workplace / 'cache'}", "--data.num_workers=0",
         "--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1",
-        "--parallelism.pipeline_parallel_degree=1",
+        "--parallelism.pipeline_parallel_degree=1", "--parallelism.expert_parallel_degree=1",
     ]  # fmt: skip
     code, output = train(small, log_folder=tmp_path)
     assert code == 0, output

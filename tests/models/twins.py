@@ -1,6 +1,10 @@
 """A family's model and transformers' model of the same weights, side by side."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan_clone.models.decoder import named_state
@@ -12,10 +16,13 @@ def twin_of(spec, model, args):
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
     sources = sources_of(spec.hub_pieces(state))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
-    config = AutoConfig.for_model(**spec.hugging_face.to_config(args))
-    twin = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    missing, unexpected = twin.load_state_dict(exported, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"] if args.tied_embeddings else [], [])
+    with TemporaryDirectory() as folder:  # transformers stacks experts when it reads files
+        AutoConfig.for_model(**spec.hugging_face.to_config(args)).save_pretrained(folder)
+        save_file(exported, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        twin, loading = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(loading.values()), loading
     return twin.eval()
 
 

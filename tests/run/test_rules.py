@@ -31,6 +31,7 @@ def find_errors(config: Config, **facts: Any) -> list[str]:
     args = SimpleNamespace(
         n_heads=heads["n_heads"],
         kv_heads=heads.get("n_kv_heads", heads["n_heads"]),
+        num_experts=facts.pop("num_experts", 0),
         **{name: facts.pop(name) for name in names},
     )
     return find_run_errors(config, args=args, **facts)
@@ -55,7 +56,19 @@ def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
 FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
 
+EXPERT = "--parallelism.expert_parallel_degree"
 RULES = [
+    ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
+    (
+        [f"{EXPERT}=4"],
+        {"num_experts": 6},
+        "= 4: does not divide the model's 6 experts; set it to a divisor (1, 2, 3 or 6)",
+    ),
+    (
+        [f"{EXPERT}=8", f"{REPLICATE}=2"],
+        {"num_experts": 64},
+        "= 8: does not divide shard 4 x context 1 x tensor 1 = 4; set it to a divisor (1, 2 or 4)",
+    ),
     ([f"{FREEZE}=[{{step = 0, layers = 1}}]"], {}, "step 0: step = 0 must be from 1 to 1,000,000,000,000."),
     ([f"{FREEZE}=[{{step = 5, layers = 1}}, {{step = 5, layers = 2}}]"], {}, "step 5: must be above 5"),
     ([f"{FREEZE}=[{{step = 5, layers = 2}}, {{step = 9, layers = 2}}]"], {}, "layers = 2 must be above 2 and below"),

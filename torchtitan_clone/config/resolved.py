@@ -1,6 +1,5 @@
 """Resolves options whose value depends on other options: -1, or unset."""
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,13 +8,19 @@ from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Tra
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """Number of ranks on each axis of the device mesh; the product is the world size."""
+    """Number of ranks on each axis of the device mesh; the product of all but `ep` is the world size."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1
+    """Ranks that hold different experts: neighbours on the axes dp_shard, cp and tp."""
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data(self) -> int:
@@ -31,10 +36,11 @@ def resolved_degrees(parallelism: Parallelism, world_size: int) -> Degrees:
         dp_shard=parallelism.data_parallel_shard_degree,
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
     )
     if degrees.dp_shard == -1:
-        degrees = replace(degrees, dp_shard=world_size // -math.prod(vars(degrees).values()))
-    assert math.prod(vars(degrees).values()) == world_size, f"{degrees} do not multiply to {world_size}"
+        degrees = replace(degrees, dp_shard=world_size // -degrees.world_size)
+    assert degrees.world_size == world_size, f"{degrees} do not multiply to {world_size}"
     return degrees
 
 

@@ -266,6 +266,9 @@ class Parallelism:
     """Context-parallel degree: number of ranks that split each sequence."""
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring"] = "allgather"
     """How attention gets other ranks' keys and values: all-gather, all-to-all of sequence and head shards, or ring."""
+    expert_parallel_degree: Degree = 1
+    """Expert-parallel degree: number of ranks that hold different experts. It divides the product of the shard, context
+    and tensor degrees, and adds no ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,6 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "parallelism.context_parallel_load_balancer": TorchtitanKey(
         'ranks share the work of causal attention as with "headtail"; set it to "headtail"', ("headtail",)
     ),
-    "parallelism.expert_parallel_degree": _NO_EXPERT,
     "parallelism.expert_tensor_parallel_degree": _NO_EXPERT,
     "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(

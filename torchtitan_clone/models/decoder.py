@@ -49,6 +49,11 @@ class ModelArgs:
         return self.dim // self.n_heads
 
     @property
+    def num_experts(self) -> int:
+        """Experts of each layer with a mixture of experts; 0 for a dense model."""
+        return 0
+
+    @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
 
@@ -215,6 +220,12 @@ def named_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(persistent_buffers(model))
 
 
+_SCALED_BY_DEPTH = (
+    "attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight", "experts.w2", "experts.w3",
+    "shared_experts.w2.weight", "shared_experts.w3.weight",
+)  # fmt: skip
+
+
 def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
     if "norm" in name:
@@ -223,6 +234,6 @@ def initial_std(args: ModelArgs, name: str) -> float | None:
         return args.dim**-0.5
     if name == "tok_embeddings.weight":
         return 1.0
-    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")):
+    if name.endswith(_SCALED_BY_DEPTH):
         return 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
     return 0.02

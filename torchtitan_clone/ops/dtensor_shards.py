@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan_clone.documents import MAX_INTEGER, Value
 from torchtitan_clone.ops.json_collectives import all_gather_json
@@ -18,6 +18,17 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 def local_shard(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of the tensor, a view; a plain tensor is its own shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_with_partial_grad(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, for a computation of which every rank does a share.
+
+    The gradient of a replicated tensor is then the sum over the ranks. A plain tensor is returned as it is.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    grads = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
+    return tensor.to_local(grad_placements=grads)
 
 
 def local_shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

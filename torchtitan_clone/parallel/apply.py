@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan_clone.parallel.context import apply_context_parallel
+from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
 from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import TensorPlan, apply_tensor_parallel
@@ -55,6 +56,9 @@ def apply_parallelism(
     model.keep_modules(modules)
     if convert is not None:
         convert(model)
+    experts = expert_modules(model) if mesh.ep is not None else []
+    if mesh.ep is not None:
+        apply_expert_parallel(experts, mesh=mesh.ep)
     if mesh.tp.size() > 1:
         apply_tensor_parallel(model, plan=tensor_plan, mesh=mesh.tp)
     if parallelism.enable_async_tensor_parallel:
@@ -65,10 +69,15 @@ def apply_parallelism(
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
-            model.layers[name] = cast("nn.Module", torch.compile(block, backend=compile.backend, fullgraph=True))
+            # The exchange of tokens is not in the graph.
+            compiled = torch.compile(block, backend=compile.backend, fullgraph=not experts)
+            model.layers[name] = cast("nn.Module", compiled)
     for name in modules & set(frozen):
         model.get_submodule(name).requires_grad_(False)
-    apply_fsdp(model, groups=model.fsdp_groups(), mesh=mesh.fsdp, training=training, parallelism=parallelism)
+    apply_fsdp(
+        model, groups=model.fsdp_groups(), mesh=mesh.fsdp, experts=experts, expert_mesh=mesh.expert_fsdp,
+        training=training, parallelism=parallelism,
+    )  # fmt: skip
 
 
 def _checkpoint_activations(layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations) -> None:

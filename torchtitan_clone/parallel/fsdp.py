@@ -1,7 +1,7 @@
 """Data parallelism with FSDP2: shards weights, gradients and optimizer state over the `fsdp` mesh."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, cast
 
@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.ops.dtensor_shards import local_shard
 
 
 class FSDPGroup(Protocol):
@@ -27,9 +29,13 @@ class FSDPGroup(Protocol):
 
 
 def apply_fsdp(
-    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, training: Training, parallelism: Parallelism
-) -> None:
-    """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks."""
+    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, experts: Sequence[nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None, training: Training, parallelism: Parallelism,
+) -> None:  # fmt: skip
+    """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
+
+    `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
+    """
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -39,6 +45,11 @@ def apply_fsdp(
     choice = parallelism.fsdp_reshard_after_forward
     # Each of many micro-batches would gather the weights of a pipeline stage again.
     reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
+    for module in experts:
+        assert expert_mesh is not None
+        shard(
+            module, mesh=expert_mesh, reshard_after_forward=reshard, shard_placement_fn=_expert_placement(expert_mesh)
+        )
     for group in groups:
         # Weights that backward needs first would be gathered again at once.
         reshard_group = choice == "always" if group.starts_backward else reshard
@@ -58,6 +69,15 @@ def apply_fsdp(
             if not _is_trained(module):
                 # Else the backward of the block above prefetches frozen weights for nothing.
                 module.set_unshard_in_backward(False)
+
+
+def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Returns how FSDP shards a stack of experts: by experts, or by rows where a rank has fewer experts than shards."""
+
+    def placement(weight: nn.Parameter) -> Shard:
+        return Shard(0 if local_shard(weight).shape[0] % mesh.shape[-1] == 0 else 1)
+
+    return placement
 
 
 def _is_trained(module: nn.Module) -> bool:

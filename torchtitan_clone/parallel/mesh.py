@@ -1,4 +1,7 @@
-"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses."""
+"""Builds the device mesh: five named axes, each of which may have size 1, and the views that the program uses.
+
+Experts have a view of their own: the ranks of dp_shard, cp and tp as two axes, of which `ep` is the inner one.
+"""
 
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +18,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The mesh of all five axes (`world`) and its views.
+    """The mesh of all five axes (`world`) and its views; `ep` and `expert_fsdp` only with expert parallelism.
 
     `fsdp` is the axis that FSDP2 shards parameters over: dp_shard and cp as one, under HSDP after dp_replicate.
     `is_loss_leader` is True on exactly one of the ranks that compute the loss of the same tokens.
@@ -26,6 +29,8 @@ class Mesh:
     tp: DeviceMesh
     cp: DeviceMesh
     pp: DeviceMesh
+    ep: DeviceMesh | None
+    expert_fsdp: DeviceMesh | None
     is_loss_leader: bool
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -37,6 +42,9 @@ class Mesh:
         found: dict[str, list[str]] = {}
         for group, axis in zip([*groups, self.pp.get_group()], axes, strict=True):
             found.setdefault(group.group_name, []).append(axis)
+        for mesh, axis in ((self.expert_fsdp, "expert_fsdp"), (self.ep, "ep")):
+            if mesh is not None:
+                found.setdefault(mesh.get_group(mesh.ndim - 1).group_name, []).append(axis)
         return found
 
     def close(self) -> None:
@@ -95,12 +103,20 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
     parameters = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "fsdp", "tp"))
     groups = [*world.get_all_groups(), *parameters.get_all_groups()]
+    experts = None
+    if degrees.ep > 1:
+        shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep, degrees.ep)
+        experts = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "expert_fsdp", "ep"))
+        groups += experts.get_all_groups()
+    expert_axes = ("dp_replicate", "expert_fsdp") if degrees.dp_replicate > 1 else ("expert_fsdp",)
     return Mesh(
         world=world,
         fsdp=parameters[names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")],
         tp=parameters[names("tp")],
         cp=world[names("cp")],
         pp=world[names("pp")],
+        ep=experts[names("ep")] if experts is not None else None,
+        expert_fsdp=experts[names(*expert_axes)] if experts is not None else None,
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
         groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )

@@ -56,6 +56,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *degrees,
         *_tensor(config, heads),
         *_context(config, heads),
+        *_experts(config.parallelism, world_size, args),
     ]
 
 
@@ -100,6 +101,28 @@ def _tensor(config: Config, heads: dict[str, int]) -> Iterator[str]:
                 f"parallelism.tensor_parallel_degree = {degree}: does not divide {key} {size}; set it to a divisor "
                 f"({either(nearest_divisors(size, degree))}), or {key} to a multiple of it."
             )
+
+
+def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iterator[str]:
+    """The expert axis divides shard x context x tensor, and the experts of the model."""
+    degree = parallelism.expert_parallel_degree
+    if degree == 1:
+        return
+    option = f"parallelism.expert_parallel_degree = {degree}"
+    if not args.num_experts:
+        yield f"{option}: the model has no experts; set it to 1, or choose a model with experts."
+        return
+    if args.num_experts % degree:
+        divisors = either(nearest_divisors(args.num_experts, degree))
+        yield f"{option}: does not divide the model's {args.num_experts} experts; set it to a divisor ({divisors})."
+    if any(_degrees(parallelism, world_size)):
+        return
+    degrees = resolved_degrees(parallelism, world_size)
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    if ranks % degree:
+        divisors = either(nearest_divisors(ranks, degree))
+        factors = f"shard {degrees.dp_shard} x context {degrees.cp} x tensor {degrees.tp} = {ranks}"
+        yield f"{option}: does not divide {factors}; set it to a divisor ({divisors})."
 
 
 def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:

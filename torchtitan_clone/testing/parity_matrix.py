@@ -28,6 +28,15 @@ QWEN3 = {
     "model__name": "qwen3", "model__args__head_dim": 32, "model__args__hidden_dim": 172,
     "model__args__multiple_of": None,
 }  # fmt: skip
+EXPERT = "parallelism__expert_parallel_degree"
+MOE = QWEN3 | {
+    "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
+    "model__args__moe__hidden_dim": 64,
+}  # fmt: skip
+EXPERT_AXES = (
+    ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
+    ("tensor", "context"), ("shard", "pipeline"), ("shard", "tensor", "context"),
+)  # fmt: skip
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -55,6 +64,12 @@ def all_cases() -> dict[str, Case]:
     cases["shard x tensor x pipeline x context"] = axes_case(("shard", "tensor", "pipeline", "context"))
     for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes) or 'one rank'}, qwen3"] = axes_case(axes, **QWEN3)
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, experts"] = axes_case(axes, **MOE)
+    for axes in EXPERT_AXES:
+        for degree in (2, 4):
+            if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
+                cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
     compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
@@ -93,4 +108,5 @@ QUICK = (
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
+    "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
 )  # fmt: skip

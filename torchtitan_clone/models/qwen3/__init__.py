@@ -1,7 +1,8 @@
-"""Qwen3, dense, and its sizes."""
+"""Qwen3, dense and with a mixture of experts, and its sizes."""
 
-from torchtitan_clone.models.qwen3.hf import HUB
-from torchtitan_clone.models.qwen3.model import Qwen3Args, build
+from torchtitan_clone.models.moe import MOE_KEPT, MoEArgs, moe_flops_per_token
+from torchtitan_clone.models.qwen3.hf import HUB, MOE_HUB
+from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs, build
 from torchtitan_clone.models.qwen3.plan import tensor_plan
 from torchtitan_clone.models.spec import ModelSpec
 
@@ -19,3 +20,27 @@ FLAVORS = {
 }
 
 SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+
+MOE_FLAVORS = {
+    # 2 of 8 experts with 384 hidden features each: as many active parameters as the dense debug model.
+    "debugmodel": Qwen3MoEArgs(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, vocab_size=2048, max_seq_len=8192,
+        moe=MoEArgs(num_experts=8, top_k=2, hidden_dim=384),
+    ),
+    "30B-A3B": Qwen3MoEArgs(
+        dim=2048, n_layers=48, n_heads=32, hidden_dim=6144, moe=MoEArgs(num_experts=128, top_k=8, hidden_dim=768)
+    ),
+    "235B-A22B": Qwen3MoEArgs(
+        dim=4096, n_layers=94, n_heads=64, hidden_dim=12288, moe=MoEArgs(num_experts=128, top_k=8, hidden_dim=1536)
+    ),
+}  # fmt: skip
+
+MOE_SPEC = ModelSpec(
+    name="qwen3_moe",
+    flavors=MOE_FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face=MOE_HUB,
+    flops_per_token=moe_flops_per_token,
+    kept_operations=MOE_KEPT,
+)

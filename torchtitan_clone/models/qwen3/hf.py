@@ -1,17 +1,39 @@
-"""Qwen3's format on the Hugging Face hub."""
+"""Qwen3's formats on the Hugging Face hub."""
 
 from torchtitan_clone.models.hf import CONFIG_KEYS, DecoderHub
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, same
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False, "head_dim": 128}
+_KEYS = {**CONFIG_KEYS, "head_dim": "head_dim"}
+_RULES: Rules = {
+    **DECODER_RULES,
+    "layers.*.attention.q_norm.weight": same("model.layers.*.self_attn.q_norm.weight"),
+    "layers.*.attention.k_norm.weight": same("model.layers.*.self_attn.k_norm.weight"),
+}
 
 HUB = DecoderHub(
     family="qwen3",
     architecture="Qwen3ForCausalLM",
-    fixed={"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False, "head_dim": 128},
-    keys={**CONFIG_KEYS, "head_dim": "head_dim"},
-    rules={
-        **DECODER_RULES,
-        "layers.*.attention.q_norm.weight": same("model.layers.*.self_attn.q_norm.weight"),
-        "layers.*.attention.k_norm.weight": same("model.layers.*.self_attn.k_norm.weight"),
+    fixed={"model_type": "qwen3", **_FIXED},
+    defaults=_DEFAULTS,
+    keys=_KEYS,
+    rules=_RULES,
+)
+MOE_HUB = MoEHub(
+    family="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    # Every layer has experts.
+    fixed={"model_type": "qwen3_moe", **_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    defaults=_DEFAULTS,
+    keys=_KEYS,
+    rules={**_RULES, **EXPERT_RULES},
+    moe_keys={
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "hidden_dim": "moe_intermediate_size",
+        "normalize_scores": "norm_topk_prob",
     },
+    aliases={"num_experts": "num_local_experts"},
 )

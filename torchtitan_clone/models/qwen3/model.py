@@ -1,6 +1,6 @@
 """Qwen3's arguments and blocks: heads of a given size, with norms of queries and keys. Source: arXiv 2505.09388."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchtitan_clone.config.schema import Size
 from torchtitan_clone.models.attention import Attention
@@ -16,6 +16,7 @@ from torchtitan_clone.models.decoder import (
     Width,
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
+from torchtitan_clone.models.moe import MoE, MoEArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,21 @@ class Qwen3Args(ModelArgs):
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEArgs(Qwen3Args):
+    """Arguments of Qwen3 with a mixture of experts in each layer; `hidden_dim` is unused, and kept for the hub."""
+
+    n_kv_heads: Heads | None = 4
+    moe: MoEArgs = field(default_factory=lambda: MoEArgs(num_experts=128, top_k=8, hidden_dim=768))
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts
+
+    def violations(self) -> list[str]:
+        return super().violations() + self.moe.violations(dim=self.dim)
+
+
 def build(args: Qwen3Args) -> Decoder:
     """Returns the model."""
     return Decoder(args, build_block=build_block)
@@ -51,5 +67,6 @@ def build_block(args: Qwen3Args, _layer: int) -> TransformerBlock:
     attention = Attention(
         dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim, qk_norm_eps=args.norm_eps
     )
-    feed_forward = SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim)
+    is_moe = isinstance(args, Qwen3MoEArgs)
+    feed_forward = MoE(args.moe, dim=args.dim) if is_moe else SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim)
     return TransformerBlock(args, attention=attention, feed_forward=feed_forward)

@@ -1,0 +1,153 @@
+"""The mixture of experts against a loop over tokens, and Qwen3-MoE (moe_hf.py) against transformers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3MoeConfig
+
+from tests.models.twins import assert_logits_equal
+from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.moe import MoE, MoEArgs, Router
+from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
+
+SPEC = MODELS["qwen3_moe"]
+MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24)
+ARGS = Qwen3MoEArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=96, vocab_size=97, moe=MOE
+)  # fmt: skip
+VARIANTS = {
+    "softmax": MOE,
+    "not normalized": replace(MOE, normalize_scores=False, score_scale=2.5),
+    "sigmoid": replace(MOE, score_func="sigmoid"),
+    "groups": replace(MOE, score_func="sigmoid", num_groups=4, top_groups=2),
+    "shared experts": replace(MOE, num_shared_experts=2),
+    "one expert": replace(MOE, top_k=1),
+    "all experts": replace(MOE, top_k=8),
+}
+
+
+def random_layer(args):
+    torch.manual_seed(0)
+    layer = MoE(args, dim=16)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def by_token(layer, x_BTD, args):
+    """Computes the layer one token and one expert at a time."""
+    outputs = []
+    for x_D in x_BTD.flatten(0, 1):
+        logits_E = layer.router.weight @ x_D
+        scores_E = logits_E.softmax(0) if args.score_func == "softmax" else logits_E.sigmoid()
+        groups = scores_E.detach().view(args.num_groups, -1)
+        best = groups.sort(descending=True).values[:, :2].sum(1).argsort(descending=True)[: args.top_groups].tolist()
+        size = groups.shape[1]
+        allowed = [expert for expert in range(args.num_experts) if expert // size in best]
+        chosen = sorted(allowed, key=lambda expert: -scores_E[expert].item())[: args.top_k]
+        total = sum(scores_E[expert] for expert in chosen) if args.normalize_scores else 1
+        out_D = torch.zeros_like(x_D)
+        for expert in chosen:
+            w1, w2, w3 = layer.experts.w1[expert], layer.experts.w2[expert], layer.experts.w3[expert]
+            out_D = out_D + w2 @ (F.silu(w1 @ x_D) * (w3 @ x_D)) * (scores_E[expert] / total * args.score_scale)
+        outputs.append(out_D if layer.shared_experts is None else out_D + layer.shared_experts(x_D))
+    return torch.stack(outputs).view_as(x_BTD)
+
+
+@pytest.mark.parametrize("args", VARIANTS.values(), ids=VARIANTS)
+def test_outputs_and_gradients_equal_those_of_single_tokens(args):
+    assert args.violations(dim=16) == []
+    layer = random_layer(args)
+    x_BTD = torch.randn(2, 9, 16, requires_grad=True)
+    grad_BTD = torch.randn(2, 9, 16)
+    wanted = [x_BTD, *layer.parameters()]
+    grads = torch.autograd.grad(layer(x_BTD), wanted, grad_BTD)
+    expected_BTD = by_token(layer, x_BTD, args)
+    torch.testing.assert_close(layer(x_BTD), expected_BTD, rtol=1e-5, atol=5e-6)
+    for grad, expected in zip(grads, torch.autograd.grad(expected_BTD, wanted, grad_BTD), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_are_computed_in_float32():
+    router = Router(MOE, dim=16).bfloat16()
+    torch.nn.init.normal_(router.weight)
+    x_ND = torch.randn(5, 16).bfloat16()
+    scores_NK, _ = router(x_ND[None])
+    expected_NE = (x_ND[None].float() @ router.weight.float().T).softmax(-1)
+    top_NK = expected_NE.topk(3).values
+    assert scores_NK.dtype == torch.float32
+    torch.testing.assert_close(scores_NK, top_NK / top_NK.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"normalize_scores": False}, {"top_k": 1}], ids=["", "not normalized", "top 1"]
+)
+def test_logits_equal_transformers(changes):
+    assert_logits_equal(SPEC, replace(ARGS, moe=replace(MOE, **changes)))
+
+
+def test_published_sizes():
+    for flavor, size in {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560}.items():
+        args = SPEC.flavors[flavor]
+        assert args.violations() == []
+        assert sum(tensor.numel() for tensor in SPEC.state_on_meta(args).values()) == size, flavor
+
+
+def test_only_active_experts_count_as_flops():
+    parameters = SPEC.state_on_meta(ARGS)
+    flops = SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=64, frozen_layers=0)
+    all_args = replace(ARGS, moe=replace(MOE, top_k=8))
+    all_flops = SPEC.flops_per_token(all_args, parameters=parameters, seq_len=64, frozen_layers=0)
+    assert all_flops - flops == 6 * 2 * 5 * 3 * 64 * 24  # 2 layers, 5 idle experts of 3 matrices
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9}, "top_k = 9: must be at most 8"),
+        ({"top_k": 0}, "model.args.moe.top_k = 0: must be from 1 to 65,536"),
+        ({"num_groups": 3}, "num_groups = 3: must divide num_experts"),
+        ({"num_groups": 4, "top_groups": 5}, "top_groups = 5: must be at most num_groups 4"),
+        ({"num_groups": 8, "top_groups": 2}, "top_k = 3: must be at most 2"),
+        ({"hidden_dim": 20}, "hidden_dim = 20: must be a multiple of 8"),
+        ({"num_shared_experts": -1}, "num_shared_experts = -1"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    assert message in replace(ARGS, moe=replace(MOE, **changes)).violations()[0]
+
+
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_config_round_trips_through_transformers(flavor):
+    args = SPEC.flavors[flavor]
+    hub = SPEC.hugging_face
+    theirs = Qwen3MoeConfig(**hub.to_config(args))
+    assert (theirs.num_experts, theirs.moe_intermediate_size) == (args.moe.num_experts, args.moe.hidden_dim)
+    for config in (hub.to_config(args), theirs.to_dict()):
+        values = {key: value for key, value in hub.from_config(config).items() if value is not None}
+        assert overlay(SPEC.flavors["debugmodel"], values, where="model.args") == args
+
+
+def test_every_expert_has_tensors_of_its_own_on_the_hub():
+    pieces = SPEC.hugging_face.pieces("layers.1.feed_forward.experts.w2", shape=(8, 64, 24))
+    assert [piece.source for piece in pieces] == [
+        f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
+    ]
+    assert {piece.shape for piece in pieces} == {(64, 24)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None, "num_local_experts": None}, "num_experts is missing"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ],
+)
+def test_unsupported_hub_configs_are_refused(changes, message):
+    config = {key: value for key, value in (SPEC.hugging_face.to_config(ARGS) | changes).items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        SPEC.hugging_face.from_config(config)

@@ -1,0 +1,65 @@
+"""Experts on several ranks against the same experts on one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
+from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
+from torchtitan_clone.testing.harness import run_ranks
+
+# Multiples of 64: the last elements of other sizes take kernels without vectors, which round differently.
+ARGS = MoEArgs(num_experts=8, top_k=2, hidden_dim=64)
+DIM = 64
+
+
+def build_layer():
+    torch.manual_seed(0)
+    return MoE(ARGS, dim=DIM)
+
+
+def batch(ranks, *, one_expert):
+    """Returns tokens of all ranks and gradients of their results; `one_expert`: all tokens choose the same experts."""
+    random = torch.Generator().manual_seed(1)
+    x_BTD, grad_BTD = torch.randn(2, ranks, 64, DIM, generator=random).unbind()
+    return (x_BTD[:, :1].expand_as(x_BTD).contiguous() if one_expert else x_BTD), grad_BTD
+
+
+def train(layer, x_BTD, grad_BTD):
+    """Computes the layer; the router takes a row at a time, because the rounding of a product depends on its size."""
+    x_BTD = x_BTD.clone().requires_grad_()
+    routed = [layer.router(x_TD[None]) for x_TD in x_BTD]
+    out_BTD = layer.experts(x_BTD, *(torch.cat(values) for values in zip(*routed, strict=True)))
+    out_BTD.backward(grad_BTD)
+    grads = {name: local_shard(parameter.grad) for name, parameter in layer.named_parameters()}
+    return out_BTD.detach(), x_BTD.grad, grads
+
+
+def check_exchange(ranks, one_expert):
+    """Asserts that outputs and gradients of tokens and experts equal those of one rank to the last bit."""
+    with rank_of_a_group():
+        rank = dist.get_rank()
+        x_BTD, grad_BTD = batch(ranks, one_expert=one_expert)
+        expected_BTD, expected_x, expected = train(build_layer(), x_BTD, grad_BTD)
+        layer = build_layer()
+        apply_expert_parallel(expert_modules(layer), mesh=init_device_mesh("cpu", (ranks,)))
+        own = slice(rank, rank + 1)
+        out_BTD, x_grad, grads = train(layer, x_BTD[own], grad_BTD[own])
+        assert torch.equal(out_BTD, expected_BTD[own])
+        assert torch.equal(x_grad, expected_x[own])
+        router_grad = grads.pop("router.weight")
+        dist.all_reduce(router_grad)
+        torch.testing.assert_close(router_grad, expected.pop("router.weight"), rtol=1e-6, atol=1e-6)
+        count = ARGS.num_experts // ranks
+        for name, grad in grads.items():
+            assert grad.shape[0] == count
+            assert torch.equal(grad, expected[name][rank * count : (rank + 1) * count]), name
+
+
+@pytest.mark.parametrize("one_expert", [False, True], ids=["all experts", "two experts for all tokens"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_results_equal_those_of_one_rank_to_the_last_bit(ranks, one_expert):
+    run_ranks(check_exchange, ranks, ranks, one_expert)

@@ -1,0 +1,209 @@
+"""Mixture of experts: every token is processed by the few experts that a router chooses for it. No token is dropped.
+
+Source: arXiv 1701.06538; top-k of sigmoid scores in groups, and scores without auxiliary loss, arXiv 2412.19437.
+Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K experts of a token, G groups.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.schema import Range
+from torchtitan_clone.models.decoder import Hidden
+from torchtitan_clone.models.feed_forward import SwiGLU
+from torchtitan_clone.models.spec import DENSE_KEPT, dense_flops_per_token
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.ops.grouped_mm import grouped_mm
+
+MOE_KEPT = replace(DENSE_KEPT, alternating=DENSE_KEPT.alternating | {torch.ops.torchtitan_clone.grouped_mm.default})
+"""What selective activation checkpointing keeps; products of experts count like others."""
+NumExperts = Annotated[int, Range(1, 2**16)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEArgs:
+    """Arguments of the mixture of experts in each layer."""
+
+    num_experts: NumExperts = 8
+    top_k: NumExperts = 2
+    hidden_dim: Hidden = 768
+    """Hidden size of an expert."""
+    num_shared_experts: Annotated[int, Range(0, 4096)] = 0
+    """Size of the feed-forward that every token passes, in experts."""
+    score_func: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_scores: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    score_scale: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
+    num_groups: NumExperts = 1
+    """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
+    top_groups: NumExperts = 1
+
+    def violations(self, *, dim: int) -> list[str]:
+        """Returns one sentence for each value that is invalid in a model of that dimension."""
+        where = "model.args.moe"
+        if any(find_range_errors(self, at="")):  # the model's arguments report them
+            return []
+        if self.num_experts % self.num_groups:
+            rule = "must divide num_experts; set a divisor"
+            return [f"{where}.num_groups = {self.num_groups}: {rule} of {self.num_experts}"]
+        if self.top_groups > self.num_groups:
+            return [f"{where}.top_groups = {self.top_groups}: must be at most num_groups {self.num_groups}"]
+        available = self.num_experts // self.num_groups * self.top_groups
+        if self.top_k > available:
+            return [f"{where}.top_k = {self.top_k}: must be at most {available}, the experts that a token may choose"]
+        rule = "must be a multiple of 8, because grouped products need rows of a multiple of 16 bytes"
+        sizes = {f"{where}.hidden_dim": self.hidden_dim, "model.args.dim": dim}
+        return [f"{name} = {size}: {rule}" for name, size in sizes.items() if size % 8]
+
+
+class Router(nn.Module):
+    """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision."""
+
+    def __init__(self, args: MoEArgs, *, dim: int):
+        super().__init__()
+        self.args = args
+        self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
+        nn.init.normal_(self.weight, std=dim**-0.5)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the scores [B, T, K] of the chosen experts, fp32, and their numbers [B, T, K]."""
+        args = self.args
+        x_BTD = local_with_partial_grad(x_BTD)
+        x_ND = x_BTD.flatten(0, 1)
+        logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float())
+        scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
+        experts_NK = _masked_to_groups(scores_NE.detach(), args).topk(args.top_k, dim=-1).indices
+        scores_NK = scores_NE.gather(1, experts_NK)
+        if args.normalize_scores:
+            scores_NK = scores_NK / (scores_NK.sum(dim=-1, keepdim=True) + 1e-20)
+        scores_NK = scores_NK * args.score_scale
+        return scores_NK.unflatten(0, x_BTD.shape[:2]), experts_NK.unflatten(0, x_BTD.shape[:2])
+
+
+def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
+    """Hides the experts outside of each token's best groups: those with the largest sums of their best two experts."""
+    if args.num_groups == 1:
+        return scores_NE
+    scores_NGe = scores_NE.unflatten(1, (args.num_groups, -1))
+    best_NG = scores_NGe.topk(min(2, scores_NGe.shape[2]), dim=-1).values.sum(dim=-1)
+    hidden_NG = torch.ones_like(best_NG, dtype=torch.bool)
+    hidden_NG.scatter_(1, best_NG.topk(args.top_groups, dim=-1).indices, False)
+    return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)
+
+
+class Exchange(Protocol):
+    """Moves rows to the ranks of their experts and back, in expert parallelism."""
+
+    def send(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, object]:
+        """Returns the rows of this rank's experts, sorted by expert, counts of each, and what `send_back` needs."""
+        ...
+
+    def send_back(self, rows_ND: Tensor, route: Any) -> Tensor: ...
+
+
+class Experts(nn.Module):
+    """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F]."""
+
+    def __init__(self, *, count: int, dim: int, hidden_dim: int):
+        super().__init__()
+        self.num_experts = count
+        self.exchange: Exchange | None = None
+        self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(count, hidden_dim, dim))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
+        """Returns [B, T, D]: the sum of the results of each token's experts, times their scores."""
+        x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
+        experts_NK = experts_BTK.flatten(0, 1)
+        rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
+        if self.exchange is None:
+            results = self._by_expert(rows, counts_E)
+        else:
+            received, counts_E, route = self.exchange.send(rows, counts_E)
+            results = self.exchange.send_back(self._by_expert(received, counts_E), route)
+        return combine(results, scores_BTK.flatten(0, 1), positions_NK).unflatten(0, x_BTD.shape[:2])
+
+    def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
+        """Returns the results of rows that are sorted by expert, `counts_E` of each."""
+        w1, w2, w3 = (local_with_partial_grad(weight) for weight in (self.w1, self.w2, self.w3))
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return grouped_mm(F.silu(grouped_mm(rows, w1, ends_E)) * grouped_mm(rows, w3, ends_E), w2, ends_E)
+
+
+class MoE(nn.Module):
+    """A feed-forward layer of experts, chosen by a router, and of shared experts that process every token."""
+
+    def __init__(self, args: MoEArgs, *, dim: int):
+        super().__init__()
+        self.router = Router(args, dim=dim)
+        self.experts = Experts(count=args.num_experts, dim=dim, hidden_dim=args.hidden_dim)
+        shared = args.num_shared_experts * args.hidden_dim
+        self.shared_experts = SwiGLU(dim=dim, hidden_dim=shared) if shared else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Returns [B, T, D]."""
+        out_BTD = self.experts(x_BTD, *self.router(x_BTD))
+        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+
+
+def dispatch(x_ND: Tensor, experts_NK: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns rows [N * K, D] sorted by expert and within by token, their counts [E], and their positions [N, K]."""
+    order = experts_NK.flatten().argsort(stable=True)
+    positions_NK = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    # bincount has no kernel for the meta device.
+    counts_E = order.new_zeros(num_experts).scatter_add_(0, experts_NK.flatten(), torch.ones_like(order))
+    positions_NK = positions_NK.view_as(experts_NK)
+    return _Dispatch.apply(x_ND, order, positions_NK), counts_E, positions_NK
+
+
+def combine(rows: Tensor, scores_NK: Tensor, positions_NK: Tensor) -> Tensor:
+    """Returns [N, D]: the rows of each token, at `positions_NK`, times their scores and summed in the order of K."""
+    rows_NKD = _Permute.apply(rows, positions_NK)
+    return (rows_NKD * scores_NK[..., None]).sum(dim=1).to(rows.dtype)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows of tokens in the order of experts. Backward sums the rows of a token in the order of K: deterministic."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_ND: Tensor, order: Tensor, positions_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(positions_NK)
+        return x_ND[order // positions_NK.shape[1]]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        (positions_NK,) = ctx.saved_tensors
+        return grads[0][positions_NK].sum(dim=1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows at the given positions, each once, so that backward needs no sum."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, positions_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(positions_NK)
+        return rows[positions_NK]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        (positions_NK,) = ctx.saved_tensors
+        grad_rows = grads[0].flatten(0, 1)
+        grad = torch.empty_like(grad_rows)
+        grad[positions_NK.flatten()] = grad_rows
+        return grad, None
+
+
+def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:
+    """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
+    share = {name: args.moe.top_k if ".experts." in name else None for name in parameters}
+    active = {name: parameter[: share[name]] for name, parameter in parameters.items()}
+    return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

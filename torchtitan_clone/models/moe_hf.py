@@ -1,0 +1,42 @@
+"""The format of decoders with a mixture of experts on the Hugging Face hub, where every expert has its own tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.hf import DecoderHub
+from torchtitan_clone.models.hf_mapping import Rules, same, stacked
+
+EXPERT_RULES: Rules = {
+    "layers.*.feed_forward.router.weight": same("model.layers.*.mlp.gate.weight"),
+    "layers.*.feed_forward.experts.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
+    "layers.*.feed_forward.experts.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
+    "layers.*.feed_forward.experts.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
+}
+"""Rules of a router and of experts that are stored one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEHub(DecoderHub):
+    """The hub's format of a family with experts."""
+
+    moe_keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json by the names of the arguments in `moe`."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of keys: transformers writes one of them, the published releases have the other."""
+
+    def arguments(self, args: Any) -> dict[str, Any]:
+        return {**super().arguments(args), "moe": {name: getattr(args.moe, name) for name in self.moe_keys}}
+
+    def to_config(self, args: ModelArgs) -> dict[str, object]:
+        values = self.arguments(args)["moe"]
+        config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
+        return config | {alias: config[key] for key, alias in self.aliases.items()}
+
+    def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        config = {**{key: config[alias] for key, alias in self.aliases.items() if alias in config}, **config}
+        if absent := [key for key in self.moe_keys.values() if key not in config]:
+            raise ConfigError([f"config.json: {key} is missing" for key in absent])
+        return super().from_config(config) | {"moe": {ours: config[theirs] for ours, theirs in self.moe_keys.items()}}
