@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.hf_mapping import Rules, same, stacked
@@ -35,8 +36,19 @@ class MoEHub(DecoderHub):
         config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
         return config | {alias: config[key] for key, alias in self.aliases.items()}
 
-    def from_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        config = {**{key: config[alias] for key, alias in self.aliases.items() if alias in config}, **config}
-        if absent := [key for key in self.moe_keys.values() if key not in config]:
+    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+        aliased = {key: config[alias] for key, alias in self.aliases.items() if alias in config}
+        given = {key: value for key, value in {**aliased, **config}.items() if value is not None}
+        if absent := [key for key in self.moe_keys.values() if key not in given]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
-        return super().from_config(config) | {"moe": {ours: config[theirs] for ours, theirs in self.moe_keys.items()}}
+        try:
+            moe = {
+                ours: _read(ours, Value(given[key], where=f"config.json: {key}")) for ours, key in self.moe_keys.items()
+            }
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
+        return super().from_config(given) | {"moe": moe}
+
+
+def _read(name: str, entry: Value) -> object:
+    return entry.flag() if name == "normalize_scores" else entry.integer(low=1, high=2**24)
