@@ -1,5 +1,7 @@
 """Writing files and folders durably."""
 
+import os
+
 import pytest
 
 from torchtitan_clone.files import sync_folder, write_atomically
@@ -10,6 +12,17 @@ def test_writing_replaces_the_content_and_leaves_nothing_else(tmp_path):
         write_atomically(tmp_path / "file", content)
         assert (tmp_path / "file").read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_what_lies_at_the_temporary_name_is_replaced(tmp_path, kind):
+    partial = tmp_path / "file.partial"
+    (tmp_path / "other").write_bytes(b"other")
+    {"pipe": lambda: os.mkfifo(partial), "link": lambda: partial.symlink_to("other"), "file": partial.touch}[kind]()
+    write_atomically(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert (tmp_path / "other").read_bytes() == b"other"
+    assert not partial.exists()
 
 
 def test_a_failed_write_keeps_the_old_content(tmp_path):

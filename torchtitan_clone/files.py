@@ -16,7 +16,8 @@ def sync_folder(folder: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file under a temporary name, flushes it and renames it: readers see the old or the new content."""
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
+    partial.unlink(missing_ok=True)  # left by a killed process; opening a pipe would block, a link write elsewhere
+    with partial.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
