@@ -168,6 +168,13 @@ def test_private_name_exists(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
+def test_styles_of_tensor_parallelism_override_a_private_method() -> None:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    assert ParallelStyle.__abstractmethods__ == {"_apply"}
+    assert not hasattr(ParallelStyle, "apply")
+
+
 PUBLIC_WHEN_PRESENT = [
     # TorchDispatchMode, tree_leaves
     ("torch.utils", "TorchDispatchMode"),

@@ -291,3 +291,14 @@ def number_quorums_uniquely(manager: "torchft.Manager") -> None:
 def forget_failed_quorum(manager: "torchft.Manager") -> None:
     """Lets a manager start another quorum after one that failed, whose error it would raise again."""
     manager._quorum_future = None
+
+
+class ModuleStyle:
+    """First base of a tensor-parallel style, before ParallelStyle, which has no public method to override."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Shards the module in place and returns it."""
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply(module, device_mesh)

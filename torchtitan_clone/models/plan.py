@@ -21,6 +21,8 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from torchtitan_clone.torch_compat import ModuleStyle
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
@@ -74,14 +76,14 @@ def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
     return styles | shared | experts
 
 
-class Replicated(ParallelStyle):
+class Replicated(ModuleStyle, ParallelStyle):
     """Holds all parameters on every rank, each of which computes a share of their gradients."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
-class HiddenSharded(ParallelStyle):
+class HiddenSharded(ModuleStyle, ParallelStyle):
     """Shards the hidden features of all experts; the results of the ranks are summed and sharded by tokens.
 
     Experts that are on different ranks already stay as they are: every rank sends its own tokens to them.
@@ -89,7 +91,7 @@ class HiddenSharded(ParallelStyle):
 
     PLACEMENTS: ClassVar[Mapping[str, Placement]] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if any(isinstance(weight, DTensor) for weight in module.parameters()):
             return module
         # torch's annotations lack the results of both hooks.
