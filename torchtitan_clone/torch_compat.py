@@ -6,6 +6,7 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 import hashlib
 import json
 import platform
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -293,12 +294,12 @@ def forget_failed_quorum(manager: "torchft.Manager") -> None:
     manager._quorum_future = None
 
 
-class ModuleStyle:
+class ModuleStyle(ABC):
     """First base of a tensor-parallel style, before ParallelStyle, which has no public method to override."""
 
+    @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Shards the module in place and returns it."""
-        raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return self.apply(module, device_mesh)

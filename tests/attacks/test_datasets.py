@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import shutil
-import signal
 import socket
 from pathlib import Path
 
@@ -32,16 +31,6 @@ from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.train import main
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def no_hang():
-    """Ends a test that blocks."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("blocked for 300 s"))
-    signal.alarm(300)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

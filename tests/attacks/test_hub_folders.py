@@ -7,7 +7,6 @@ torchtitan_clone/data/tokenizer.py.
 import json
 import os
 import shutil
-import signal
 import struct
 
 import pytest
@@ -31,16 +30,6 @@ CONFIG = {
     "intermediate_size": 96, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
 }  # fmt: skip
 FILES = ("one.safetensors", "two.safetensors")
-
-
-@pytest.fixture(autouse=True)
-def no_hang():
-    """Ends a test that blocks."""
-    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("blocked for 300 s"))
-    signal.alarm(300)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def weights(folder):

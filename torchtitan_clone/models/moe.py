@@ -20,6 +20,7 @@ from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.spec import DENSE_KEPT, dense_flops_per_token
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.grouped_mm import grouped_mm
+from torchtitan_clone.ops.permutation import Permute, inverse
 
 MOE_KEPT = replace(DENSE_KEPT, alternating=DENSE_KEPT.alternating | {torch.ops.torchtitan_clone.grouped_mm.default})
 """What selective activation checkpointing keeps; products of experts count like others."""
@@ -158,16 +159,15 @@ class MoE(nn.Module):
 def dispatch(x_ND: Tensor, experts_NK: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rows [N * K, D] sorted by expert and within by token, their counts [E], and their positions [N, K]."""
     order = experts_NK.flatten().argsort(stable=True)
-    positions_NK = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     # bincount has no kernel for the meta device.
     counts_E = order.new_zeros(num_experts).scatter_add_(0, experts_NK.flatten(), torch.ones_like(order))
-    positions_NK = positions_NK.view_as(experts_NK)
+    positions_NK = inverse(order).view_as(experts_NK)
     return _Dispatch.apply(x_ND, order, positions_NK), counts_E, positions_NK
 
 
 def combine(rows: Tensor, scores_NK: Tensor, positions_NK: Tensor) -> Tensor:
     """Returns [N, D]: the rows of each token, at `positions_NK`, times their scores and summed in the order of K."""
-    rows_NKD = _Permute.apply(rows, positions_NK)
+    rows_NKD = Permute.apply(rows, positions_NK.flatten()).unflatten(0, positions_NK.shape)
     return (rows_NKD * scores_NK[..., None]).sum(dim=1).to(rows.dtype)
 
 
@@ -183,23 +183,6 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         (positions_NK,) = ctx.saved_tensors
         return grads[0][positions_NK].sum(dim=1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """Rows at the given positions, each once, so that backward needs no sum."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, positions_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(positions_NK)
-        return rows[positions_NK]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        (positions_NK,) = ctx.saved_tensors
-        grad_rows = grads[0].flatten(0, 1)
-        grad = torch.empty_like(grad_rows)
-        grad[positions_NK.flatten()] = grad_rows
-        return grad, None
 
 
 def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:

@@ -10,9 +10,10 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchtitan_clone.ops.permutation import Permute, inverse
 
 
 class ExpertModule(Protocol):
@@ -54,14 +55,14 @@ class TokenExchange:
             order=_by_expert(theirs_We),
         )
         received = cast("Tensor", _AllToAll.apply(rows_ND, route.sent, route.received, self._group))
-        return cast("Tensor", _Reorder.apply(received, route.order)), theirs_We.sum(0), route
+        return cast("Tensor", Permute.apply(received, route.order)), theirs_We.sum(0), route
 
     @torch.compiler.disable
     def send_back(self, rows_ND: Tensor, route: Route | None) -> Tensor:
         """Returns the results of the rows that were sent, in the order in which they were."""
         if route is None:
             return rows_ND
-        by_rank = cast("Tensor", _Reorder.apply(rows_ND, _inverse(route.order)))
+        by_rank = cast("Tensor", Permute.apply(rows_ND, inverse(route.order)))
         return cast("Tensor", _AllToAll.apply(by_rank, route.received, route.sent, self._group))
 
 
@@ -84,22 +85,6 @@ def _by_expert(counts_We: Tensor) -> Tensor:
     segments = torch.arange(ranks * experts, device=counts_We.device)
     keys = segments % experts * ranks + segments // experts
     return keys.repeat_interleave(counts_We.flatten()).argsort(stable=True)
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        (order,) = ctx.saved_tensors
-        return grads[0][_inverse(order)], None
 
 
 class _AllToAll(torch.autograd.Function):
