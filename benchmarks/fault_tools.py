@@ -270,12 +270,14 @@ class Network:
         finally:
             command("tc", "qdisc", "del", "dev", "lo", "root")
 
-    def reset(self, pids: list[int]) -> int:
-        """Resets the established connections of processes to others; returns how many."""
+    def reset(self, pids: list[int], *, store: int) -> int:
+        """Resets the connections of a group's processes to others, but for the one to its store, at this port."""
         lines = [line.split() for line in command("ss", "-tnpH", "state", "established").splitlines()]
         own = {words[2]: words[3] for words in lines if any(f"pid={pid}," in words[-1] for pid in pids)}
         inside = {plain_address(near) for near in own}
-        outward = {near: far for near, far in own.items() if plain_address(far) not in inside}
+        outward = {
+            near: far for near, far in own.items() if plain_address(far) not in inside and not far.endswith(f":{store}")
+        }
         for near, far in outward.items():
             command("ss", "-K", "src", near, "dst", far)
         return len(outward)

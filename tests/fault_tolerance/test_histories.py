@@ -120,6 +120,7 @@ def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path, met
 
 
 def test_a_group_that_is_suspended_until_the_end_saves_nothing(corpus, tmp_path):
+    """The lighthouse gives it a quorum at once, or at the second attempt."""
     changes = {**SMALL, "training__steps": 30, "checkpoint__interval": 1000, "fault_tolerance__stall_factor": 1000}
     with Cluster(corpus, tmp_path, groups=2, pace=0.05, **changes) as cluster:
         cluster.start_all().watch_over(until=lambda: cluster.step_of(0) >= 8)
