@@ -122,7 +122,7 @@ def dry_run(argv: list[str], *, world_size: int = 1) -> str:
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=200, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_extreme_values_of_any_two_options(data: st.DataObject, corpus: Path, tmp_path: Path) -> None:
     names = data.draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=2, unique=True))
