@@ -70,6 +70,10 @@ class ModelArgs:
         if self.kv_heads >= 1 and self.n_heads % self.kv_heads:
             problem = f"n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; set n_kv_heads to a divisor"
             found.append(f"model.args: {problem}")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1.0:
+            found.append(
+                f"model.args.rope_theta = {self.rope_theta}: must be above 1 with YaRN; set for example 10000.0"
+            )
         return found
 
 

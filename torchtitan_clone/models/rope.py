@@ -39,8 +39,8 @@ class RopeScaling:
     """Whether the range between both is extended to complete pairs of features."""
     mscale: Annotated[float, Range(0.0, 1000.0)] = 1.0
     mscale_all_dim: Annotated[float, Range(0.0, 1000.0)] = 0.0
-    attention_factor: Factor | None = None
-    """Factor of cosines and sines; None: computed from `factor` and both of mscale."""
+    attention_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Factor of cosines and sines; 0: computed from `factor` and both of mscale."""
 
     def magnitude(self) -> float:
         """Returns the factor of cosines and sines."""
