@@ -61,6 +61,17 @@ def qk_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}
 
 
+def heads_norm_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for norms of queries and keys over all heads, of which a rank has some."""
+    return {"layers.*.attention.q_norm": HeadSharded(), "layers.*.attention.k_norm": HeadSharded()}
+
+
+def post_norm_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for norms after attention and feed-forward."""
+    norm = SequenceParallel(use_local_output=True)
+    return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
+
+
 def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
     """Returns styles for a decoder whose feed-forward is a mixture of experts, instead of a SwiGLU."""
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
@@ -81,6 +92,25 @@ class Replicated(ModuleStyle, ParallelStyle):
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
+
+
+class HeadSharded(ModuleStyle, ParallelStyle):
+    """Shards the weights of a module by heads, like its inputs [B, T, N, H]; it may sum over the heads of all ranks."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch's annotations lack the results of both hooks.
+        shards = cast("Callable[..., None]", self._as_shards)
+        output = cast("Callable[..., None]", lambda _module, out, _mesh: out.to_local())
+        return distribute_module(module, device_mesh, self._shard, shards, output)
+
+    @staticmethod
+    def _shard(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+
+    @staticmethod
+    def _as_shards(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return tuple(DTensor.from_local(x, mesh, [Shard(2)]) for x in inputs)
 
 
 class HiddenSharded(ModuleStyle, ParallelStyle):

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 Case = tuple[int, dict[str, object]]
 """World size and options."""
@@ -33,6 +33,14 @@ MOE = QWEN3 | {
     "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64,
 }  # fmt: skip
+# A window shorter than most documents, and stretched rotary positions in the full layer only.
+OLMO3 = {
+    "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
+    "model__args__layer_types": "['window', 'full']", "model__args__window": 13,
+    "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32}",
+}  # fmt: skip
+PATTERNS = {"olmo3": OLMO3}
+"""Families whose layers have several kinds, by the name of their cases."""
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
     ("tensor", "context"), ("shard", "pipeline"), ("shard", "tensor", "context"),
@@ -71,6 +79,14 @@ def all_cases() -> dict[str, Case]:
             if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
                 cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
     compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
+    for family, model in PATTERNS.items():
+        for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+            cases[f"{' x '.join(axes) or 'one rank'}, {family}"] = axes_case(axes, **model)
+        for name, feature in (("unmasked", FEATURES["unmasked"]), ("full ac", FEATURES["full ac"]), ("compiled", compiled)):
+            cases[f"tensor, {family} {name}"] = axes_case(("tensor",), **model, **feature)
+        for method, name in product(METHODS, ("masked", "unmasked")):
+            option = {"parallelism__context_parallel_rotate_method": method}
+            cases[f"context, {family} {method} {name}"] = axes_case(("context",), **model, **option, **FEATURES[name])
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:
