@@ -66,6 +66,11 @@ def heads_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention.q_norm": HeadSharded(), "layers.*.attention.k_norm": HeadSharded()}
 
 
+def sink_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for the sinks of attention, of which a rank has those of its heads."""
+    return {"layers.*.attention.sinks": HeadSharded()}
+
+
 def post_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms after attention and feed-forward."""
     norm = SequenceParallel(use_local_output=True)
@@ -119,7 +124,10 @@ class HiddenSharded(ModuleStyle, ParallelStyle):
     Experts that are on different ranks already stay as they are: every rank sends its own tokens to them.
     """
 
-    PLACEMENTS: ClassVar[Mapping[str, Placement]] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
+    PLACEMENTS: ClassVar[Mapping[str, Placement]] = {
+        "w1": Shard(1), "w2": Shard(2), "w3": Shard(1),
+        "w1_bias": Shard(1), "w2_bias": Replicate(), "w3_bias": Shard(1),
+    }  # fmt: skip
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if any(isinstance(weight, DTensor) for weight in module.parameters()):

@@ -13,6 +13,7 @@ from torchtitan_clone.models.layer_kinds import LayerKind, find_pattern_errors, 
 from torchtitan_clone.models.rope import RopeArgs
 
 LayerType = Literal["full", "window"]
+Window = Annotated[int, Range(1, 2**31)]
 _HUB_TYPES = {"full": "full_attention", "window": "sliding_attention"}
 
 
@@ -22,7 +23,7 @@ class WindowedArgs(ModelArgs):
 
     layer_types: list[LayerType] = field(default_factory=lambda: ["full"])
     """Type of each layer, or a pattern that repeats: its length must divide `n_layers`."""
-    window: Annotated[int, Range(1, 2**31)] = 4096
+    window: Window = 4096
 
     def window_rope_args(self) -> RopeArgs:
         """Returns the rotary positions of layers with a window."""
