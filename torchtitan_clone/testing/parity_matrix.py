@@ -136,4 +136,5 @@ QUICK = (
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
     "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
+    "tensor, olmo3", "tensor, gpt_oss", "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked",
 )  # fmt: skip
