@@ -81,7 +81,7 @@ def test_a_bias_is_state_in_float32_of_the_name_on_the_hub():
     name = "layers.1.feed_forward.router.expert_bias"
     added = SPEC.state_on_meta(args).keys() - SPEC.state_on_meta(ARGS).keys()
     assert added == {name, name.replace("1", "0")}
-    (piece,) = SPEC.hugging_face.pieces(name, shape=(8,))
+    (piece,) = SPEC.hugging_face.pieces({name: (8,)}, args=ARGS)[name]
     assert (piece.source, piece.shape) == ("model.layers.1.mlp.gate.e_score_correction_bias", (8,))
     with torch.device("meta"):
         model = SPEC.build(args).bfloat16()
@@ -153,7 +153,8 @@ def test_config_round_trips_through_transformers(flavor):
 
 
 def test_every_expert_has_tensors_of_its_own_on_the_hub():
-    pieces = SPEC.hugging_face.pieces("layers.1.feed_forward.experts.w2", shape=(8, 64, 24))
+    name = "layers.1.feed_forward.experts.w2"
+    pieces = SPEC.hugging_face.pieces({name: (8, 64, 24)}, args=ARGS)[name]
     assert [piece.source for piece in pieces] == [
         f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
     ]

@@ -45,9 +45,14 @@ class DecoderHub:
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
-    def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
-        """Returns the tensors of the hub that hold our parameter or buffer of that name and shape."""
-        return pieces_of(self.rules, name, shape=shape)
+    def rules_of(self, args: Any) -> Rules:
+        """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
+        return self.rules
+
+    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any) -> dict[str, list[Piece]]:
+        """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
+        rules = self.rules_of(args)
+        return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
 
     def is_leftover(self, name: str, *, tied: bool) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""

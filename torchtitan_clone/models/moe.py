@@ -44,6 +44,8 @@ class MoEArgs:
     num_groups: NumExperts = 1
     """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
     top_groups: NumExperts = 1
+    group_score: Literal["sum of best two", "best"] = "sum of best two"
+    """By which scores of its experts a group is chosen."""
     expert_bias: bool = False
     """Add a bias to the scores for choosing experts only, and after each step adapt it to their load."""
     bias_update_rate: Annotated[float, Range(0.0, 1.0)] = 1e-3
@@ -103,11 +105,12 @@ class Router(nn.Module):
 
 
 def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
-    """Hides the experts outside of each token's best groups: those with the largest sums of their best two experts."""
+    """Hides the experts outside of each token's best groups."""
     if args.num_groups == 1:
         return scores_NE
     scores_NGe = scores_NE.unflatten(1, (args.num_groups, -1))
-    best_NG = scores_NGe.topk(min(2, scores_NGe.shape[2]), dim=-1).values.sum(dim=-1)
+    count = min(2 if args.group_score == "sum of best two" else 1, scores_NGe.shape[2])
+    best_NG = scores_NGe.topk(count, dim=-1).values.sum(dim=-1)
     hidden_NG = torch.ones_like(best_NG, dtype=torch.bool)
     hidden_NG.scatter_(1, best_NG.topk(args.top_groups, dim=-1).indices, False)
     return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)

@@ -103,6 +103,6 @@ class ModelSpec:
         with torch.device("meta"):
             return named_state(self.build(args))
 
-    def hub_pieces(self, state: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any) -> dict[str, list[Piece]]:
         """Returns for each of our tensors, by name, the tensors of the hub that hold its values."""
-        return {name: self.hugging_face.pieces(name, shape=tensor.shape) for name, tensor in state.items()}
+        return self.hugging_face.pieces({name: tensor.shape for name, tensor in state.items()}, args=args)

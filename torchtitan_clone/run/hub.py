@@ -86,7 +86,7 @@ def open_initial_weights(
     """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
-    pieces = spec.hub_pieces(state)
+    pieces = spec.hub_pieces(state, args=model_args)
     if not problems:
         problems = _compare_tensors(folder, spec=spec, tied=model_args.tied_embeddings, state=state, pieces=pieces)
     if problems:
