@@ -4,12 +4,20 @@ import torch
 import torch.nn.functional as F
 
 
-def dense(q, k, v, documents):
-    """Returns attention with a mask of all pairs of tokens."""
+def dense(q, k, v, documents, *, window=None, chunk=None):
+    """Returns attention with a mask of all pairs of tokens; chunks are those of each document."""
     T = q.shape[1]
+    index = torch.arange(T)
     sees = torch.ones(T, T, dtype=torch.bool).tril()[None]
-    if documents is not None:
-        sees = sees & (documents[:, :, None] == documents[:, None, :])
+    if documents is None:
+        documents = torch.zeros(1, T, dtype=torch.int32)
+    sees = sees & (documents[:, :, None] == documents[:, None, :])
+    if window is not None:
+        sees = sees & (index[:, None] - index < window)
+    if chunk is not None:
+        places = torch.stack([torch.cat([torch.arange(n) for n in row.unique_consecutive(return_counts=True)[1]])
+                              for row in documents])  # fmt: skip
+        sees = sees & ((places // chunk)[:, :, None] == (places // chunk)[:, None, :])
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(*heads_first, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
 

@@ -17,14 +17,19 @@ from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, tr
 METHODS = ["allgather", "alltoall", "ring"]
 
 
-def exchanged(method, documents, *, group):
+# What limits attention besides documents; every layer of a kind has one of them.
+REACHES = {"": {}, "window": {"window": 37}, "chunk": {"chunk": 100}}
+
+
+def exchanged(method, documents, positions, *, group, **reach):
     """Returns this rank's attention by a method, for its shard of q, k and v."""
     split = {"rank": group.rank(), "degree": group.size(), "method": method}
     if method == "alltoall":
-        core, mask = HeadExchange(CoreAttention(), group=group), DocumentMask()(documents)
+        core, build_mask = HeadExchange(CoreAttention(), group=group), DocumentMask()
+        build_mask.ranks_per_row = group.size()
     else:
-        core = KeyExchange(group_name=group.group_name, exchange=method)
-        mask = LocalStarts(**split)(documents)
+        core, build_mask = KeyExchange(group_name=group.group_name, exchange=method), LocalStarts(**split)
+    mask = build_mask(documents, positions, **reach)
     return lambda q, k, v: core(q, k, v, mask)
 
 
@@ -32,12 +37,13 @@ def attention_distances(cases):
     """Returns the largest distance of result and gradients on this rank from dense attention, for each case."""
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, []
-    for method, T, document_length in cases:
+    for method, T, document_length, name in cases:
+        reach = REACHES[name]
         *tensors, documents = inputs(T, document_length=document_length)
-        expected = result_and_gradients(lambda *x: dense(*x, documents), *tensors)  # noqa: B023, called at once
+        expected = result_and_gradients(lambda *x: dense(*x, documents, **reach), *tensors)  # noqa: B023, called at once
         pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=method)
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        attention = exchanged(method, documents, group=group)
+        attention = exchanged(method, documents, own.expand(2, -1), group=group, **reach)
         got = result_and_gradients(attention, *(x[:, own] for x in tensors))
         found.append(max(distance(shard, right[:, own]) for shard, right in zip(got, expected, strict=True)))
     return found
@@ -45,7 +51,7 @@ def attention_distances(cases):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_exchange_equals_dense_attention(world_size):
-    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900]))
+    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900], REACHES))
     for found in run_ranks(attention_distances, world_size, cases):
         wrong = {case: error for case, error in zip(cases, found, strict=True) if error > 1e-6}
         assert not wrong

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from torchtitan_clone.models.rope import rotate
-from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
+from torchtitan_clone.models.rope import Positions, apply_positions
+from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -21,12 +21,20 @@ BLOCK = 128
 class DocumentMask(nn.Module):
     """Builds the mask for rows of documents; a module, so that context parallelism can replace it."""
 
-    def forward(self, documents_BT: Tensor | None) -> AttentionMask:
-        """Returns the start of each token's document [B, T] on CPU, a BlockMask on CUDA, None for causal only."""
-        if documents_BT is None:
-            return None
-        starts_BT = document_starts(documents_BT)
-        return starts_BT if documents_BT.device.type == "cpu" else block_mask(starts_BT)
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks_per_row = 1  # that hold the tokens of a row
+
+    def forward(
+        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
+    ) -> AttentionMask:
+        """Returns the first token that each one attends to [B, T] on CPU, a BlockMask on CUDA, None for causal only.
+
+        `documents_BT` numbers the documents of complete rows; `positions_BT` are those of this rank's tokens.
+        """
+        shape = len(positions_BT), positions_BT.shape[1] * self.ranks_per_row
+        starts_BT = visible_starts(documents_BT, like=positions_BT, shape=shape, window=window, chunk=chunk)
+        return starts_BT if starts_BT is None or starts_BT.device.type == "cpu" else block_mask(starts_BT)
 
 
 def block_mask(starts_BT: Tensor) -> BlockMask:
@@ -88,12 +96,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
         self.core = CoreAttention()
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
         """Returns [B, T, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = self.q_norm(q_BTNH) if self.q_norm is not None else q_BTNH
         k_BTKH = self.k_norm(k_BTKH) if self.k_norm is not None else k_BTKH
-        out_BTNH = self.core(rotate(q_BTNH, *rope), rotate(k_BTKH, *rope), v_BTKH, mask)
+        q_BTNH, k_BTKH = apply_positions(q_BTNH, k_BTKH, rope)
+        out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, mask)
         return self.wo(out_BTNH.flatten(-2))

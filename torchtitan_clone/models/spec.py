@@ -59,9 +59,11 @@ def dense_flops_per_token(
     embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
     frozen_blocks = tuple(f"layers.{index}." for index in range(frozen_layers))
     frozen = sum(size for name, size in sizes.items() if name.startswith(frozen_blocks))
-    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.head_dim, seq_len=seq_len)
-    total = flops(matmul_parameters=sum(sizes.values()) - embedding, n_layers=args.n_layers)
-    return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3  # backward costs twice the forward
+    attended = [kind.attended_tokens(seq_len) for kind in args.layer_kinds()]
+    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.head_dim)
+    total = flops(matmul_parameters=sum(sizes.values()) - embedding, attended_tokens=attended)
+    # Backward costs twice the forward.
+    return total - flops(matmul_parameters=frozen, attended_tokens=attended[:frozen_layers]) * 2 / 3
 
 
 def equal_costs(args: ModelArgs) -> list[int]:

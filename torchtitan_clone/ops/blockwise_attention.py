@@ -74,6 +74,25 @@ def document_starts(documents_BT: Tensor) -> Tensor:
     return (index_T * is_first_BT).cummax(dim=1).values
 
 
+def visible_starts(
+    documents_BT: Tensor | None, *, like: Tensor, shape: tuple[int, int], window: int | None, chunk: int | None
+) -> Tensor | None:
+    """Returns the index in the row of the first token that each one attends to [B, T]; None: attention is causal only.
+
+    Attention is within documents, of which None is one for each row of `shape` on the device of `like`; within the
+    last `window` tokens; and within chunks of a document.
+    """
+    if documents_BT is None:
+        if window is None and chunk is None:
+            return None
+        documents_BT = like.new_zeros(shape, dtype=torch.int32)
+    starts_BT = document_starts(documents_BT)
+    index_T = torch.arange(shape[1], dtype=torch.int32, device=starts_BT.device)
+    if chunk is not None:
+        starts_BT = index_T - (index_T - starts_BT) % chunk
+    return starts_BT if window is None else torch.maximum(starts_BT, index_T - window + 1)
+
+
 def empty_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
     """Returns attention over no keys, to add others to: out [B, T, N, H] and lse [B, T, N], fp32."""
     out_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format)

@@ -36,6 +36,8 @@ def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method
     group = mesh.get_group()
     if method != "alltoall":
         model.attention_mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
+    else:
+        model.get_submodule("attention_mask").ranks_per_row = group.size()
     for block in model.get_submodule("layers").children():
         attention = block.get_submodule("attention")
         if method == "alltoall":
@@ -45,19 +47,22 @@ def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method
 
 
 class LocalStarts(nn.Module):
-    """Attention mask of this rank's queries: the index in the row at which each query's document starts."""
+    """Attention mask of this rank's queries: the index in the row of the first token that each attends to."""
 
     def __init__(self, *, rank: int, degree: int, method: Method):
         super().__init__()
+        self._degree = degree
         self._local_tokens = partial(local_tokens, rank=rank, degree=degree, method=method)
 
-    def forward(self, documents_BS: Tensor | None) -> Tensor | None:
-        """Maps documents of full rows [B, R T] to starts [B, T]; None, which is causal attention, gives None."""
-        if documents_BS is None:
+    def forward(
+        self, documents_BS: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
+    ) -> Tensor | None:
+        """Maps documents of full rows [B, R T] to starts [B, T]; returns None for causal attention."""
+        shape = len(positions_BT), positions_BT.shape[1] * self._degree
+        starts_BS = blockwise.visible_starts(documents_BS, like=positions_BT, shape=shape, window=window, chunk=chunk)
+        if starts_BS is None:
             return None
-        starts_BS = blockwise.document_starts(documents_BS)
-        pieces = self._local_tokens(documents_BS.shape[1])
-        return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
+        return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in self._local_tokens(shape[1])], dim=1)
 
 
 class HeadExchange(nn.Module):
