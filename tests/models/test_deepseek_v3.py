@@ -11,6 +11,7 @@ from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.rope import RopeScaling
 
 SPEC = MODELS["deepseek_v3"]
 HUB = SPEC.hugging_face
@@ -20,8 +21,11 @@ ARGS = DeepSeekV3Args(
     qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, vocab_size=97, moe=MOE,
 )  # fmt: skip
 V2_MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24, num_shared_experts=2, score_scale=1.5, **V2_ROUTER)
+YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_seq_len=64, mscale=1.0, mscale_all_dim=1.0)
 VARIANTS = {
     "V3": ARGS,
+    "YaRN": replace(ARGS, rope_scaling=YARN),
+    "YaRN with unequal mscale": replace(ARGS, rope_scaling=replace(YARN, mscale=0.707)),
     "no query latent": replace(ARGS, q_lora_rank=0),
     "values as large as keys": replace(ARGS, v_head_dim=24),
     "V2-Lite": replace(ARGS, q_lora_rank=0, moe=V2_MOE),

@@ -33,6 +33,13 @@ MOE = QWEN3 | {
     "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64,
 }  # fmt: skip
+# A dense layer and one with experts; the bias is not adapted, which the reference does not do either.
+LATENT = {
+    "model__name": "deepseek_v3", "model__args__n_kv_heads": None, "model__args__multiple_of": None,
+    "model__args__hidden_dim": 96, "model__args__q_lora_rank": 24, "model__args__kv_lora_rank": 16,
+    "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
+    "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
+}  # fmt: skip
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
     ("tensor", "context"), ("shard", "pipeline"), ("shard", "tensor", "context"),
@@ -71,6 +78,17 @@ def all_cases() -> dict[str, Case]:
             if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
                 cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
     compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, latent"] = axes_case(axes, **LATENT)
+    for axes in (("shard",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, latent, experts over 2"] = axes_case(axes, **LATENT, **{EXPERT: 2})
+    for axes in (("shard",), ("tensor",)):
+        cases[f"{axes[0]}, latent compiled"] = axes_case(axes, **LATENT, **compiled)
+    cases["tensor, latent, full ac"] = axes_case(("tensor",), **LATENT, **FEATURES["full ac"])
+    cases["tensor, latent, no query latent"] = axes_case(("tensor",), **{**LATENT, "model__args__q_lora_rank": 0})
+    for method in METHODS:
+        option = {"parallelism__context_parallel_rotate_method": method}
+        cases[f"context, latent, {method}"] = axes_case(("context",), **LATENT, **option)
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:

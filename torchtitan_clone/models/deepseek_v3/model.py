@@ -73,6 +73,12 @@ class DeepSeekV3Args(ModelArgs):
             value=self.v_head_dim,
         )
 
+    @property
+    def score_scale(self) -> float:
+        """Returns the factor of the attention scores by which YaRN counters longer contexts."""
+        scaling = self.rope_scaling
+        return scaling.growth(scaling.mscale_all_dim) ** 2 if scaling and scaling.rope_type == "yarn" else 1.0
+
     def violations(self) -> list[str]:
         found = super().violations() + self.moe.violations(dim=self.dim)
         if self.n_kv_heads not in (None, self.n_heads):
@@ -108,7 +114,7 @@ def build(args: DeepSeekV3Args) -> Decoder:
 
 def build_block(args: DeepSeekV3Args, layer: int) -> TransformerBlock:
     """Returns the block of a layer."""
-    attention = LatentAttention(args.latent_sizes, dim=args.dim, n_heads=args.n_heads)
+    attention = LatentAttention(args.latent_sizes, dim=args.dim, n_heads=args.n_heads, score_scale=args.score_scale)
     is_dense = layer < args.n_dense_layers
     feed_forward = SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim) if is_dense else MoE(args.moe, dim=args.dim)
     return TransformerBlock(args, attention=attention, feed_forward=feed_forward)
