@@ -46,6 +46,19 @@ def test_published_sizes():
         assert sum(tensor.numel() for tensor in SPEC.state_on_meta(args).values()) == size, flavor
 
 
+def test_flops_count_active_experts_and_the_sizes_of_heads():
+    """Counts 6 for each active parameter, and 6 x layers x heads x (keys + values) x tokens for attention."""
+    parameters = SPEC.state_on_meta(ARGS)
+    active = sum(
+        tensor.numel() // 4 if ".experts." in name else tensor.numel()  # 2 of 8
+        for name, tensor in parameters.items()
+        if name != "tok_embeddings.weight" and not name.endswith("expert_bias")
+    )
+    parameters = {name: tensor for name, tensor in parameters.items() if not name.endswith("expert_bias")}
+    flops = SPEC.flops_per_token(ARGS, parameters=parameters, seq_len=128, frozen_layers=0)
+    assert flops == 6 * active + 6 * 3 * 4 * (24 + 12) * 128
+
+
 @pytest.mark.parametrize("flavor", SPEC.flavors)
 def test_config_round_trips_through_transformers(flavor):
     args = SPEC.flavors[flavor]

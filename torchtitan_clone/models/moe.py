@@ -17,7 +17,7 @@ from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range
 from torchtitan_clone.models.decoder import Hidden
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.spec import DENSE_KEPT, dense_flops_per_token
+from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.grouped_mm import grouped_mm
 from torchtitan_clone.ops.permutation import Permute, inverse
@@ -205,6 +205,5 @@ class _Dispatch(torch.autograd.Function):
 
 def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:
     """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
-    share = {name: args.moe.top_k if ".experts." in name else None for name in parameters}
-    active = {name: parameter[: share[name]] for name, parameter in parameters.items()}
+    active = active_parameters(args, parameters)
     return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

@@ -59,6 +59,14 @@ class DeepSeekV3Args(ModelArgs):
         return self.moe.num_experts
 
     @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
+    @property
+    def attention_dim(self) -> float:
+        return (self.latent_sizes.qk + self.v_head_dim) / 2
+
+    @property
     def ffn_hidden_dim(self) -> int:
         return self.hidden_dim
 
