@@ -91,7 +91,7 @@ def storage_id(x: Tensor) -> int:
 
 
 def name_fsdp_modules(model: nn.Module) -> None:
-    """Gives FSDP's groups the names of their modules now; torch does so in the first forward, after pipelines gather."""
+    """Names the modules in FSDP's records now, not in the first forward, before which a pipeline gathers weights."""
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):

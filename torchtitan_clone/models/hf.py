@@ -1,7 +1,7 @@
 """The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -63,9 +63,13 @@ class DecoderHub:
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
 
-    def is_leftover(self, name: str, *, tied: bool) -> bool:
+    def is_leftover(self, name: str, *, args: Any) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
+
+    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+        """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
+        return []
 
     def arguments(self, args: Any) -> dict[str, Any]:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""

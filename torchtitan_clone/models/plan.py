@@ -74,9 +74,9 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
     """
     from_latent = ColwiseParallel(input_layouts=Shard(1))
     norm = SequenceParallel(use_local_output=True)
-    of_queries = {"wq_a": Replicated(), "q_norm": norm, "wq_b": from_latent} if has_query_latent else {"wq": from_latent}
+    with_latent = {"wq_a": Replicated(), "q_norm": norm, "wq_b": from_latent}
     styles: dict[str, ParallelStyle] = {
-        **of_queries,
+        **(with_latent if has_query_latent else {"wq": from_latent}),
         "wkv_a": Replicated(),
         "kv_norm": norm,
         "wkv_b": from_latent,

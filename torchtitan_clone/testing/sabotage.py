@@ -6,7 +6,7 @@ Each replaces one function of torch or of the package inside a rank, until its p
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -94,8 +94,8 @@ def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
 
 @_mistake("tensor, latent", mla, "local_with_partial_grad")
 def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) -> Tensor:
-    is_gathered = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0].is_replicate()
-    return x.to_local() if is_gathered else local(x)
+    is_gathered_key = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0].is_replicate()
+    return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
 @_mistake("context", dist, "reduce_scatter")

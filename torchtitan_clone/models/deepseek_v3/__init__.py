@@ -12,10 +12,9 @@ from torchtitan_clone.models.spec import ModelSpec
 _V3: dict[str, Any] = {**V3_ROUTER}
 _V2: dict[str, Any] = {**V2_ROUTER}
 
+
 def _yarn(mscale: float) -> RopeScaling:
-    return RopeScaling(
-        rope_type="yarn", factor=40.0, original_max_seq_len=4096, mscale=mscale, mscale_all_dim=mscale
-    )
+    return RopeScaling(rope_type="yarn", factor=40.0, original_max_seq_len=4096, mscale=mscale, mscale_all_dim=mscale)
 
 
 FLAVORS = {

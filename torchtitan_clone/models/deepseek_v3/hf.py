@@ -1,11 +1,11 @@
 """The formats of DeepSeek V3 and V2 on the Hugging Face hub."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER
 from torchtitan_clone.models.hf import CONFIG_KEYS
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, same
@@ -29,9 +29,20 @@ _SHARED_EXPERTS: Rules = {
 }
 _LATENT = {"q_norm": "q_a_layernorm", "wq_a": "q_a_proj", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
 _LATENT_RULES: Rules = {
-    f"layers.*.attention.{ours}.weight": same(f"{_ATTENTION}.{theirs}.weight")
-    for ours, theirs in _LATENT.items()
+    f"layers.*.attention.{ours}.weight": same(f"{_ATTENTION}.{theirs}.weight") for ours, theirs in _LATENT.items()
 }
+
+
+def _prediction_layer(args: Any) -> str:
+    """Returns the prefix of the hub's names of the layer of multi-token prediction, which follows the last one."""
+    return f"model.layers.{args.n_layers}."
+
+
+def _choice(*, num_groups: int, is_biased: bool) -> str:
+    """Returns the hub's name of how a router chooses experts."""
+    if is_biased:
+        return "noaux_tc"
+    return "group_limited_greedy" if num_groups > 1 else "greedy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +60,23 @@ class _Release(MoEHub):
         rotary = {f"layers.*.attention.{ours}.weight": of_heads, "layers.*.attention.wkv_a.weight": of_latent}
         return {**self.rules, **rotary}
 
+    def is_leftover(self, name: str, *, args: Any) -> bool:
+        return name.startswith(_prediction_layer(args)) or super().is_leftover(name, args=args)
+
+    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+        prefix = _prediction_layer(args)
+        if not (count := sum(name.startswith(prefix) for name in names)):
+            return []
+        return [f"leaves out the {count} tensors of {prefix}*, which predict the token after the next one"]
+
     def arguments(self, args: Any) -> dict[str, Any]:
         values = super().arguments(args)
         values["moe"] |= {name: getattr(args.moe, name) for name in self.router}
         return values | {"q_lora_rank": args.q_lora_rank, "n_dense_layers": args.n_dense_layers}
 
     def to_config(self, args: Any) -> dict[str, object]:
-        grouped = "group_limited_greedy" if args.moe.num_groups > 1 else "greedy"
         return super().to_config(args) | {
-            "topk_method": "noaux_tc" if args.moe.expert_bias else grouped,
+            "topk_method": _choice(num_groups=args.moe.num_groups, is_biased=args.moe.expert_bias),
             "q_lora_rank": args.q_lora_rank or None,
             "first_k_dense_replace": args.n_dense_layers,
         }
@@ -77,6 +96,10 @@ class _Release(MoEHub):
         except DocumentError as error:
             raise ConfigError(str(error)) from None
         values["moe"] |= self.router
+        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router["expert_bias"] is True)
+        if given.get("topk_method", wanted) != wanted:
+            found = shorten(repr(given["topk_method"]))
+            raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
         return values
 
 

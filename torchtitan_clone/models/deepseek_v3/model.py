@@ -90,7 +90,9 @@ class DeepSeekV3Args(ModelArgs):
     def violations(self) -> list[str]:
         found = super().violations() + self.moe.violations(dim=self.dim)
         if self.n_kv_heads not in (None, self.n_heads):
-            found.append(f"model.args.n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads; unset it")
+            found.append(
+                f"model.args.n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads; unset it"
+            )
         if self.qk_rope_head_dim % 2:
             found.append(f"model.args.qk_rope_head_dim = {self.qk_rope_head_dim} must be even, for rotary positions")
         if self.v_head_dim > self.latent_sizes.qk:
