@@ -33,6 +33,8 @@ def assert_logits_equal(spec, args, *, tokens=200):
     for name, parameter in model.named_parameters():
         if "norm" in name:  # else all ones, and a norm in the wrong place would go unnoticed
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        if "bias" in name or "sinks" in name:  # else zeros
+            torch.nn.init.normal_(parameter)
     tokens_BT = torch.randint(0, args.vocab_size, (2, tokens))
     with torch.no_grad():
         ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))

@@ -258,6 +258,8 @@ def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
     if "norm" in name:
         return None
+    if "bias" in name:
+        return 0.0
     if name == "output.weight" or (args.tied_embeddings and name == "tok_embeddings.weight"):
         return args.dim**-0.5
     if name == "tok_embeddings.weight":

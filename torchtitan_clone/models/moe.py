@@ -18,7 +18,7 @@ from torchtitan_clone.config.schema import Range
 from torchtitan_clone.models.decoder import Hidden
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
-from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm
 from torchtitan_clone.ops.permutation import Permute, inverse
 
@@ -50,6 +50,10 @@ class MoEArgs:
     """Add a bias to the scores for choosing experts only, and after each step adapt it to their load."""
     bias_update_rate: Annotated[float, Range(0.0, 1.0)] = 1e-3
     """What a step adds to the bias of an expert with less than the mean load, and takes from one with more."""
+    biases: bool = False
+    """Whether the router and the products of experts have biases."""
+    swiglu_limit: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Largest size of what the products give to the activation, which then is gpt-oss's; 0: SwiGLU without limit."""
 
     def violations(self, *, dim: int) -> list[str]:
         """Returns one sentence for each value that is invalid in a model of that dimension."""
@@ -79,6 +83,7 @@ class Router(nn.Module):
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
+        self.bias = nn.Parameter(torch.zeros(args.num_experts)) if args.biases else None
         self.register_buffer("expert_bias", None)
         self.init_buffers()
 
@@ -93,7 +98,8 @@ class Router(nn.Module):
         args = self.args
         x_BTD = local_with_partial_grad(x_BTD)
         x_ND = x_BTD.flatten(0, 1)
-        logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float())
+        bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
+        logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
         choice_NE = scores_NE.detach() if self.expert_bias is None else scores_NE.detach() + self.expert_bias
         experts_NK = _masked_to_groups(choice_NE, args).topk(args.top_k, dim=-1).indices
@@ -127,17 +133,25 @@ class Exchange(Protocol):
 
 
 class Experts(nn.Module):
-    """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F]."""
+    """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F].
 
-    def __init__(self, *, count: int, dim: int, hidden_dim: int):
+    Biases of w1 and w3 are [E, F], of w2 [E, D].
+    """
+
+    def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
+        count, hidden_dim = args.num_experts, args.hidden_dim
         self.num_experts = count
+        self.limit = args.swiglu_limit
         self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        self.w1_bias = nn.Parameter(torch.zeros(count, hidden_dim)) if args.biases else None
+        self.w2_bias = nn.Parameter(torch.zeros(count, dim)) if args.biases else None
+        self.w3_bias = nn.Parameter(torch.zeros(count, hidden_dim)) if args.biases else None
 
     def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
         """Returns [B, T, D]: the sum of the results of each token's experts, times their scores."""
@@ -153,9 +167,25 @@ class Experts(nn.Module):
 
     def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Returns the results of rows that are sorted by expert, `counts_E` of each."""
-        w1, w2, w3 = (local_with_partial_grad(weight) for weight in (self.w1, self.w2, self.w3))
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        return grouped_mm(F.silu(grouped_mm(rows, w1, ends_E)) * grouped_mm(rows, w3, ends_E), w2, ends_E)
+        gate = self._product(rows, self.w1, self.w1_bias, ends_E)
+        up = self._product(rows, self.w3, self.w3_bias, ends_E)
+        hidden = clamped_swiglu(gate, up, limit=self.limit) if self.limit else F.silu(gate) * up
+        return self._product(hidden, self.w2, self.w2_bias, ends_E)
+
+    @staticmethod
+    def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor) -> Tensor:
+        out = grouped_mm(rows, local_with_partial_grad(weight), ends_E)
+        if bias is None:
+            return out
+        index = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return out + share_of_sum(bias)[torch.searchsorted(ends_E, index, right=True)].type_as(out)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float, alpha: float = 1.702) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha gate), of values up to `limit`. Source: arXiv 2508.10925."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)
 
 
 class MoE(nn.Module):
@@ -164,7 +194,7 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.router = Router(args, dim=dim)
-        self.experts = Experts(count=args.num_experts, dim=dim, hidden_dim=args.hidden_dim)
+        self.experts = Experts(args, dim=dim)
         shared = args.num_shared_experts * args.hidden_dim
         self.shared_experts = SwiGLU(dim=dim, hidden_dim=shared) if shared else None
 

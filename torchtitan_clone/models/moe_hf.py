@@ -52,6 +52,6 @@ class MoEHub(DecoderHub):
 
 
 def _read(name: str, entry: Value) -> object:
-    if name == "score_scale":
+    if name in ("score_scale", "swiglu_limit"):
         return entry.number(low=0.0)
     return entry.flag() if name == "normalize_scores" else entry.integer(low=1, high=2**24)

@@ -88,6 +88,22 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
     return {f"layers.*.attention.{name}": style for name, style in styles.items()}
 
 
+def heads_norm_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for norms of queries and keys over all heads, of which a rank has some."""
+    return {"layers.*.attention.q_norm": HeadSharded(), "layers.*.attention.k_norm": HeadSharded()}
+
+
+def sink_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for the sinks of attention, of which a rank has those of its heads."""
+    return {"layers.*.attention.sinks": HeadSharded()}
+
+
+def post_norm_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for norms after attention and feed-forward."""
+    norm = SequenceParallel(use_local_output=True)
+    return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
+
+
 def moe_styles(*, has_shared_experts: bool, dense_layers: int = 0) -> dict[str, ParallelStyle]:
     """Returns styles for a decoder whose feed-forward is a mixture of experts, except in the first `dense_layers`."""
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
@@ -116,13 +132,35 @@ class Replicated(ModuleStyle, ParallelStyle):
         return distribute_module(module, device_mesh)
 
 
+class HeadSharded(ModuleStyle, ParallelStyle):
+    """Shards the weights of a module by heads, like its inputs [B, T, N, H]; it may sum over the heads of all ranks."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch's annotations lack the results of both hooks.
+        shards = cast("Callable[..., None]", self._as_shards)
+        output = cast("Callable[..., None]", lambda _module, out, _mesh: out.to_local())
+        return distribute_module(module, device_mesh, self._shard, shards, output)
+
+    @staticmethod
+    def _shard(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+
+    @staticmethod
+    def _as_shards(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
+        return tuple(DTensor.from_local(x, mesh, [Shard(2)]) for x in inputs)
+
+
 class HiddenSharded(ModuleStyle, ParallelStyle):
     """Shards the hidden features of all experts; the results of the ranks are summed and sharded by tokens.
 
     Experts that are on different ranks already stay as they are: every rank sends its own tokens to them.
     """
 
-    PLACEMENTS: ClassVar[Mapping[str, Placement]] = {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
+    PLACEMENTS: ClassVar[Mapping[str, Placement]] = {
+        "w1": Shard(1), "w2": Shard(2), "w3": Shard(1),
+        "w1_bias": Shard(1), "w2_bias": Replicate(), "w3_bias": Shard(1),
+    }  # fmt: skip
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if any(isinstance(weight, DTensor) for weight in module.parameters()):

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 Case = tuple[int, dict[str, object]]
 """World size and options."""
@@ -40,6 +40,19 @@ LATENT = {
     "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
     "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
 }  # fmt: skip
+# A window shorter than most documents, and stretched rotary positions in the full layer only.
+OLMO3 = {
+    "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
+    "model__args__layer_types": "['window', 'full']", "model__args__window": 13,
+    "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32}",
+}  # fmt: skip
+GPT_OSS = {
+    "model__name": "gpt_oss", "model__args__head_dim": 32, "model__args__multiple_of": None,
+    "model__args__window": 13, "model__args__moe__hidden_dim": 64,
+    "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32, truncate = false}",
+}  # fmt: skip
+PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS}
+"""Families whose layers have several kinds, by the name of their cases."""
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
     ("tensor", "context"), ("shard", "pipeline"), ("shard", "tensor", "context"),
@@ -89,6 +102,20 @@ def all_cases() -> dict[str, Case]:
     for method in METHODS:
         option = {"parallelism__context_parallel_rotate_method": method}
         cases[f"context, latent, {method}"] = axes_case(("context",), **LATENT, **option)
+    for family, model in PATTERNS.items():
+        for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+            cases[f"{' x '.join(axes) or 'one rank'}, {family}"] = axes_case(axes, **model)
+        for name, feature in (
+            ("unmasked", FEATURES["unmasked"]),
+            ("full ac", FEATURES["full ac"]),
+            ("compiled", compiled),
+        ):
+            cases[f"tensor, {family} {name}"] = axes_case(("tensor",), **model, **feature)
+        for method, name in product(METHODS, ("masked", "unmasked")):
+            option = {"parallelism__context_parallel_rotate_method": method}
+            cases[f"context, {family} {method} {name}"] = axes_case(("context",), **model, **option, **FEATURES[name])
+    for axes in (("shard",), ("tensor",), ("context",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, gpt_oss experts over 2"] = axes_case(axes, **GPT_OSS, **{EXPERT: 2})
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:

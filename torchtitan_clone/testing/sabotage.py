@@ -179,9 +179,9 @@ def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: T
 
 
 @_mistake("shard, accumulated", DocumentMask, "forward")
-def _mask_of_the_first_micro_batch_is_kept(forward: Any, module: DocumentMask, documents_BT: Tensor) -> object:
+def _mask_of_the_first_micro_batch_is_kept(forward: Any, module: DocumentMask, *args: Any, **limits: Any) -> object:
     if not hasattr(module, "first_mask"):
-        module.first_mask = forward(module, documents_BT)
+        module.first_mask = forward(module, *args, **limits)
     return module.first_mask
 
 
