@@ -41,6 +41,8 @@ class MoEArgs:
     normalize_scores: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
     score_scale: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
+    score_inputs: bool = False
+    """Whether scores multiply what experts get, instead of what they return."""
     num_groups: NumExperts = 1
     """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
     top_groups: NumExperts = 1
@@ -143,6 +145,7 @@ class Experts(nn.Module):
         count, hidden_dim = args.num_experts, args.hidden_dim
         self.num_experts = count
         self.limit = args.swiglu_limit
+        self.score_inputs = args.score_inputs
         self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
@@ -158,12 +161,16 @@ class Experts(nn.Module):
         x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
         experts_NK = experts_BTK.flatten(0, 1)
         rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
+        scores_NK = scores_BTK.flatten(0, 1)
+        if self.score_inputs:
+            scores = Permute.apply(scores_NK.flatten(), inverse(positions_NK.flatten()))
+            rows, scores_NK = (rows * scores[:, None]).to(rows.dtype), torch.ones_like(scores_NK)
         if self.exchange is None:
             results = self._by_expert(rows, counts_E)
         else:
             received, counts_E, route = self.exchange.send(rows, counts_E)
             results = self.exchange.send_back(self._by_expert(received, counts_E), route)
-        return combine(results, scores_BTK.flatten(0, 1), positions_NK).unflatten(0, x_BTD.shape[:2])
+        return combine(results, scores_NK, positions_NK).unflatten(0, x_BTD.shape[:2])
 
     def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Returns the results of rows that are sorted by expert, `counts_E` of each."""

@@ -3,7 +3,7 @@
 parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv 2205.05198.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -104,12 +104,12 @@ def post_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
 
 
-def moe_styles(*, has_shared_experts: bool, dense_layers: int = 0) -> dict[str, ParallelStyle]:
-    """Returns styles for a decoder whose feed-forward is a mixture of experts, except in the first `dense_layers`."""
+def moe_styles(*, has_shared_experts: bool, dense_layers: Iterable[int] = ()) -> dict[str, ParallelStyle]:
+    """Returns styles for a decoder whose feed-forward is a mixture of experts, except in `dense_layers`."""
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
     dense = {
         name.replace("*", str(layer)): style
-        for layer in range(dense_layers)
+        for layer in dense_layers
         for name, style in decoder_styles().items()
         if name.startswith("layers.*.feed_forward")
     }

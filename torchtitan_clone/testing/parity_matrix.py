@@ -51,7 +51,12 @@ GPT_OSS = {
     "model__args__window": 13, "model__args__moe__hidden_dim": 64,
     "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32, truncate = false}",
 }  # fmt: skip
-PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS}
+LLAMA4 = {
+    "model__name": "llama4", "model__args__head_dim": 32, "model__args__hidden_dim": 96,
+    "model__args__multiple_of": None, "model__args__chunk": 13, "model__args__full_every": 2,
+    "model__args__query_scale_floor": 8, "model__args__moe__hidden_dim": 64,
+}  # fmt: skip
+PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
 """Families whose layers have several kinds, by the name of their cases."""
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
@@ -116,6 +121,7 @@ def all_cases() -> dict[str, Case]:
             cases[f"context, {family} {method} {name}"] = axes_case(("context",), **model, **option, **FEATURES[name])
     for axes in (("shard",), ("tensor",), ("context",), ("shard", "tensor")):
         cases[f"{' x '.join(axes)}, gpt_oss experts over 2"] = axes_case(axes, **GPT_OSS, **{EXPERT: 2})
+        cases[f"{' x '.join(axes)}, llama4 experts over 2"] = axes_case(axes, **LLAMA4, **{EXPERT: 2})
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:

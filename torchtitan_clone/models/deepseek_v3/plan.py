@@ -6,6 +6,6 @@ from torchtitan_clone.models.plan import TensorPlan, latent_attention_styles, mo
 
 def tensor_plan(args: DeepSeekV3Args) -> TensorPlan:
     """Returns the plan of a decoder with latent attention and experts."""
-    styles = moe_styles(has_shared_experts=True, dense_layers=args.n_dense_layers)
+    styles = moe_styles(has_shared_experts=True, dense_layers=range(args.n_dense_layers))
     others = {name: style for name, style in styles.items() if name.split(".")[2:3] != ["attention"]}
     return TensorPlan(styles=others | latent_attention_styles(has_query_latent=args.q_lora_rank > 0))
