@@ -159,5 +159,6 @@ QUICK = (
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
+    "tensor, latent", "context, latent, alltoall", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
 )  # fmt: skip
