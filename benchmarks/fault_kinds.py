@@ -587,4 +587,5 @@ def part_all(scene: Groups) -> str:
 def reset_connections(scene: Groups) -> str:
     assert scene.network is not None
     group = strike_group(scene)
-    return f"group {group}, {scene.network.reset(scene.cluster.pids(group))} connections"
+    pids, store = scene.cluster.pids(group), scene.cluster.running[group].ranks[0].store.port
+    return f"group {group}, {scene.network.reset(pids, store=store)} connections"

@@ -368,10 +368,12 @@ class Groups:
         self.may_end = False
         self.wrong: list[str] = []
         self.struck: set[int] = set()
-        """Groups that the fault which strikes now may end, if `may_end`."""
+        """Groups that the present fault strikes."""
         self.network = network
         self._material = material
         self._deaths = 0
+        self._may_die: dict[int, int] = {}
+        """Groups that a fault may have ended, until they log another step than this one."""
         self._is_semi_sync = name == "semi-synchronous"
         method = {"fault_tolerance__semi_sync_method": "local_sgd", "fault_tolerance__sync_steps": ROUND}
         changes = {**material.options_of("local"), **OF_GROUPS, **(method if self._is_semi_sync else {})}
@@ -418,8 +420,11 @@ class Groups:
         return [] if is_complete else list(self.cluster.finished)
 
     def _judge_deaths(self) -> None:
+        self._may_die = {group: step for group, step in self._may_die.items() if self.cluster.step_of(group) == step}
+        if self.may_end:  # a group that was stopped may end itself when it continues, after others have trained
+            self._may_die |= {group: self.cluster.step_of(group) for group in self.struck}
         for _, group, codes in self.cluster.deaths[self._deaths :]:
-            if group not in self.struck or not self.may_end:
+            if group not in self._may_die:
                 tail = self.cluster.log_of(group)[-800:]
                 self.wrong.append(f"group {group}, which was not to end, ended with {codes}: {tail}")
         self._deaths = len(self.cluster.deaths)
@@ -431,7 +436,8 @@ class Groups:
         self.wrong += committed_once(self.cluster.records(), steps=self.steps // unit, rows=ROWS * unit)
         self.wrong += self.cluster.wrong_rows() if unit == 1 else []
         prefix = "model/" if self._is_semi_sync else ""
-        found = self.cluster.digests(prefix)
+        ended = [group for group in range(3) if self.cluster.step_of(group) == self.steps]
+        found = self.cluster.digests(prefix, groups=ended)  # others came back when the run was complete
         self.wrong += [f"rank {rank}: groups ended differently" for rank in found if len(found[rank]) > 1]
         if unit == 1:
             self.wrong += self._wrong_losses()

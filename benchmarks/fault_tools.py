@@ -270,21 +270,28 @@ class Network:
         finally:
             command("tc", "qdisc", "del", "dev", "lo", "root")
 
-    def reset(self, pids: list[int]) -> int:
-        """Resets the established connections of processes; returns how many."""
-        found = 0
-        for line in command("ss", "-tnpH", "state", "established").splitlines():
-            if any(f"pid={pid}," in line for pid in pids):
-                near, far = line.split()[2:4]
-                command("ss", "-K", "src", near, "dst", far)
-                found += 1
-        return found
+    def reset(self, pids: list[int], *, store: int) -> int:
+        """Resets the connections of a group's processes to others, but for the one to its store, at this port."""
+        lines = [line.split() for line in command("ss", "-tnpH", "state", "established").splitlines()]
+        own = {words[2]: words[3] for words in lines if any(f"pid={pid}," in words[-1] for pid in pids)}
+        inside = {plain_address(near) for near in own}
+        outward = {
+            near: far for near, far in own.items() if plain_address(far) not in inside and not far.endswith(f":{store}")
+        }
+        for near, far in outward.items():
+            command("ss", "-K", "src", near, "dst", far)
+        return len(outward)
 
     def close(self) -> None:
         """Removes the cgroups."""
         for cgroup in self._cgroups:
             with contextlib.suppress(OSError):
                 cgroup.rmdir()
+
+
+def plain_address(text: str) -> str:
+    """Returns an IPv4 address and port without the form that IPv6 sockets give it."""
+    return text.replace("[::ffff:", "").replace("]:", ":")
 
 
 def command(*words: str) -> str:

@@ -90,6 +90,14 @@ def storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def name_fsdp_modules(model: nn.Module) -> None:
+    """Names the modules in FSDP's records now, not in the first forward, before which a pipeline gathers weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -318,8 +318,9 @@ class Trainer:
         state, plan, trained = self._state, self._run.plan, self._state.step
         self._replicas.close()
         self._discard_steps(trained - state.step)
-        self._saver.save_last()
         is_complete = state.step == plan.last_step
+        is_obsolete = not is_complete and not self._stop.agree()  # other replica groups have completed the run
+        self._saver.save_last(is_obsolete=is_obsolete)
         if is_complete:
             self._maybe_export(state.step)
         is_exported = state.step not in self._exporter.failed_steps
@@ -333,9 +334,10 @@ class Trainer:
             is_seed_checkpoint=plan.config.checkpoint.create_seed_checkpoint,
             is_saving_enabled=self._checkpoints.is_saving_enabled,
             is_writer=self._replicas.is_writer,
+            is_obsolete=is_obsolete,
             saved_step=self._checkpoints.saved_step,
             is_exported=is_exported,
             stop_reason=self._stop.reason,
             goodput=self._metrics.ledger.line(),
         ).report()
-        return is_complete or not self._stop.agree()
+        return is_complete or is_obsolete

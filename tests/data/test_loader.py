@@ -128,7 +128,9 @@ def test_more_workers_than_rows_are_an_error(local_dataset):
 def test_workers_read_what_this_process_reads(local_dataset):
     expected = next_batches(train_loader(local_dataset), 9)
     loader = train_loader(local_dataset, num_workers=3)
+    random_state = torch.get_rng_state()
     assert_equal(next_batches(loader, 5), expected[:5])
+    assert torch.equal(torch.get_rng_state(), random_state)  # checkpoints hold it
     state = loader.state_dict()
     assert state["samples"] == 5 * GLOBAL_BATCH
     without = train_loader(local_dataset)

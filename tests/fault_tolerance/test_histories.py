@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.fault_tolerance.history import MAX_CHANGES, History
@@ -116,6 +117,20 @@ def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path, met
         # The survivor kept its steps.
         assert sorted(committed_quorums(cluster, 0, start=0)) == list(range(1, steps // unit + 1))
         assert [row["step"] for row in cluster.step_rows(0)] == list(range(1, steps + 1))
+
+
+def test_a_group_that_is_suspended_until_the_end_saves_nothing(corpus, tmp_path):
+    """The lighthouse gives it a quorum at once, or at the second attempt."""
+    changes = {**SMALL, "training__steps": 30, "checkpoint__interval": 1000, "fault_tolerance__stall_factor": 1000}
+    with Cluster(corpus, tmp_path, groups=2, pace=0.05, **changes) as cluster:
+        cluster.start_all().watch_over(until=lambda: cluster.step_of(0) >= 8)
+        cluster.running[0].signal(signal.SIGSTOP)  # the group that saves
+        cluster.watch_over(until=lambda: 1 in cluster.finished)
+        cluster.running[0].signal(signal.SIGCONT)
+        cluster.watch_over()
+        assert cluster.deaths == []
+        assert "other replica groups have completed the run; this one ends after step" in cluster.log_of(0)
+        assert committed_steps(tmp_path / "run" / "checkpoint") == [30]
 
 
 def test_two_beginnings_of_a_run_are_not_mixed(corpus, tmp_path):

@@ -44,9 +44,10 @@ def test_tensors_are_those_of_transformers(tied):
 
 
 def test_what_may_be_skipped_in_a_file():
-    assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", tied=False)
-    assert hf.is_leftover("lm_head.weight", tied=True)
-    assert not hf.is_leftover("lm_head.weight", tied=False)
+    args = SPEC.flavors["debugmodel"]
+    assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", args=args)
+    assert hf.is_leftover("lm_head.weight", args=replace(args, tied_embeddings=True))
+    assert not hf.is_leftover("lm_head.weight", args=args)
 
 
 def test_a_bare_config_has_the_defaults_of_transformers():

@@ -15,7 +15,7 @@ from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 def twin_of(spec, model, args):
     """Returns transformers' model with the weights of ours."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
-    sources = sources_of(spec.hub_pieces(state))
+    sources = sources_of(spec.hub_pieces(state, args=args))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     with TemporaryDirectory() as folder:  # transformers stacks experts when it reads files
         AutoConfig.for_model(**spec.hugging_face.to_config(args)).save_pretrained(folder)
@@ -56,11 +56,11 @@ def assert_round_trip(spec, args, *, tokens=100):
     with TemporaryDirectory() as path:
         theirs.save_pretrained(path, max_shard_size="100KB")
         folder = open_weight_folder(Path(path))
-        folder.fill(state, pieces=spec.hub_pieces(state))
+        folder.fill(state, pieces=spec.hub_pieces(state, args=args))
         original = {
             name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()
         }
-    sources = sources_of(spec.hub_pieces(state))
+    sources = sources_of(spec.hub_pieces(state, args=args))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
@@ -72,6 +72,6 @@ def assert_round_trip(spec, args, *, tokens=100):
 
 def assert_tensors_are(spec, args, theirs):
     """Asserts that an export has the names and shapes of transformers' tensors."""
-    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args)))
+    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args), args=args))
     found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
     assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}

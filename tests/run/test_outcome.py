@@ -15,6 +15,7 @@ def outcome(**changes):
         "is_seed_checkpoint": False,
         "is_saving_enabled": True,
         "is_writer": True,
+        "is_obsolete": False,
         "saved_step": 7,
         "is_exported": True,
         "stop_reason": "SIGTERM",
@@ -34,11 +35,20 @@ def outcome(**changes):
             "INFO",
             ["stopped by SIGTERM after step 7", "another replica group", "rerun the same command to rejoin"],
         ),
+        ({"is_obsolete": True, "saved_step": 5}, "INFO", ["other replica groups have completed", "after step 7"]),
         ({"is_saving_enabled": False, "saved_step": 0}, "WARNING", ["after step 7, which is not saved"]),
         # The failed export of an earlier step was reported when it failed.
         ({"is_exported": False}, "INFO", ["step 7 is saved"]),
     ],
-    ids=["stopped", "complete", "seed checkpoint", "other group saves", "not saved", "stopped without export"],
+    ids=[
+        "stopped",
+        "complete",
+        "seed checkpoint",
+        "other group saves",
+        "obsolete",
+        "not saved",
+        "stopped without export",
+    ],
 )
 def test_one_line_reports_how_the_run_ended(caplog, changes, level, fragments):
     with caplog.at_level(logging.INFO, logger="torchtitan_clone"):

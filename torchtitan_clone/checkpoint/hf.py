@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -26,11 +27,14 @@ from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
-from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
+from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
+SCALES = "_scale_inv"
+"""End of the name of a quantized matrix's scales, of which each block of its rows and columns has one."""
+BLOCK = 128
 LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
 Tensors = Mapping[str, Tensor]
 Entries = Sequence[Entry]
@@ -217,6 +221,21 @@ def _disk_error(action: Callable[[], object]) -> str | None:
     return None
 
 
+class BlockScaled:
+    """A matrix in 8 bits with a scale for each block of 128 x 128, of which regions can be read in fp32."""
+
+    def __init__(self, values: Sliceable, *, scales: Sliceable) -> None:
+        self._values = values
+        self._scales = scales
+
+    def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
+        values = self._values[region].float()
+        scales = self._scales[tuple(slice(dim.start // BLOCK, -(-dim.stop // BLOCK)) for dim in region)]
+        for axis, dim in enumerate(region):  # which may end beyond the values
+            scales = scales.repeat_interleave(BLOCK, axis).narrow(axis, dim.start % BLOCK, values.shape[axis])
+        return values * scales
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightFolder:
     """A readable folder of weights: its config.json, its tensors, and the file that holds each of them."""
@@ -225,6 +244,12 @@ class WeightFolder:
     config: Mapping[str, Any]
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
+
+    def scales_of(self, name: str) -> Entry | None:
+        """Returns the scales of a matrix that is stored in 8 bits, as by DeepSeek V3; None if it has none."""
+        entry = self.entries.get(name)
+        is_quantized = entry is not None and entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
+        return self.entries.get(f"{name}{SCALES}") if is_quantized else None
 
     def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
@@ -239,7 +264,18 @@ class WeightFolder:
                     box, offset = boxes[name]
                     overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
                     if overlap is not None:
-                        overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
+                        with self._open(piece.source, file.get_slice(piece.source)) as source:
+                            overlap.in_box(box).copy_(overlap.read(source))
+
+    @contextmanager
+    def _open(self, name: str, values: Sliceable) -> Iterator[Sliceable]:
+        """Yields a tensor of a file, or its values times its scales, which another file may hold."""
+        scales = self.scales_of(name)
+        if scales is None:
+            yield values
+            return
+        with safe_open(self.files[scales.name], framework="pt") as file:
+            yield BlockScaled(values, scales=file.get_slice(scales.name))
 
 
 def open_weight_folder(path: Path) -> WeightFolder:

@@ -247,6 +247,7 @@ def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]
             num_workers=num_workers,
             worker_init_fn=_init_worker,
             multiprocessing_context=UnnamedContext(),  # spawns: a fork would copy torch's threads and CUDA
+            generator=torch.Generator(),  # the workers' seed would come from the default one, whose state is saved
         )
     with _blocked_stop_signals():
         return iter(loader)

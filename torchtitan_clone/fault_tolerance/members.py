@@ -157,6 +157,8 @@ class MemberCheck:
         self._unit = unit
         self._first_quorum_time: float | None = None
         self._checked_quorum = -1
+        self.has_new_quorum = False
+        """Whether the last check found another quorum than the one before."""
         self.members: Sequence[Member] = []
         """Members of the last quorum that may train together."""
 
@@ -187,7 +189,8 @@ class MemberCheck:
 
         ReplicaMismatchError if this group must leave.
         """
-        if quorum == self._checked_quorum:
+        self.has_new_quorum = quorum != self._checked_quorum
+        if not self.has_new_quorum:
             return None
         rows = collectives.gather([own.to_json()], replica_index=replica_index, num_replicas=num_replicas)
         if (failure := collectives.error()) is not None:

@@ -69,15 +69,17 @@ class Quorum:
         reported = None
         while True:
             error = self._try_to_join()
-            is_complete = error is not None and dist.get_rank() == 0 and self._run.is_run_complete()
+            # A group that comes back alone gets a quorum at once.
+            may_be_complete = dist.get_rank() == 0 and (error is not None or self._check.has_new_quorum)
+            is_complete = may_be_complete and self._run.is_run_complete()
             gives_up = isinstance(error, GiveUpStepsError)
             failed, stop, complete, gives_up = self._run.sum_over_ranks(
                 [error is not None, self._run.should_stop(), is_complete, gives_up]
             )
+            if complete or (failed and stop):
+                return False
             if not failed:
                 break
-            if stop or complete:
-                return False
             if error is not None and str(error) != reported:
                 reported = str(error)
                 logger.warning("waiting for replica groups: %s", reported.splitlines()[0])

@@ -133,12 +133,13 @@ class Attention(nn.Module):
     """Grouped-query attention. Source: arXiv 2305.13245, arXiv 2302.05442.
 
     `qk_norm_eps` adds an RMSNorm of q and k, of each head, or with `norm_all_heads` of all heads together; `bias` adds
-    one to each projection, `sinks` one logit to each head.
+    one to each projection, `sinks` one logit to each head, `rotated_norm_eps` a norm without weight of rotated q and k.
     """
 
     def __init__(
         self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None,
         norm_all_heads: bool = False, bias: bool = False, sinks: bool = False,
+        rotated_norm_eps: float | None = None,
     ):  # fmt: skip
         super().__init__()
         self.head_dim = head_dim
@@ -158,6 +159,7 @@ class Attention(nn.Module):
 
         self.q_norm = build_norm(n_heads)
         self.k_norm = build_norm(kv_heads)
+        self.rotated_norm_eps = rotated_norm_eps
         self.sinks = Sinks(n_heads) if sinks else None
         self.core = CoreAttention()
 
@@ -169,5 +171,7 @@ class Attention(nn.Module):
         q_BTNH = self.q_norm(q_BTNH) if self.q_norm is not None else q_BTNH
         k_BTKH = self.k_norm(k_BTKH) if self.k_norm is not None else k_BTKH
         q_BTNH, k_BTKH = apply_positions(q_BTNH, k_BTKH, rope)
+        if self.rotated_norm_eps is not None:
+            q_BTNH, k_BTKH = (F.rms_norm(x, (self.head_dim,), eps=self.rotated_norm_eps) for x in (q_BTNH, k_BTKH))
         sinks_N = self.sinks() if self.sinks is not None else None
         return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N).flatten(-2))

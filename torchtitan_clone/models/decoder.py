@@ -53,6 +53,16 @@ class ModelArgs:
         return 0
 
     @property
+    def experts_per_token(self) -> int:
+        """Experts of each layer that process one token; 0 for a dense model."""
+        return 0
+
+    @property
+    def attention_dim(self) -> float:
+        """Mean of the dimensions of a head's keys and values."""
+        return self.head_dim
+
+    @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
 

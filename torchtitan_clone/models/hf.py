@@ -1,7 +1,7 @@
 """The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -54,13 +54,22 @@ class DecoderHub:
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
-    def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
-        """Returns the tensors of the hub that hold our parameter or buffer of that name and shape."""
-        return pieces_of(self.rules, name, shape=shape)
+    def rules_of(self, args: Any) -> Rules:
+        """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
+        return self.rules
 
-    def is_leftover(self, name: str, *, tied: bool) -> bool:
+    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any) -> dict[str, list[Piece]]:
+        """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
+        rules = self.rules_of(args)
+        return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
+
+    def is_leftover(self, name: str, *, args: Any) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
+
+    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+        """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
+        return []
 
     def arguments(self, args: Any) -> dict[str, Any]:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""

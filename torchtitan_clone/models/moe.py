@@ -17,7 +17,7 @@ from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range
 from torchtitan_clone.models.decoder import Hidden
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.spec import DENSE_KEPT, dense_flops_per_token
+from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm
 from torchtitan_clone.ops.permutation import Permute, inverse
@@ -41,9 +41,17 @@ class MoEArgs:
     normalize_scores: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
     score_scale: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
+    score_inputs: bool = False
+    """Whether scores multiply what experts get, instead of what they return."""
     num_groups: NumExperts = 1
     """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
     top_groups: NumExperts = 1
+    group_score: Literal["sum of best two", "best"] = "sum of best two"
+    """By which scores of its experts a group is chosen."""
+    expert_bias: bool = False
+    """Add a bias to the scores for choosing experts only, and after each step adapt it to their load."""
+    bias_update_rate: Annotated[float, Range(0.0, 1.0)] = 1e-3
+    """What a step adds to the bias of an expert with less than the mean load, and takes from one with more."""
     biases: bool = False
     """Whether the router and the products of experts have biases."""
     swiglu_limit: Annotated[float, Range(0.0, 1e6)] = 0.0
@@ -70,12 +78,22 @@ class MoEArgs:
 class Router(nn.Module):
     """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision."""
 
+    expert_bias: Tensor | None
+
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
         self.bias = nn.Parameter(torch.zeros(args.num_experts)) if args.biases else None
+        self.register_buffer("expert_bias", None)
+        self.init_buffers()
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Sets the bias of all experts to zero; in fp32, also where the model has another type."""
+        if self.args.expert_bias:
+            device = device or (self.weight if self.expert_bias is None else self.expert_bias).device
+            self.expert_bias = torch.zeros(self.args.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the scores [B, T, K] of the chosen experts, fp32, and their numbers [B, T, K]."""
@@ -85,7 +103,8 @@ class Router(nn.Module):
         bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
         logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
-        experts_NK = _masked_to_groups(scores_NE.detach(), args).topk(args.top_k, dim=-1).indices
+        choice_NE = scores_NE.detach() if self.expert_bias is None else scores_NE.detach() + self.expert_bias
+        experts_NK = _masked_to_groups(choice_NE, args).topk(args.top_k, dim=-1).indices
         scores_NK = scores_NE.gather(1, experts_NK)
         if args.normalize_scores:
             scores_NK = scores_NK / (scores_NK.sum(dim=-1, keepdim=True) + 1e-20)
@@ -94,11 +113,12 @@ class Router(nn.Module):
 
 
 def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
-    """Hides the experts outside of each token's best groups: those with the largest sums of their best two experts."""
+    """Hides the experts outside of each token's best groups."""
     if args.num_groups == 1:
         return scores_NE
     scores_NGe = scores_NE.unflatten(1, (args.num_groups, -1))
-    best_NG = scores_NGe.topk(min(2, scores_NGe.shape[2]), dim=-1).values.sum(dim=-1)
+    count = min(2 if args.group_score == "sum of best two" else 1, scores_NGe.shape[2])
+    best_NG = scores_NGe.topk(count, dim=-1).values.sum(dim=-1)
     hidden_NG = torch.ones_like(best_NG, dtype=torch.bool)
     hidden_NG.scatter_(1, best_NG.topk(args.top_groups, dim=-1).indices, False)
     return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)
@@ -125,6 +145,7 @@ class Experts(nn.Module):
         count, hidden_dim = args.num_experts, args.hidden_dim
         self.num_experts = count
         self.limit = args.swiglu_limit
+        self.score_inputs = args.score_inputs
         self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
@@ -140,12 +161,16 @@ class Experts(nn.Module):
         x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
         experts_NK = experts_BTK.flatten(0, 1)
         rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
+        scores_NK = scores_BTK.flatten(0, 1)
+        if self.score_inputs:
+            scores = Permute.apply(scores_NK.flatten(), inverse(positions_NK.flatten()))
+            rows, scores_NK = (rows * scores[:, None]).to(rows.dtype), torch.ones_like(scores_NK)
         if self.exchange is None:
             results = self._by_expert(rows, counts_E)
         else:
             received, counts_E, route = self.exchange.send(rows, counts_E)
             results = self.exchange.send_back(self._by_expert(received, counts_E), route)
-        return combine(results, scores_BTK.flatten(0, 1), positions_NK).unflatten(0, x_BTD.shape[:2])
+        return combine(results, scores_NK, positions_NK).unflatten(0, x_BTD.shape[:2])
 
     def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Returns the results of rows that are sorted by expert, `counts_E` of each."""
@@ -217,6 +242,5 @@ class _Dispatch(torch.autograd.Function):
 
 def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:
     """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
-    share = {name: args.moe.top_k if ".experts." in name else None for name in parameters}
-    active = {name: parameter[: share[name]] for name, parameter in parameters.items()}
+    active = active_parameters(args, parameters)
     return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

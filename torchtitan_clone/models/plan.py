@@ -3,7 +3,7 @@
 parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv 2205.05198.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -18,7 +18,13 @@ from torch.distributed.tensor import (
     distribute_module,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan_clone.torch_compat import ModuleStyle
@@ -61,6 +67,27 @@ def qk_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}
 
 
+def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyle]:
+    """Returns styles for multi-head latent attention, instead of those of attention with this prefix.
+
+    Each rank computes the latents of its own tokens; the latents are gathered, which are smaller than hidden states.
+    """
+    from_latent = ColwiseParallel(input_layouts=Shard(1))
+    norm = SequenceParallel(use_local_output=True)
+    with_latent = {"wq_a": Replicated(), "q_norm": norm, "wq_b": from_latent}
+    styles: dict[str, ParallelStyle] = {
+        **(with_latent if has_query_latent else {"wq": from_latent}),
+        "wkv_a": Replicated(),
+        "kv_norm": norm,
+        "wkv_b": from_latent,
+        "shared_key": PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+        ),
+        "wo": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    return {f"layers.*.attention.{name}": style for name, style in styles.items()}
+
+
 def heads_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys over all heads, of which a rank has some."""
     norms = [f"layers.*.attention.{name}" for name in ("q_norm", "k_norm")]
@@ -78,9 +105,15 @@ def post_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
 
 
-def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
-    """Returns styles for a decoder whose feed-forward is a mixture of experts, instead of a SwiGLU."""
+def moe_styles(*, has_shared_experts: bool, dense_layers: Iterable[int] = ()) -> dict[str, ParallelStyle]:
+    """Returns styles for a decoder whose feed-forward is a mixture of experts, except in `dense_layers`."""
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
+    dense = {
+        name.replace("*", str(layer)): style
+        for layer in dense_layers
+        for name, style in decoder_styles().items()
+        if name.startswith("layers.*.feed_forward")
+    }
     shared = {
         name.replace("feed_forward", "feed_forward.shared_experts"): style
         for name, style in decoder_styles().items()
@@ -90,7 +123,7 @@ def moe_styles(*, has_shared_experts: bool) -> dict[str, ParallelStyle]:
     del styles["layers.*.feed_forward"]
     if has_shared_experts:
         shared["layers.*.feed_forward.shared_experts"] = decoder_styles()["layers.*.feed_forward"]
-    return styles | shared | experts
+    return styles | shared | experts | dense
 
 
 class Replicated(ModuleStyle, ParallelStyle):

@@ -34,7 +34,7 @@ def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
 
 
 def training_flops_per_token(
-    *, matmul_parameters: int, n_heads: int, head_dim: int, attended_tokens: Iterable[int]
+    *, matmul_parameters: int, n_heads: int, head_dim: float, attended_tokens: Iterable[int]
 ) -> float:
     """Returns 6 N + 12 L H D T: forward and backward without recomputation. Source: arXiv 2204.02311, appendix B.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.ops.permutation import Permute, inverse
 
 
@@ -49,13 +50,22 @@ class TokenExchange:
         theirs_We = torch.empty_like(counts_E)
         dist.all_to_all_single(theirs_We, counts_E, group=self._group)
         theirs_We = theirs_We.view(self._size, -1)
-        route = Route(
-            sent=counts_E.view(self._size, -1).sum(1).tolist(),
-            received=theirs_We.sum(1).tolist(),
-            order=_by_expert(theirs_We),
-        )
+        if torch_compat.is_fake(rows_ND):
+            route = self._equal_route(rows_ND)
+        else:
+            route = Route(
+                sent=counts_E.view(self._size, -1).sum(1).tolist(),
+                received=theirs_We.sum(1).tolist(),
+                order=_by_expert(theirs_We),
+            )
         received = cast("Tensor", _AllToAll.apply(rows_ND, route.sent, route.received, self._group))
         return cast("Tensor", Permute.apply(received, route.order)), theirs_We.sum(0), route
+
+    def _equal_route(self, rows_ND: Tensor) -> Route:
+        """Returns the route of a simulated run, in which every rank sends equally many rows to each."""
+        each, rest = divmod(len(rows_ND), self._size)
+        counts = [each + (rank < rest) for rank in range(self._size)]
+        return Route(sent=counts, received=counts, order=torch.arange(len(rows_ND), device=rows_ND.device))
 
     @torch.compiler.disable
     def send_back(self, rows_ND: Tensor, route: Route | None) -> Tensor:

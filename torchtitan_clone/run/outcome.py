@@ -35,6 +35,8 @@ class RunOutcome:
     is_saving_enabled: bool
     is_writer: bool
     """Whether this replica group is the one that saves."""
+    is_obsolete: bool
+    """Whether other replica groups completed the run meanwhile."""
     saved_step: int
     """The latest step of which this process committed a checkpoint, or from which it resumed."""
     is_exported: bool
@@ -50,6 +52,11 @@ class RunOutcome:
     def report(self) -> None:
         """Logs the end of the run. TrainingError where the last step could not be saved or exported."""
         step, last_step = self.step, self.last_step
+        if self.is_obsolete:
+            logger.info(
+                "other replica groups have completed the run; this one ends after step %d of %d", step, last_step
+            )
+            return
         if self.is_saving_enabled and self.is_writer and not self.is_saved:
             raise TrainingError(
                 f"step {step} of {last_step} was trained but could not be saved, see above; the latest checkpoint is "

@@ -50,12 +50,15 @@ class Saver:
                 self._metrics.ledger.book("saving", save.blocked_seconds)
                 self._metrics.log_goodput(self._state.step)
 
-    def save_last(self) -> None:
-        """Saves the last step that this process trained, unless it is saved, and waits for that. A collective."""
+    def save_last(self, *, is_obsolete: bool) -> None:
+        """Waits for saves, and saves the last step that this process trained, unless it is saved. A collective.
+
+        A step is obsolete if other replica groups have completed the run: it must not appear among their checkpoints.
+        """
         with self._timeouts.relaxed():
             self._checkpoints.finish()
         is_seed = self._state.engine.plan.config.checkpoint.create_seed_checkpoint
-        if is_seed or self._checkpoints.saved_step != self._state.step:
+        if is_seed or not (is_obsolete or self._checkpoints.saved_step == self._state.step):
             self.save(wait=True)
         self.log_finished_saves()
 

@@ -5,6 +5,7 @@ Each rank writes a line when it starts, for the samples of an attempt, and when 
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_clone.testing.runs import Row, read_json_lines
@@ -90,13 +91,14 @@ class GroupResults:
             assert found.setdefault(row["step"], row["loss"]) == row["loss"], f"groups differ: {row}"
         return found
 
-    def digests(self, prefix: str = "") -> dict[int, set[str]]:
+    def digests(self, prefix: str = "", *, groups: Sequence[int] | None = None) -> dict[int, set[str]]:
         """Returns, by rank, the digests of state at the end; one each where all groups have the same bits.
 
-        `prefix` selects tensors by their name, such as "model/".
+        `prefix` selects tensors by their name, such as "model/"; `groups` restricts the groups.
         """
         found: dict[int, set[str]] = defaultdict(set)
-        for file in self.folder.glob("digests.*.*"):
+        chosen = range(self.groups) if groups is None else groups
+        for file in (file for group in chosen for file in self.folder.glob(f"digests.{group}.*")):
             tensors = json.loads(file.read_text())
             found[int(file.suffix[1:])].add(str([each for each in tensors.items() if each[0].startswith(prefix)]))
         return dict(found)

@@ -33,6 +33,13 @@ MOE = QWEN3 | {
     "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64,
 }  # fmt: skip
+# A dense layer and one with experts; the bias is not adapted, which the reference does not do either.
+LATENT = {
+    "model__name": "deepseek_v3", "model__args__n_kv_heads": None, "model__args__multiple_of": None,
+    "model__args__hidden_dim": 96, "model__args__q_lora_rank": 24, "model__args__kv_lora_rank": 16,
+    "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
+    "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
+}  # fmt: skip
 # A window shorter than most documents, and stretched rotary positions in the full layer only.
 OLMO3 = {
     "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
@@ -44,7 +51,12 @@ GPT_OSS = {
     "model__args__window": 13, "model__args__moe__hidden_dim": 64,
     "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32, truncate = false}",
 }  # fmt: skip
-PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS}
+LLAMA4 = {
+    "model__name": "llama4", "model__args__head_dim": 32, "model__args__hidden_dim": 96,
+    "model__args__multiple_of": None, "model__args__chunk": 13, "model__args__full_every": 2,
+    "model__args__query_scale_floor": 8, "model__args__moe__hidden_dim": 64,
+}  # fmt: skip
+PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
 """Families whose layers have several kinds, by the name of their cases."""
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
@@ -84,6 +96,17 @@ def all_cases() -> dict[str, Case]:
             if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
                 cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
     compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, latent"] = axes_case(axes, **LATENT)
+    for axes in (("shard",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, latent, experts over 2"] = axes_case(axes, **LATENT, **{EXPERT: 2})
+    for axes in (("shard",), ("tensor",)):
+        cases[f"{axes[0]}, latent compiled"] = axes_case(axes, **LATENT, **compiled)
+    cases["tensor, latent, full ac"] = axes_case(("tensor",), **LATENT, **FEATURES["full ac"])
+    cases["tensor, latent, no query latent"] = axes_case(("tensor",), **{**LATENT, "model__args__q_lora_rank": 0})
+    for method in METHODS:
+        option = {"parallelism__context_parallel_rotate_method": method}
+        cases[f"context, latent, {method}"] = axes_case(("context",), **LATENT, **option)
     for family, model in PATTERNS.items():
         for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
             cases[f"{' x '.join(axes) or 'one rank'}, {family}"] = axes_case(axes, **model)
@@ -98,6 +121,7 @@ def all_cases() -> dict[str, Case]:
             cases[f"context, {family} {method} {name}"] = axes_case(("context",), **model, **option, **FEATURES[name])
     for axes in (("shard",), ("tensor",), ("context",), ("shard", "tensor")):
         cases[f"{' x '.join(axes)}, gpt_oss experts over 2"] = axes_case(axes, **GPT_OSS, **{EXPERT: 2})
+        cases[f"{' x '.join(axes)}, llama4 experts over 2"] = axes_case(axes, **LLAMA4, **{EXPERT: 2})
     cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:
@@ -135,6 +159,7 @@ QUICK = (
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
+    "tensor, latent", "context, latent, alltoall", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
     "tensor, olmo3", "tensor, gpt_oss", "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked",
 )  # fmt: skip

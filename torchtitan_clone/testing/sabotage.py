@@ -6,17 +6,17 @@ Each replaces one function of torch or of the package inside a rank, until its p
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
 from torchtitan_clone.data import Batch
-from torchtitan_clone.models import moe, plan
+from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.ops import blockwise_attention, cross_entropy
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
@@ -91,6 +91,12 @@ def _softmax_sums_one_rank_of_the_vocabulary(_: object, _vocabulary: object, x: 
 @_mistake("tensor", cross_entropy, "Partial")
 def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
     return Replicate()
+
+
+@_mistake("tensor, latent", mla, "local_with_partial_grad")
+def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) -> Tensor:
+    is_gathered_key = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0].is_replicate()
+    return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
 @_mistake("context", dist, "reduce_scatter")

@@ -43,6 +43,10 @@ class GptOssArgs(WindowedArgs):
     def num_experts(self) -> int:
         return self.moe.num_experts
 
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
     def violations(self) -> list[str]:
         found = super().violations() + self.moe.violations(dim=self.dim)
         if self.head_dim % 2:

@@ -53,6 +53,10 @@ class Qwen3MoEArgs(Qwen3Args):
     def num_experts(self) -> int:
         return self.moe.num_experts
 
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
     def violations(self) -> list[str]:
         return super().violations() + self.moe.violations(dim=self.dim)
 
