@@ -167,7 +167,7 @@ def test_bad_parts_of_experts_in_4_bits_are_refused(tmp_path):
             rf"{name}_blocks has type U8 and shape \[7, ",
         ),
         (stored | {f"{name}_scales": stored[f"{name}_scales"].float()}, f"{name}_scales has type F32"),
-        ({key: tensor for key, tensor in stored.items() if key != f"{name}_blocks"}, f"lacks {name}\n.*{name}_scales"),
+        ({key: tensor for key, tensor in stored.items() if key != f"{name}_blocks"}, f"lacks {name}_blocks$"),
     ]
     state = SPEC.state_on_meta(QUANTIZED)
     for number, (tensors, message) in enumerate(cases):

@@ -120,8 +120,8 @@ def _compare_tensors(
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)
-    stored = {folder.stored_as(name): name for name in wanted}
-    missing = [name for held, name in stored.items() if held not in folder.entries]
+    stored = dict.fromkeys(folder.stored_as(name) for name in wanted)
+    missing = [name for name in stored if name not in folder.entries]
     unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(spec.hugging_face.is_leftover, args=args)
