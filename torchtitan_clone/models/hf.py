@@ -12,6 +12,8 @@ from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import Piece
 
+Values = dict[str, Any]
+"""Values of the arguments of `[model.args]` by name."""
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -63,15 +65,15 @@ class DecoderHub:
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
 
-    def is_leftover(self, name: str, *, args: Any) -> bool:
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
         return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
 
-    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
-    def arguments(self, args: Any) -> dict[str, Any]:
+    def arguments(self, args: Any) -> Values:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""
         return {
             **{name: getattr(args, name) for name in self.keys},
@@ -81,7 +83,7 @@ class DecoderHub:
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
         }
 
-    def to_config(self, args: ModelArgs) -> dict[str, object]:
+    def to_config(self, args: Any) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
         return {
@@ -93,7 +95,7 @@ class DecoderHub:
             "rope_scaling": args.rope_scaling and scaling_to_config(args.rope_scaling),
         }
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Values:
         """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one.
 
         A null stands for the default, as in transformers.
@@ -110,9 +112,7 @@ class DecoderHub:
             raise ConfigError(problems)
         given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
         try:
-            values: dict[str, Any] = {
-                ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()
-            }
+            values: Values = {ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()}
             if "head_dim" not in self.keys:
                 self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
             return values | self._rope(given)
@@ -124,7 +124,7 @@ class DecoderHub:
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
             entry.refuse(f"{self.family} supports only {supported}")
 
-    def _rope(self, given: Mapping[str, object]) -> dict[str, Any]:
+    def _rope(self, given: Mapping[str, object]) -> Values:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
         key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
         entries = _entry(given, key).entries() if given.get(key) else {}
@@ -144,7 +144,7 @@ class DecoderHub:
             raise DocumentError(f"config.json: the rope scaling has no {', '.join(absent)}")
         if kind.value == "yarn":
             keys = {**keys, **{name: name for name in _YARN_KEYS if name in scaling}}
-        values: dict[str, Any] = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
+        values: Values = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
         if bool(values.get("mscale")) != bool(values.get("mscale_all_dim")):
             raise DocumentError("config.json: the rope scaling has one of mscale and mscale_all_dim; give both or none")
         if not values.get("mscale"):  # transformers takes zeros as absent

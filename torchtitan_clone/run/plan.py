@@ -10,7 +10,6 @@ from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelArgs, ModelSpec
-from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import phase_of_step
 
@@ -116,11 +115,6 @@ class RunPlan:
     def parameter_count(self) -> int:
         """Number of elements in all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
-
-    @property
-    def active_parameter_count(self) -> int:
-        """Number of elements in the parameters that process one token."""
-        return sum(parameter.numel() for parameter in active_parameters(self.model_args, self.parameters).values())
 
     @property
     def flops_per_token(self) -> float:
