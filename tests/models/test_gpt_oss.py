@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, GptOssForCausalLM
 
-from tests.models.twins import assert_logits_equal, assert_tensors_are
+from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
@@ -32,6 +32,11 @@ VARIANTS = {
 def test_logits_equal_transformers(name):
     assert VARIANTS[name].violations() == []
     assert_logits_equal(SPEC, VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(SPEC, VARIANTS[name])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

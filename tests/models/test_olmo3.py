@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Olmo2ForCausalLM, Olmo3ForCausalLM
 
-from tests.models.twins import assert_logits_equal, assert_tensors_are
+from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.attention import RMSNormOfHeads
@@ -32,6 +32,11 @@ def test_logits_equal_transformers(name):
     spec, args = VARIANTS[name]
     assert args.violations() == []
     assert_logits_equal(spec, args)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(*VARIANTS[name])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

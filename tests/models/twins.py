@@ -4,9 +4,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 
@@ -41,6 +42,32 @@ def assert_logits_equal(spec, args, *, tokens=200):
         theirs = twin_of(spec, model, args)(tokens_BT).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert theirs.std() > 0.1
+
+
+def assert_round_trip(spec, args, *, tokens=100):
+    """Asserts that random weights of transformers give the same logits here, and are exported bit by bit."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**spec.hugging_face.to_config(args))
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    model = spec.build(args)
+    state = {name: tensor.detach() for name, tensor in named_state(model).items()}
+    with TemporaryDirectory() as path:
+        theirs.save_pretrained(path, max_shard_size="100KB")
+        folder = open_weight_folder(Path(path))
+        folder.fill(state, pieces=spec.hub_pieces(state, args=args))
+        original = {
+            name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
+    sources = sources_of(spec.hub_pieces(state, args=args))
+    exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    tokens_BT = torch.randint(0, args.vocab_size, (2, tokens))
+    with torch.no_grad():
+        ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))
+        torch.testing.assert_close(ours, theirs(tokens_BT).logits, rtol=1e-5, atol=1e-5)
 
 
 def assert_tensors_are(spec, args, theirs):

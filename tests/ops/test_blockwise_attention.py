@@ -75,6 +75,18 @@ def test_blocks_of_a_long_row_have_a_limited_size():
     assert masked <= 2 * (1 << 16) / largest_queries
 
 
+@pytest.mark.parametrize("limits", [{"window": 128}, {"chunk": 1024}], ids=str)
+def test_windows_and_chunks_visit_few_keys_of_a_long_row(limits):
+    """Work and memory grow with the length of the row, not with its square."""
+    T = 1 << 16
+    starts = visible_starts(None, like=torch.empty(1, T), **{"window": None, "chunk": None, **limits})
+    blocks = list(blockwise._blocks((range(T),), (range(T),), starts, like=torch.empty(1, 1)))
+    largest_queries, _ = blockwise._BLOCK_SIZES["cpu"]
+    assert max(len(block.index) for block in blocks) <= max(limits.values()) + largest_queries
+    scores = sum(len(block.index) * len(block.queries.index) for block in blocks)
+    assert scores <= T * (max(limits.values()) + largest_queries)
+
+
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

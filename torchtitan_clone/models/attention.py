@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -105,16 +106,27 @@ class Sinks(nn.Module):
         self.weight = nn.Parameter(torch.zeros(n_heads))
 
     def forward(self) -> Tensor:
-        return self.weight
+        return local_with_partial_grad(self.weight)
+
+
+class MeanSquare(nn.Module):
+    """Mean square of the features of all heads, [B, T, 1, 1] in fp32; tensor parallelism averages over the ranks."""
+
+    def forward(self, x_BTNH: Tensor) -> Tensor:
+        return x_BTNH.float().square().mean(dim=(-2, -1), keepdim=True)
 
 
 class RMSNormOfHeads(nn.RMSNorm):
-    """RMSNorm of all heads together, [B, T, N, H] by N H weights, from operations that sharded heads can sum over."""
+    """RMSNorm of all heads together: [B, T, N, H], with N H weights."""
+
+    def __init__(self, size: int, *, eps: float):
+        super().__init__(size, eps=eps)
+        self.mean_square = MeanSquare()
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None
-        scale_BT11 = (x.float().square().mean(dim=(-2, -1), keepdim=True) + self.eps).rsqrt()
-        return (x.float() * scale_BT11 * self.weight.unflatten(0, x.shape[2:])).type_as(x)
+        weight_NH = local_with_partial_grad(self.weight).unflatten(0, x.shape[2:])
+        return (x.float() * (self.mean_square(x) + self.eps).rsqrt() * weight_NH).type_as(x)
 
 
 class Attention(nn.Module):

@@ -90,7 +90,8 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
 
 def heads_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys over all heads, of which a rank has some."""
-    return {"layers.*.attention.q_norm": HeadSharded(), "layers.*.attention.k_norm": HeadSharded()}
+    norms = [f"layers.*.attention.{name}" for name in ("q_norm", "k_norm")]
+    return {**{name: HeadSharded() for name in norms}, **{f"{name}.mean_square": Averaged() for name in norms}}
 
 
 def sink_styles() -> dict[str, ParallelStyle]:
@@ -133,22 +134,26 @@ class Replicated(ModuleStyle, ParallelStyle):
 
 
 class HeadSharded(ModuleStyle, ParallelStyle):
-    """Shards the weights of a module by heads, like its inputs [B, T, N, H]; it may sum over the heads of all ranks."""
+    """Shards the parameters by heads; the module computes with those of its rank."""
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # torch's annotations lack the results of both hooks.
-        shards = cast("Callable[..., None]", self._as_shards)
-        output = cast("Callable[..., None]", lambda _module, out, _mesh: out.to_local())
-        return distribute_module(module, device_mesh, self._shard, shards, output)
-
-    @staticmethod
-    def _shard(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, weight in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(0)])))
+        return module
+
+
+class Averaged(ModuleStyle, ParallelStyle):
+    """Averages the result over the ranks, each of which then computes a share of its gradient."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # torch's annotations lack the result of the hook.
+        return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", self._average))
 
     @staticmethod
-    def _as_shards(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        return tuple(DTensor.from_local(x, mesh, [Shard(2)]) for x in inputs)
+    def _average(_module: nn.Module, out: Tensor, mesh: DeviceMesh) -> Tensor:
+        total = DTensor.from_local(out / mesh.size(), mesh, [Partial()]).redistribute(placements=[Replicate()])
+        # The second one does nothing forward, and backward sums the gradients.
+        return total.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class HiddenSharded(ModuleStyle, ParallelStyle):

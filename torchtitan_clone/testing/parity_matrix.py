@@ -161,4 +161,5 @@ QUICK = (
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
     "tensor, latent", "context, latent, alltoall", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
+    "tensor, olmo3", "tensor, gpt_oss", "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked",
 )  # fmt: skip

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
 from torchtitan_clone.data import Batch
-from torchtitan_clone.models import mla
+from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.ops import blockwise_attention, cross_entropy
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import context, gradients
 from torchtitan_clone.run import engine, loaders
@@ -176,6 +177,21 @@ def _positions_count_from_the_start_of_each_shard(select: Any, batch: Batch, ind
 @_mistake("context", blockwise_attention, "document_starts")
 def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: Tensor) -> Tensor:
     return document_starts(documents_BT.roll(1, dims=1).cummax(dim=1).values)
+
+
+@_mistake("context, olmo3 ring masked", blockwise_attention, "visible_starts")
+def _windows_are_a_token_longer(visible_starts: Any, *args: Any, window: int | None, **limits: Any) -> object:
+    return visible_starts(*args, window=None if window is None else window + 1, **limits)
+
+
+@_mistake("tensor, olmo3", plan.Averaged, "_average")
+def _norms_are_of_the_heads_of_one_rank(_: object, *__: object) -> None:
+    return None
+
+
+@_mistake("tensor, gpt_oss", moe, "share_of_sum")
+def _biases_of_results_are_added_by_every_rank(_: object, bias: Tensor) -> Tensor:
+    return local_with_partial_grad(bias)
 
 
 @_mistake("shard, accumulated", DocumentMask, "forward")
