@@ -44,6 +44,10 @@ class MoEArgs:
     num_groups: NumExperts = 1
     """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
     top_groups: NumExperts = 1
+    expert_bias: bool = False
+    """Add a bias to the scores for choosing experts only, and after each step adapt it to their load."""
+    bias_update_rate: Annotated[float, Range(0.0, 1.0)] = 1e-3
+    """What a step adds to the bias of an expert with less than the mean load, and takes from one with more."""
 
     def violations(self, *, dim: int) -> list[str]:
         """Returns one sentence for each value that is invalid in a model of that dimension."""
@@ -66,11 +70,21 @@ class MoEArgs:
 class Router(nn.Module):
     """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision."""
 
+    expert_bias: Tensor | None
+
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.args = args
         self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
+        self.register_buffer("expert_bias", None)
+        self.init_buffers()
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Sets the bias of all experts to zero; in fp32, also where the model has another type."""
+        if self.args.expert_bias:
+            device = device or (self.weight if self.expert_bias is None else self.expert_bias).device
+            self.expert_bias = torch.zeros(self.args.num_experts, dtype=torch.float32, device=device)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the scores [B, T, K] of the chosen experts, fp32, and their numbers [B, T, K]."""
@@ -79,7 +93,8 @@ class Router(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float())
         scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
-        experts_NK = _masked_to_groups(scores_NE.detach(), args).topk(args.top_k, dim=-1).indices
+        choice_NE = scores_NE.detach() if self.expert_bias is None else scores_NE.detach() + self.expert_bias
+        experts_NK = _masked_to_groups(choice_NE, args).topk(args.top_k, dim=-1).indices
         scores_NK = scores_NE.gather(1, experts_NK)
         if args.normalize_scores:
             scores_NK = scores_NK / (scores_NK.sum(dim=-1, keepdim=True) + 1e-20)
