@@ -118,7 +118,7 @@ class DeepSeekV3Args(ModelArgs):
 
 def build(args: DeepSeekV3Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
 
 
 def build_block(args: DeepSeekV3Args, layer: int) -> TransformerBlock:

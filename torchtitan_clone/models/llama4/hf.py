@@ -8,7 +8,7 @@ from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.hf import CONFIG_KEYS, Values
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, rotary_rows, same, transposed
 from torchtitan_clone.models.llama4.model import FIXED, ROUTER, Llama4Args
-from torchtitan_clone.models.moe_hf import MoEHub
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
 _MLP = "model.layers.*.feed_forward"
 _gate_up = transposed(f"{_MLP}.experts.gate_up_proj")
@@ -16,6 +16,7 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _RULES: Rules = {
     **DECODER_RULES,
     "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
+    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
     "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0),
     "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),
     "layers.*.feed_forward.experts.w3": fused(_gate_up, dim=2, index=1),

@@ -95,7 +95,7 @@ class Llama4Args(ModelArgs):
 
 def build(args: Llama4Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
 
 
 def build_block(args: Llama4Args, layer: int) -> TransformerBlock:
