@@ -78,6 +78,6 @@ def test_forced_balance_gives_each_row_the_experts_in_turn():
 def test_the_load_of_the_last_step_is_state_that_the_hub_does_not_have():
     spec = MODELS["qwen3_moe"]
     args = replace(spec.flavors["debugmodel"], n_layers=1, moe=ARGS)
-    pieces = spec.hub_pieces(spec.state_on_meta(args))
+    pieces = spec.hub_pieces(spec.state_on_meta(args), args=args)
     assert pieces["layers.0.feed_forward.router.expert_load"] == []
     assert len(pieces["layers.0.feed_forward.router.expert_bias"]) == 1
