@@ -1,17 +1,23 @@
 """gpt-oss against transformers: logits, tensors and arguments."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
+from torchtitan_clone.checkpoint.quantized import Mxfp4
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["gpt_oss"]
 HUB = SPEC.hugging_face
@@ -90,7 +96,8 @@ def test_bad_arguments_are_named(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config: .*Mxfp4Config\(dequantize=True\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq': gpt_oss supports only"),
+        ({"quantization_config": 4}, "quantization_config = 4: gpt_oss supports only"),
         ({"attention_bias": False}, "attention_bias"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
         ({"swiglu_limit": "7"}, 'swiglu_limit = "7": must be a number'),
@@ -101,3 +108,68 @@ def test_bad_arguments_are_named(changes, message):
 def test_unsupported_hub_configs_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         HUB.from_config(HUB.to_config(ARGS) | changes)
+
+
+QUANTIZED = replace(ARGS, moe=replace(MOE, hidden_dim=32))
+PACKED = ("gate_up_proj", "down_proj")
+
+
+def quantized_tensors():
+    """Returns tensors as the releases have them, and what transformers makes of those in 4 bits."""
+    state = SPEC.state_on_meta(QUANTIZED)
+    sources = sources_of(SPEC.hub_pieces(state, args=QUANTIZED))
+    shapes = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
+    random = torch.Generator().manual_seed(0)
+    stored, exact = {}, {}
+    for name, shape in shapes.items():
+        if not name.endswith(PACKED):
+            stored[name] = exact[name] = torch.randn(shape, generator=random)
+            continue
+        experts, columns, rows = shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(100, 140, (experts, rows, columns // 32), generator=random, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert exact[name].shape == shape
+    return stored, exact
+
+
+def write(folder, tensors):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = HUB.to_config(QUANTIZED) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_experts_in_4_bits_are_read_as_by_transformers(tmp_path):
+    stored, exact = quantized_tensors()
+    state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in SPEC.state_on_meta(QUANTIZED).items()}
+    weights = open_initial_weights(write(tmp_path / "hub", stored), spec=SPEC, model_args=QUANTIZED, state=state)
+    weights.fill(state)
+    for name, users in sources_of(SPEC.hub_pieces(state, args=QUANTIZED)).items():
+        assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), exact[name]), name
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensor = Mxfp4(stored[f"{name}_blocks"], scales=stored[f"{name}_scales"])
+    for region in ((slice(0, 8), slice(0, 64), slice(0, 64)), (slice(3, 5), slice(31, 33), slice(7, 20)),
+                   (slice(7, 8), slice(40, 64), slice(63, 65))):  # fmt: skip
+        assert torch.equal(tensor[region], exact[name][region])
+
+
+def test_bad_parts_of_experts_in_4_bits_are_refused(tmp_path):
+    stored, _ = quantized_tensors()
+    name = "model.layers.0.mlp.experts.down_proj"
+    without = {key: tensor for key, tensor in stored.items() if key != f"{name}_scales"}
+    cases = [
+        (without, f"lacks {name}\n.*holds {name}_blocks, which gpt_oss does not have"),
+        (
+            stored | {f"{name}_blocks": stored[f"{name}_blocks"][:7].clone()},
+            rf"{name}_blocks has type U8 and shape \[7, ",
+        ),
+        (stored | {f"{name}_scales": stored[f"{name}_scales"].float()}, f"{name}_scales has type F32"),
+        ({key: tensor for key, tensor in stored.items() if key != f"{name}_blocks"}, f"lacks {name}_blocks$"),
+    ]
+    state = SPEC.state_on_meta(QUANTIZED)
+    for number, (tensors, message) in enumerate(cases):
+        with pytest.raises(ConfigError, match=message):
+            open_initial_weights(write(tmp_path / str(number), tensors), spec=SPEC, model_args=QUANTIZED, state=state)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.loading import first_error
+from torchtitan_clone.checkpoint.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SCALES, BlockScaled, Mxfp4
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
@@ -32,9 +33,6 @@ from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
-SCALES = "_scale_inv"
-"""End of the name of a quantized matrix's scales, of which each block of its rows and columns has one."""
-BLOCK = 128
 LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
 Tensors = Mapping[str, Tensor]
 Entries = Sequence[Entry]
@@ -221,21 +219,6 @@ def _disk_error(action: Callable[[], object]) -> str | None:
     return None
 
 
-class BlockScaled:
-    """A matrix in 8 bits with a scale for each block of 128 x 128, of which regions can be read in fp32."""
-
-    def __init__(self, values: Sliceable, *, scales: Sliceable) -> None:
-        self._values = values
-        self._scales = scales
-
-    def __getitem__(self, region: tuple[slice, ...]) -> Tensor:
-        values = self._values[region].float()
-        scales = self._scales[tuple(slice(dim.start // BLOCK, -(-dim.stop // BLOCK)) for dim in region)]
-        for axis, dim in enumerate(region):  # which may end beyond the values
-            scales = scales.repeat_interleave(BLOCK, axis).narrow(axis, dim.start % BLOCK, values.shape[axis])
-        return values * scales
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightFolder:
     """A readable folder of weights: its config.json, its tensors, and the file that holds each of them."""
@@ -245,10 +228,17 @@ class WeightFolder:
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
 
+    def stored_as(self, name: str) -> str:
+        """Returns the name of the tensor that holds the values of a tensor, which need not be in the folder."""
+        is_packed = name not in self.entries and f"{name}{MXFP4_SCALES}" in self.entries
+        return f"{name}{MXFP4_BLOCKS}" if is_packed else name
+
     def scales_of(self, name: str) -> Entry | None:
-        """Returns the scales of a matrix that is stored in 8 bits, as by DeepSeek V3; None if it has none."""
+        """Returns the scales of a tensor that is stored in 8 bits, as by DeepSeek V3, or in 4; None if it has none."""
         entry = self.entries.get(name)
-        is_quantized = entry is not None and entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
+        if entry is None:
+            return self.entries.get(f"{name}{MXFP4_SCALES}")
+        is_quantized = entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
         return self.entries.get(f"{name}{SCALES}") if is_quantized else None
 
     def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
@@ -256,7 +246,7 @@ class WeightFolder:
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
             for piece in pieces[name]:
-                needed.setdefault(self.files[piece.source], []).append((name, piece))
+                needed.setdefault(self.files[self.stored_as(piece.source)], []).append((name, piece))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         for path, parts in needed.items():
             with torch.no_grad(), safe_open(path, framework="pt") as file:
@@ -264,7 +254,7 @@ class WeightFolder:
                     box, offset = boxes[name]
                     overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
                     if overlap is not None:
-                        with self._open(piece.source, file.get_slice(piece.source)) as source:
+                        with self._open(piece.source, file.get_slice(self.stored_as(piece.source))) as source:
                             overlap.in_box(box).copy_(overlap.read(source))
 
     @contextmanager
@@ -275,7 +265,8 @@ class WeightFolder:
             yield values
             return
         with safe_open(self.files[scales.name], framework="pt") as file:
-            yield BlockScaled(values, scales=file.get_slice(scales.name))
+            kind = BlockScaled if name in self.entries else Mxfp4
+            yield kind(values, scales=file.get_slice(scales.name))
 
 
 def open_weight_folder(path: Path) -> WeightFolder:

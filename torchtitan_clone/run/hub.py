@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.hf import BLOCK, CONFIG_FILE, WeightFolder, open_weight_folder
-from torchtitan_clone.checkpoint.tensor_file import Entry
+from torchtitan_clone.checkpoint.hf import CONFIG_FILE, WeightFolder, open_weight_folder
+from torchtitan_clone.checkpoint.quantized import find_scaling_error
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
@@ -120,39 +120,36 @@ def _compare_tensors(
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)
-    missing = [name for name in wanted if name not in folder.entries]
-    unknown = [name for name in folder.entries if name not in wanted]
+    stored = dict.fromkeys(folder.stored_as(name) for name in wanted)
+    missing = [name for name in stored if name not in folder.entries]
+    unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(spec.hugging_face.is_leftover, args=args)
     extra = [name for name in unknown if name not in scales and not leftover(name)]
     problems = [f"lacks {_listed(missing)}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
     for name, ((ours, piece), *_) in wanted.items():
-        if name in folder.entries and (problem := _mismatch(folder, name, piece.shape, state[ours].dtype)):
+        if folder.stored_as(name) in folder.entries and (
+            problem := _mismatch(folder, name, piece.shape, state[ours].dtype)
+        ):
             problems.append(problem)
     return problems
 
 
 def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
-    entry = folder.entries[name]
+    entry = folder.entries[folder.stored_as(name)]
+    scales = folder.scales_of(name)
+    if scales is not None and name not in folder.entries:
+        return find_scaling_error(entry, scales, shape=shape)
     if entry.shape != shape:
         return f"{entry.name} has shape {shorten(str(list(entry.shape)))}, and the model's has {list(shape)}"
-    if (scales := folder.scales_of(name)) is not None:
-        return _mismatched_scales(scales, shape)
+    if scales is not None:
+        return find_scaling_error(entry, scales, shape=shape)
     found = entry.torch_dtype
     both_float = found is not None and found.is_floating_point and dtype.is_floating_point
     if found != dtype and not (both_float and entry.item_bytes > 1):
         return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on"
     return None
-
-
-def _mismatched_scales(scales: Entry, shape: tuple[int, ...]) -> str | None:
-    blocks = tuple(-(-size // BLOCK) for size in shape)
-    if (scales.torch_dtype, scales.shape) == (torch.float32, blocks):
-        return None
-    found = f"type {scales.dtype} and shape {shorten(str(list(scales.shape)))}"
-    wanted = f"blocks of {BLOCK} x {BLOCK} have F32 and {list(blocks)}"
-    return f"{scales.name} has {found}, and {wanted}; convert the weights to bfloat16"
 
 
 def _listed(names: list[str]) -> str:

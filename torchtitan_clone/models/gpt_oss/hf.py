@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
 from torchtitan_clone.models.hf import CONFIG_KEYS, scaling_to_config
@@ -32,14 +33,11 @@ _RULES: Rules = {
     "layers.*.feed_forward.experts.w2_bias": same(f"{_MLP}.experts.down_proj_bias"),
     "layers.*.feed_forward.experts.w3_bias": fused(_gate_up_bias, dim=1, index=1, interleaved=True),
 }
-_CONVERSION = (
-    "GptOssForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(other)"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssHub(WindowedHub, MoEHub):
-    """gpt-oss's format; the releases are quantized."""
+    """gpt-oss's format; the experts of the releases are in MXFP4."""
 
     def to_config(self, args: ModelArgs) -> dict[str, object]:
         config = super().to_config(args)
@@ -47,9 +45,11 @@ class GptOssHub(WindowedHub, MoEHub):
         return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
     def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
-        if config.get("quantization_config") is not None:
-            remedy = f"convert it with transformers: {_CONVERSION}"
-            raise ConfigError(f"config.json: quantization_config: quantized weights cannot be trained on; {remedy}")
+        quantization = config.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method not in (None, "mxfp4"):
+            rule = 'supports only "mxfp4"; save the weights in bfloat16 with transformers, by dequantize = true'
+            raise ConfigError(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
         return super().from_config({"swiglu_limit": 7.0, **config})
 
 
