@@ -24,7 +24,7 @@ from torchtitan_clone.models.balancing import (
     auxiliary_sums,
     count_experts,
 )
-from torchtitan_clone.models.decoder import Hidden
+from torchtitan_clone.models.decoder import Hidden, ModelArgs
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
@@ -297,7 +297,9 @@ class _Dispatch(torch.autograd.Function):
         return grads[0][positions_NK].sum(dim=1), None, None
 
 
-def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:
+def moe_flops_per_token(
+    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
+) -> float:
     """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
     active = active_parameters(args, parameters)
     return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import DecoderHub
+from torchtitan_clone.models.hf import DecoderHub, Values
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
 from torchtitan_clone.models.windowed import WindowedHub
 
@@ -33,7 +32,7 @@ class Olmo3Hub(WindowedHub):
         full = {**plain, **scaling} if isinstance(scaling, dict) else plain
         return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": plain}}
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Values:
         nested = config.get("rope_parameters")
         if not isinstance(nested, Mapping) or "full_attention" not in nested:
             return super().from_config(config)
