@@ -1,4 +1,4 @@
-"""gpt-oss against transformers: logits, tensors and arguments."""
+"""Tests of gpt_oss/model.py, gpt_oss/hf.py and gpt_oss/plan.py against transformers."""
 
 import json
 from dataclasses import replace
@@ -10,7 +10,6 @@ from transformers import AutoConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
-from torchtitan_clone.checkpoint.quantized import Mxfp4
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
@@ -149,11 +148,6 @@ def test_experts_in_4_bits_are_read_as_by_transformers(tmp_path):
     weights.fill(state)
     for name, users in sources_of(SPEC.hub_pieces(state, args=QUANTIZED)).items():
         assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), exact[name]), name
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    tensor = Mxfp4(stored[f"{name}_blocks"], scales=stored[f"{name}_scales"])
-    for region in ((slice(0, 8), slice(0, 64), slice(0, 64)), (slice(3, 5), slice(31, 33), slice(7, 20)),
-                   (slice(7, 8), slice(40, 64), slice(63, 65))):  # fmt: skip
-        assert torch.equal(tensor[region], exact[name][region])
 
 
 def test_bad_parts_of_experts_in_4_bits_are_refused(tmp_path):

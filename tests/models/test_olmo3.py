@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 against transformers: logits, tensors and arguments; kinds of layers."""
+"""Tests of olmo3/model.py, olmo3/hf.py and olmo3/plan.py, windowed.py and layer_kinds.py: OLMo against transformers."""
 
 from dataclasses import replace
 

@@ -12,8 +12,8 @@ from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import Piece
 
-Values = dict[str, Any]
-"""Values of the arguments of `[model.args]` by name."""
+Arguments = dict[str, Any]
+"""Arguments of `[model.args]`."""
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -52,7 +52,7 @@ class DecoderHub:
     fixed: Mapping[str, object]
     """Keys of config.json with the only value that the family supports."""
     defaults: Mapping[str, object]
-    """Values of keys that a config.json may leave out; all others are required."""
+    """Arguments of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
@@ -73,7 +73,7 @@ class DecoderHub:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
-    def arguments(self, args: Any) -> Values:
+    def arguments(self, args: Any) -> Arguments:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""
         return {
             **{name: getattr(args, name) for name in self.keys},
@@ -95,7 +95,7 @@ class DecoderHub:
             "rope_scaling": args.rope_scaling and scaling_to_config(args.rope_scaling),
         }
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one.
 
         A null stands for the default, as in transformers.
@@ -112,7 +112,9 @@ class DecoderHub:
             raise ConfigError(problems)
         given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
         try:
-            values: Values = {ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()}
+            values: Arguments = {
+                ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()
+            }
             if "head_dim" not in self.keys:
                 self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
             return values | self._rope(given)
@@ -124,7 +126,7 @@ class DecoderHub:
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
             entry.refuse(f"{self.family} supports only {supported}")
 
-    def _rope(self, given: Mapping[str, object]) -> Values:
+    def _rope(self, given: Mapping[str, object]) -> Arguments:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
         key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
         entries = _entry(given, key).entries() if given.get(key) else {}
@@ -132,7 +134,7 @@ class DecoderHub:
         theta = scaling.get("rope_theta", _entry({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
         return {"rope_theta": theta.number(low=1.0), "rope_scaling": self.read_scaling(scaling)}
 
-    def read_scaling(self, scaling: Mapping[str, Value]) -> dict[str, Any] | None:
+    def read_scaling(self, scaling: Mapping[str, Value]) -> Arguments | None:
         """Returns the arguments of a rotary scaling in config.json, None for none. DocumentError."""
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind is None or kind.text() == "default":
@@ -144,7 +146,7 @@ class DecoderHub:
             raise DocumentError(f"config.json: the rope scaling has no {', '.join(absent)}")
         if kind.value == "yarn":
             keys = {**keys, **{name: name for name in _YARN_KEYS if name in scaling}}
-        values: Values = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
+        values: Arguments = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
         if bool(values.get("mscale")) != bool(values.get("mscale_all_dim")):
             raise DocumentError("config.json: the rope scaling has one of mscale and mscale_all_dim; give both or none")
         if not values.get("mscale"):  # transformers takes zeros as absent

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.models.hf import DecoderHub, Values
+from torchtitan_clone.models.hf import Arguments, DecoderHub
 from torchtitan_clone.models.hf_mapping import Rules, same, stacked
 
 EXPERT_RULES: Rules = {
@@ -29,7 +29,7 @@ class MoEHub(DecoderHub):
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys: transformers writes one of them, the published releases have the other."""
 
-    def arguments(self, args: Any) -> Values:
+    def arguments(self, args: Any) -> Arguments:
         return {**super().arguments(args), "moe": {name: getattr(args.moe, name) for name in self.moe_keys}}
 
     def to_config(self, args: Any) -> dict[str, object]:
@@ -37,7 +37,7 @@ class MoEHub(DecoderHub):
         config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
         return config | {alias: config[key] for key, alias in self.aliases.items()}
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         aliased = {key: config[alias] for key, alias in self.aliases.items() if alias in config}
         given = {key: value for key, value in {**aliased, **config}.items() if value is not None}
         if absent := [key for key in self.moe_keys.values() if key not in given]:

@@ -8,7 +8,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Range
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import DecoderHub, Values
+from torchtitan_clone.models.hf import Arguments, DecoderHub
 from torchtitan_clone.models.layer_kinds import LayerKind, find_pattern_errors, repeat_pattern
 from torchtitan_clone.models.rope import RopeArgs
 
@@ -49,7 +49,7 @@ class WindowedHub(DecoderHub):
     window: int
     """Size of the windows where config.json has none."""
 
-    def arguments(self, args: Any) -> Values:
+    def arguments(self, args: Any) -> Arguments:
         types = [args.layer_types[layer % len(args.layer_types)] for layer in range(args.n_layers)]
         return {**super().arguments(args), "layer_types": types, "window": args.window}
 
@@ -58,7 +58,7 @@ class WindowedHub(DecoderHub):
         types = [_HUB_TYPES[kind] for kind in values["layer_types"]]
         return {**super().to_config(args), "layer_types": types, "sliding_window": values["window"]}
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         values = super().from_config(config)
         count = values["n_layers"]
         default = [_HUB_TYPES[self.pattern[layer % len(self.pattern)]] for layer in range(count)]

@@ -180,7 +180,9 @@ def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: T
 
 
 @_mistake("context, olmo3 ring masked", blockwise_attention, "visible_starts")
-def _windows_are_a_token_longer(visible_starts: Any, *args: Any, window: int | None, **limits: Any) -> object:
+def _windows_are_a_token_longer(
+    visible_starts: Replacement, *args: object, window: int | None, **limits: object
+) -> object:
     return visible_starts(*args, window=None if window is None else window + 1, **limits)
 
 
@@ -195,7 +197,9 @@ def _biases_of_results_are_added_by_every_rank(_: object, bias: Tensor) -> Tenso
 
 
 @_mistake("shard, accumulated", DocumentMask, "forward")
-def _mask_of_the_first_micro_batch_is_kept(forward: Any, module: DocumentMask, *args: Any, **limits: Any) -> object:
+def _mask_of_the_first_micro_batch_is_kept(
+    forward: Any, module: DocumentMask, *args: object, **limits: object
+) -> object:
     if not hasattr(module, "first_mask"):
         module.first_mask = forward(module, *args, **limits)
     return module.first_mask

@@ -7,7 +7,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
-from torchtitan_clone.models.hf import CONFIG_KEYS, Values
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, same
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
@@ -70,7 +70,7 @@ class _Release(MoEHub):
             return []
         return [f"leaves out the {count} tensors of {prefix}*, which predict the token after the next one"]
 
-    def arguments(self, args: DeepSeekV3Args) -> Values:
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
         values = super().arguments(args)
         values["moe"] |= {name: getattr(args.moe, name) for name in ROUTER}
         return values | {"q_lora_rank": args.q_lora_rank, "n_dense_layers": args.n_dense_layers}
@@ -82,7 +82,7 @@ class _Release(MoEHub):
             "first_k_dense_replace": args.n_dense_layers,
         }
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         # transformers derives head_dim; no groups are one group.
         given = {key: value for key, value in config.items() if key != "head_dim"}
         given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
@@ -110,18 +110,18 @@ class DeepSeekHub(_Release):
 
     v2: _Release
 
-    def arguments(self, args: DeepSeekV3Args) -> Values:
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
         return self.v2.arguments(args) if args.moe.score_func == "softmax" else super().arguments(args)
 
     def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
         return self.v2.to_config(args) if args.moe.score_func == "softmax" else super().to_config(args)
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         is_v2 = config.get("model_type") == "deepseek_v2"
         return self.v2.from_config(config) if is_v2 else super().from_config(config)
 
 
-_COMMON: Values = {
+_COMMON: Arguments = {
     "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
     "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES},

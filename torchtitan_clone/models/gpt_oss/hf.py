@@ -7,7 +7,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
-from torchtitan_clone.models.hf import CONFIG_KEYS, Values, scaling_to_config
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same, transposed
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 from torchtitan_clone.models.windowed import WindowedHub
@@ -43,7 +43,7 @@ class GptOssHub(WindowedHub, MoEHub):
         # Without an entry transformers has that of the releases.
         return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         quantization = config.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         if method not in (None, "mxfp4"):

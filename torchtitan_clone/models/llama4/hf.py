@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
-from torchtitan_clone.models.hf import CONFIG_KEYS, Values
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, rotary_rows, same, transposed
 from torchtitan_clone.models.llama4.model import FIXED, ROUTER, Llama4Args
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
@@ -52,7 +52,7 @@ class Llama4Hub(MoEHub):
         }
         return {**self.rules, **rotary}
 
-    def arguments(self, args: Llama4Args) -> Values:
+    def arguments(self, args: Llama4Args) -> Arguments:
         values = super().arguments(args)
         values["moe"] |= {name: getattr(args.moe, name) for name in FIXED}
         return values | {name: getattr(args, name) for name in (*_COUNTS, *_OTHERS)}
@@ -62,7 +62,7 @@ class Llama4Hub(MoEHub):
         config |= {theirs: getattr(args, ours) for ours, theirs in (*_COUNTS.items(), *_OTHERS.items())}
         return config | {"attn_temperature_tuning": args.query_scale > 0}
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         given = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
         values = super().from_config(given)
         values["moe"] |= {name: getattr(ROUTER, name) for name in FIXED}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import DecoderHub, Values
+from torchtitan_clone.models.hf import Arguments, DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
 from torchtitan_clone.models.windowed import WindowedHub
 
@@ -32,7 +32,7 @@ class Olmo3Hub(WindowedHub):
         full = {**plain, **scaling} if isinstance(scaling, dict) else plain
         return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": plain}}
 
-    def from_config(self, config: Mapping[str, object]) -> Values:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         nested = config.get("rope_parameters")
         if not isinstance(nested, Mapping) or "full_attention" not in nested:
             return super().from_config(config)
