@@ -13,6 +13,7 @@ from torchtitan_clone.models.hf_mapping import Rules, same, stacked
 EXPERT_RULES: Rules = {
     "layers.*.feed_forward.router.weight": same("model.layers.*.mlp.gate.weight"),
     "layers.*.feed_forward.router.expert_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
+    "layers.*.feed_forward.router.expert_load": lambda _shape: [],  # not on the hub
     "layers.*.feed_forward.experts.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
     "layers.*.feed_forward.experts.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
     "layers.*.feed_forward.experts.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
