@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_clone.ops.permutation import Permute, inverse
 from torchtitan_clone.parallel.context import Method, local_tokens
-from torchtitan_clone.torch_compat import sum_over_group
+from torchtitan_clone.torch_compat import is_fake, sum_over_group
 
 
 class ExpertModule(Protocol):
@@ -56,7 +56,7 @@ class TokenExchange:
         theirs_We = torch.empty_like(counts_E)
         dist.all_to_all_single(theirs_We, counts_E, group=self._group)
         ours_We, theirs_We = (counts.view(self._size, -1) for counts in (counts_E, theirs_We))
-        route = _route(ours_We, theirs_We)
+        route = _even_route(rows_ND, ranks=self._size) if is_fake(rows_ND) else _route(ours_We, theirs_We)
         received = cast("Tensor", _AllToAll.apply(rows_ND, route.sent, route.received, self._group))
         return cast("Tensor", Permute.apply(received, route.order)), theirs_We.sum(0), route
 
@@ -112,6 +112,13 @@ def divide_rows(model: nn.Module, *, cp: DeviceMesh, tp: DeviceMesh, method: Met
 def _route(ours_We: Tensor, theirs_We: Tensor) -> Route:
     sent, received = (counts_We.sum(1).tolist() for counts_We in (ours_We, theirs_We))
     return Route(sent=sent, received=received, order=_by_expert(theirs_We))
+
+
+def _even_route(rows_ND: Tensor, *, ranks: int) -> Route:
+    """Returns the route if all ranks get equally many rows, for a simulated run, whose counts have no values."""
+    more = len(rows_ND) % ranks
+    sizes = [len(rows_ND) // ranks + (rank < more) for rank in range(ranks)]
+    return Route(sent=sizes, received=sizes, order=torch.arange(len(rows_ND), device=rows_ND.device))
 
 
 def _by_expert(counts_We: Tensor) -> Tensor:
