@@ -77,6 +77,7 @@ EXPERT_FEATURES: dict[str, dict[str, object]] = {
     "accumulated": {"training__local_batch_size": 1},
     "offloaded": {"training__enable_cpu_offload": True},
     "prefetch 2": {"model__args__n_layers": 4, "parallelism__fsdp_prefetch_blocks": 2},
+    "clipped": {"training__max_norm": 0.5},
     "shared": {"model__args__moe__num_shared_experts": 1},
     "groups": {
         "model__args__moe__score_func": "sigmoid", "model__args__moe__num_groups": 4, "model__args__moe__top_groups": 2
@@ -114,18 +115,9 @@ def expert_cases() -> dict[str, Case]:
     forced = {**MOE, "debug__moe_force_load_balance": True, "model__args__moe__num_experts": 6, EXPERT: 2}
     for axes in (("shard", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes)}, experts over 2, forced"] = axes_case(axes, **forced)
-    for schedule in SCHEDULES:
-        option = {"parallelism__pipeline_parallel_schedule": schedule, EXPERT: 2}
-        cases[f"shard x pipeline, experts over 2, {schedule}"] = axes_case(("shard", "pipeline"), **MOE, **option)
-    for method in METHODS:
-        option = {"parallelism__context_parallel_rotate_method": method, EXPERT: 2}
-        cases[f"context, experts over 2, {method}"] = axes_case(("context",), **MOE, **option)
     # One expert on each rank of the expert axis, whose rows FSDP shards further.
     few = {"model__args__moe__num_experts": 2, EXPERT: 2, "training__local_batch_size": 1}
     cases["shard x tensor, 2 experts over 2"] = axes_case(("shard", "tensor"), **MOE | few)
-    cases["shard x tensor, experts over 2, clipped"] = axes_case(
-        ("shard", "tensor"), **MOE, training__max_norm=0.5, **{EXPERT: 2}
-    )
     return cases
 
 
@@ -173,11 +165,14 @@ def all_cases() -> dict[str, Case]:
         option = {"parallelism__pipeline_parallel_schedule": schedule}
         cases[f"pipeline, {schedule}"] = axes_case(("pipeline",), **option)
         cases[f"shard x pipeline, {schedule}"] = axes_case(("shard", "pipeline"), **option)
+        option |= {**MOE, EXPERT: 2}
+        cases[f"shard x pipeline, experts over 2, {schedule}"] = axes_case(("shard", "pipeline"), **option)
     for method in METHODS:
         option = {"parallelism__context_parallel_rotate_method": method}
         for name in ("masked", "unmasked", "full ac"):
             cases[f"context, {method}, {name}"] = axes_case(("context",), **option, **FEATURES[name])
         cases[f"shard x context, {method}"] = axes_case(("shard", "context"), **option)
+        cases[f"context, experts over 2, {method}"] = axes_case(("context",), **option, **MOE, **{EXPERT: 2})
     for axis in DEGREES:
         world_size, changes = axes_case((axis,))
         cases[f"{axis}, accumulated"] = (world_size, changes | {"training__local_batch_size": 2})
