@@ -3,7 +3,6 @@
 What a step does is written in `Trainer.train_step`; what happens between two steps, in `Trainer.train`.
 """
 
-import gc
 import logging
 import math
 import time
@@ -28,7 +27,7 @@ from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
-from torchtitan_clone.run.gc_control import GCControl
+from torchtitan_clone.run.gc_control import GCControl, collect_all
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
@@ -230,7 +229,7 @@ class Trainer:
         state.loader, self._validator.loader = open_loaders(
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
-        gc.collect()  # modules and their hooks refer to one another
+        collect_all()  # modules and their hooks refer to one another
         self._metrics.flops_per_token = plan.flops_per_token
         what = f"{plan.frozen_layers} layers frozen, {describe_mesh(plan.degrees).partition(chr(10))[0]}"
         self._metrics.log_event(state.step, what, seconds=time.perf_counter() - start)

@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -52,6 +52,12 @@ if code < 0:
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
+
+
+class Stream(Protocol):
+    """A file descriptor on its way to another process."""
+
+    def detach(self) -> int: ...
 
 
 class WarmPython:
@@ -101,7 +107,7 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall((process.exitcode or 0).to_bytes(4, "big", signed=True))
 
 
-def _run(streams: list[DupFd], request: dict) -> None:
+def _run(streams: list[Stream], request: dict) -> None:
     """Does in this process what the interpreter does with these arguments."""
     for number, stream in enumerate(streams):
         os.dup2(stream.detach(), number)
