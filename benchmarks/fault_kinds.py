@@ -574,9 +574,10 @@ def slow_network(scene: Groups) -> str:
     return f"{kilobits} kbit/s, {seconds:.1f} s"
 
 
-@kind("part all from all", "network", may_end=False)
+@kind("part all from all", "network", may_end=True)  # it also parts the processes of a group
 def part_all(scene: Groups) -> str:
     assert scene.network is not None
+    scene.struck = set(scene.cluster.running)
     seconds = stop_seconds(scene.source)
     with scene.network.drop():
         time.sleep(seconds)

@@ -16,6 +16,7 @@ from torchtitan_clone.config.environment import EnvironmentVariableError, enviro
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import guard_outputs, print_error
+from torchtitan_clone.run.gc_control import importing
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
 if TYPE_CHECKING:
@@ -83,10 +84,10 @@ def run(
 
 def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launch, torch.device]":
     """Imports torch only here, so that a wrong option is reported at once."""
-    from torchtitan_clone.parallel.runtime import Launch, pick_device
-    from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import simulated_device_type
-
+    with importing():
+        from torchtitan_clone.parallel.runtime import Launch, pick_device
+        from torchtitan_clone.run import preflight
+        from torchtitan_clone.run.dry_run import simulated_device_type
     launch = Launch.from_environment()
     device = pick_device(launch)
     is_real = not config.job.dry_run and config.comm.mode == "default"
@@ -116,13 +117,13 @@ def _train(
     stop: StopRequest,
     wrap_replica_group: "WrapReplicaGroup | None",
 ) -> int:
-    from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
-    from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import one_line_summary
-    from torchtitan_clone.run.notices import find_notices
-    from torchtitan_clone.run.outcome import TrainingError
-    from torchtitan_clone.trainer import Trainer
-
+    with importing():
+        from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
+        from torchtitan_clone.run import preflight
+        from torchtitan_clone.run.dry_run import one_line_summary
+        from torchtitan_clone.run.notices import find_notices
+        from torchtitan_clone.run.outcome import TrainingError
+        from torchtitan_clone.trainer import Trainer
     config = plan.config
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)

@@ -3,7 +3,6 @@
 What a step does is written in `Trainer.train_step`; what happens between two steps, in `Trainer.train`.
 """
 
-import gc
 import logging
 import math
 import time
@@ -19,6 +18,7 @@ from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.mesh import describe_mesh
@@ -27,7 +27,7 @@ from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
-from torchtitan_clone.run.gc_control import GCControl
+from torchtitan_clone.run.gc_control import GCControl, collect_all
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
@@ -229,7 +229,7 @@ class Trainer:
         state.loader, self._validator.loader = open_loaders(
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
-        gc.collect()  # modules and their hooks refer to one another
+        collect_all()  # modules and their hooks refer to one another
         self._metrics.flops_per_token = plan.flops_per_token
         what = f"{plan.frozen_layers} layers frozen, {describe_mesh(plan.degrees).partition(chr(10))[0]}"
         self._metrics.log_event(state.step, what, seconds=time.perf_counter() - start)
@@ -245,34 +245,34 @@ class Trainer:
         batch = state.loader.next_batch(replica_index=replicas.replica_index, num_replicas=replicas.num_replicas)
         replicas.record_samples(state.loader.sample_range)
         data_seconds = time.perf_counter() - start
-        is_loss_leader = engine.mesh.is_loss_leader
-        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if is_loss_leader else 0]))
-        engine.set_lr(step)
+        own_targets = batch.num_targets if engine.mesh.is_loss_leader else 0
+        (num_targets,) = replicas.sum(sum_over_ranks([own_targets]))
+        engine.begin_step(step)
         output = engine.forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(engine.parameters.values())
         norm = engine.clip_gradients()
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
         is_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
-        own = [value.item() if is_loss_leader else 0.0 for value in (output.loss, *output.auxiliary.values())]
-        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *own])
-        loss, *auxiliary = replicas.sum(sums)
-        healthy = math.isfinite(loss) and math.isfinite(grad_norm)
+        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *engine.sums(output)])
+        totals = engine.totals(replicas.sum(sums))
+        healthy = math.isfinite(totals.loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
         if not healthy:
-            state.count_skip(step, loss=loss, grad_norm=grad_norm)
+            state.count_skip(step, loss=totals.loss, grad_norm=grad_norm)
         elif committed:
             self._checkpoints.wait_for_staging()
-            engine.optimizer_step()
+            engine.optimizer_step(totals)
         engine.optimizer.zero_grad()
         if committed:
             state.advance(step=step, tokens=engine.plan.tokens_per_step, skipped=not healthy)
             committed = replicas.complete_step()
         return StepResult(
             step=step,
-            loss=loss,
+            loss=totals.loss,
             grad_norm=grad_norm,
-            auxiliary=dict(zip(output.auxiliary, auxiliary, strict=True)),
+            auxiliary=totals.auxiliary,
+            router=load_statistics(totals.loads),
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and V2 against transformers."""
+"""Tests of mla.py, deepseek_v3/model.py, deepseek_v3/plan.py and deepseek_v3/hf.py against transformers."""
 
 import json
 import re
@@ -13,7 +13,6 @@ from tests.models.twins import assert_logits_equal
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
-from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import open_initial_weights
@@ -25,7 +24,7 @@ ARGS = DeepSeekV3Args(
     dim=64, n_layers=3, n_heads=4, hidden_dim=96, n_dense_layers=1, q_lora_rank=24, kv_lora_rank=16,
     qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, vocab_size=97, moe=MOE,
 )  # fmt: skip
-V2_MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24, num_shared_experts=2, score_scale=1.5, **V2_ROUTER)
+V2_MOE = replace(V2_ROUTER, num_experts=8, top_k=3, hidden_dim=24, num_shared_experts=2, score_scale=1.5)
 YARN = RopeScaling(rope_type="yarn", factor=40.0, original_max_seq_len=64, mscale=1.0, mscale_all_dim=1.0)
 VARIANTS = {
     "V3": ARGS,

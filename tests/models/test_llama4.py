@@ -1,4 +1,4 @@
-"""Llama 4 (text) against transformers."""
+"""Tests of llama4/model.py, llama4/plan.py and llama4/hf.py against transformers."""
 
 import re
 from dataclasses import replace

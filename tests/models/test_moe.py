@@ -95,7 +95,7 @@ def test_scores_are_computed_in_float32():
     router = Router(MOE, dim=16).bfloat16()
     torch.nn.init.normal_(router.weight)
     x_ND = torch.randn(5, 16).bfloat16()
-    scores_NK, _ = router(x_ND[None])
+    scores_NK, _, _ = router(x_ND[None])
     expected_NE = (x_ND[None].float() @ router.weight.float().T).softmax(-1)
     top_NK = expected_NE.topk(3).values
     assert scores_NK.dtype == torch.float32

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from torchtitan_clone.run.gc_control import GCControl
+from torchtitan_clone.run.gc_control import GCControl, collect_all, importing
 
 
 class Node:
@@ -42,3 +42,26 @@ def test_leaving_enables_automatic_collection_again():
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+def test_what_the_first_collection_has_seen_is_collected_on_request():
+    node = Node()
+    watched = weakref.ref(node)
+    with GCControl(10) as collector:
+        del node
+        collector.maybe_collect(10)
+        assert watched() is not None
+        collect_all()
+        assert watched() is None
+
+
+def test_imported_objects_are_excluded_from_collections():
+    try:
+        with importing():
+            assert not gc.isenabled()
+            node = weakref.ref(Node())
+        assert gc.isenabled()
+        gc.collect()
+        assert node() is not None
+    finally:
+        gc.unfreeze()

@@ -1,6 +1,7 @@
 """Freezing of blocks and live re-meshing: equal to a plain loop, without work or memory for frozen blocks."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -97,7 +98,9 @@ def train_and_look(argv):
 
     with open_trainer(argv, wrap_replica_group=wrap) as trainer:
         watchers[0].trainer = trainer
+        replaced = [weakref.ref(part) for part in trainer.engine.model_parts]
         trainer.train()
+        assert not any(part() for part in replaced)  # their memory is free
         groups = len(dist.distributed_c10d._world.pg_map), len(trainer.engine.mesh.groups) + 1
         return watchers[0].seen, state_of(trainer), groups
 

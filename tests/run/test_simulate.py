@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torchtitan_clone.testing.parity_matrix import LATENT
+from torchtitan_clone.testing.parity_matrix import LATENT, MOE
 from torchtitan_clone.testing.runs import options, train
 
 TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
@@ -14,6 +14,11 @@ TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" /
 
 def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
     axes = {
+        **MOE,
+        "model__args__moe__sequence_balance": 0.1,
+        # A simulated run sends each rank equally many rows.
+        "debug__moe_force_load_balance": True,
+        "parallelism__expert_parallel_degree": 2,
         "parallelism__tensor_parallel_degree": 2,
         "training__global_batch_size": 8,
         "debug__trace_collectives": True,
@@ -27,9 +32,13 @@ def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
 
     def table(text):
         """Returns the lines of collectives, which a real run logs with the time."""
-        return {match[1] for line in text.splitlines() if (match := re.search(r"(?:^|:\d\d )((?:fsdp|tp) .*)", line))}
+        return {
+            match[1]
+            for line in text.splitlines()
+            if (match := re.search(r"(?:^|:\d\d )((?:fsdp|tp|ep|expert_fsdp) .*)", line))
+        }
 
-    assert table(text)
+    assert {line.split()[0] for line in table(text)} == {"fsdp", "tp", "ep", "expert_fsdp"}
     assert table(text) <= table(output)
     assert {line.split()[0] for line in table(output) - table(text)} <= {"tp"}
     assert not (tmp_path / "other").exists()

@@ -142,7 +142,8 @@ class OutputProjection(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
-    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order.
+    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order;
+    tensor parallelism shards tokens too.
     """
 
     tok_embeddings: nn.Embedding | None

@@ -13,7 +13,7 @@ from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import Piece
 
 Arguments = dict[str, Any]
-"""Values of `[model.args]`."""
+"""Arguments of `[model.args]`."""
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -52,7 +52,7 @@ class DecoderHub:
     fixed: Mapping[str, object]
     """Keys of config.json with the only value that the family supports."""
     defaults: Mapping[str, object]
-    """Values of keys that a config.json may leave out; all others are required."""
+    """Arguments of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
@@ -65,11 +65,11 @@ class DecoderHub:
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
 
-    def is_leftover(self, name: str, *, args: Any) -> bool:
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
         return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
 
-    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
@@ -83,7 +83,7 @@ class DecoderHub:
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
         }
 
-    def to_config(self, args: ModelArgs) -> dict[str, object]:
+    def to_config(self, args: Any) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
         return {

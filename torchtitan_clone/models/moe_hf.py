@@ -6,13 +6,13 @@ from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import Arguments, DecoderHub
 from torchtitan_clone.models.hf_mapping import Rules, same, stacked
 
 EXPERT_RULES: Rules = {
     "layers.*.feed_forward.router.weight": same("model.layers.*.mlp.gate.weight"),
     "layers.*.feed_forward.router.expert_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
+    "layers.*.feed_forward.router.expert_load": lambda _shape: [],  # not on the hub
     "layers.*.feed_forward.experts.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
     "layers.*.feed_forward.experts.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
     "layers.*.feed_forward.experts.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
@@ -32,7 +32,7 @@ class MoEHub(DecoderHub):
     def arguments(self, args: Any) -> Arguments:
         return {**super().arguments(args), "moe": {name: getattr(args.moe, name) for name in self.moe_keys}}
 
-    def to_config(self, args: ModelArgs) -> dict[str, object]:
+    def to_config(self, args: Any) -> dict[str, object]:
         values = self.arguments(args)["moe"]
         config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
         return config | {alias: config[key] for key, alias in self.aliases.items()}

@@ -130,7 +130,9 @@ class Replicated(ModuleStyle, ParallelStyle):
     """Holds all parameters on every rank, each of which computes a share of their gradients."""
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
+        for name, weight in list(module.named_parameters(recurse=False)):  # buffers stay plain, as they are state
+            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, device_mesh, [Replicate()])))
+        return module
 
 
 class HeadSharded(ModuleStyle, ParallelStyle):

@@ -4,6 +4,7 @@ from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.data import describe_source
 from torchtitan_clone.documents import escape
+from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan
 
@@ -32,7 +33,8 @@ def one_line_summary(plan: RunPlan) -> str:
 
 def _describe_parameters(plan: RunPlan, *, unit: str = "") -> str:
     """Returns the number of parameters and, where they differ, of those that process one token."""
-    total, active = plan.parameter_count, plan.active_parameter_count
+    total = plan.parameter_count
+    active = sum(parameter.numel() for parameter in active_parameters(plan.model_args, plan.parameters).values())
     return f"{total:,}{unit}" + (f", of which {active:,} process each token" if active < total else "")
 
 

@@ -2,8 +2,28 @@
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torchtitan_clone.observe.logging import logger
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Imports modules without collections, and excludes them from later ones: torch has a million objects."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def collect_all() -> None:
+    """Collects also what was alive at an earlier collection, such as a model that another one replaces."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 class GCControl:

@@ -10,7 +10,6 @@ from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelArgs, ModelSpec
-from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import phase_of_step
 
@@ -118,11 +117,6 @@ class RunPlan:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
-    def active_parameter_count(self) -> int:
-        """Number of elements in the parameters that process one token."""
-        return sum(parameter.numel() for parameter in active_parameters(self.model_args, self.parameters).values())
-
-    @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token; of frozen layers forward only."""
         seq_len = self.config.training.seq_len
@@ -168,7 +162,8 @@ def _describe_pipeline(config: Config, *, stages: Stages) -> str:
 def replica_identity(config: Config) -> str:
     """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
-    return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))
+    debug = (config.debug.seed, config.debug.moe_force_load_balance)
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug))
 
 
 def write_config(plan: RunPlan) -> None:

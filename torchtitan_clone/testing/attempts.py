@@ -12,17 +12,33 @@ from torchtitan_clone.testing.runs import Row, read_json_lines
 
 Records = dict[str, list[Row]]
 """Lines by file, in the order in which they were written."""
+Attempt = tuple[int, int]
+"""A step and its quorum."""
 
 
-def counted_attempts(records: Records) -> dict[int, tuple[float, tuple[int, int]]]:
-    """Returns, by step, when the attempt that counts was committed, and its step and quorum.
+def counted_attempts(records: Records) -> dict[int, Attempt]:
+    """Returns, by step, the attempt that counts: the last one of the last step, and those that it results from.
 
-    The last one counts: an earlier one was lost with the groups that committed it, or nobody would have tried again.
+    Groups that are parted may commit a step at the same time, each in a quorum of its own; one of them gives it up.
+    Where all groups of a quorum started from a checkpoint, the last attempt at the step of the checkpoint counts.
     """
-    counted: dict[int, tuple[float, tuple[int, int]]] = {}
-    for line in (line for lines in records.values() for line in lines if line.get("committed")):
-        attempt = (line["time"], (line["step"], line["quorum"]))
-        counted[line["step"]] = max(attempt, counted.get(line["step"], attempt))
+    times: dict[Attempt, float] = {}
+    before: dict[Attempt, Attempt] = {}
+    for lines in records.values():
+        last: Attempt | None = None
+        for line in lines:
+            if "started" in line or "healed" in line:
+                last = None
+            elif line.get("committed"):
+                attempt = (line["step"], line["quorum"])
+                times[attempt] = max(line["time"], times.get(attempt, 0.0))
+                if last is not None and last[0] == attempt[0] - 1:
+                    before[attempt] = last
+                last = attempt
+    counted: dict[int, Attempt] = {}
+    for step in sorted({step for step, _ in times}, reverse=True):
+        latest = max((attempt for attempt in times if attempt[0] == step), key=lambda attempt: times[attempt])
+        counted[step] = before.get(counted.get(step + 1, (0, 0)), latest)
     return counted
 
 
@@ -46,7 +62,7 @@ def committed_once(records: Records, *, steps: int, rows: int) -> list[str]:
         if step not in counted:
             wrong.append(f"step {step} was not committed")
             continue
-        found = sorted(row for start, stop in samples[counted[step][1]] for row in range(start, stop))
+        found = sorted(row for start, stop in samples[counted[step]] for row in range(start, stop))
         if found != list(range((step - 1) * rows, step * rows)):
             wrong.append(f"step {step}: samples {found}")
     return wrong
@@ -128,7 +144,7 @@ class GroupResults:
         """
         wrong = []
         records = self.records()
-        counted = {attempt for _, attempt in counted_attempts(records).values()}
+        counted = set(counted_attempts(records).values())
         for group in range(self.groups):
             logged = [row["step"] for row in self.step_rows(group)]
             lines = records.get(f"replica-{group}/rows.rank0.jsonl", [])

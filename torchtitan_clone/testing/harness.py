@@ -28,6 +28,7 @@ _CONTEXT.set_forkserver_preload(
         "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.tensor.parallel", "torch.profiler", "torchtitan_clone.trainer",
+        "torchtitan_clone.testing.preloaded",
     ]
 )  # fmt: skip
 

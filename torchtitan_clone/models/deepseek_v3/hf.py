@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
-from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER
-from torchtitan_clone.models.hf import CONFIG_KEYS
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, same
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -33,7 +34,7 @@ _LATENT_RULES: Rules = {
 }
 
 
-def _prediction_layer(args: Any) -> str:
+def _prediction_layer(args: ModelArgs) -> str:
     """Returns the prefix of the hub's names of the layer of multi-token prediction, which follows the last one."""
     return f"model.layers.{args.n_layers}."
 
@@ -49,9 +50,9 @@ def _choice(*, num_groups: int, is_biased: bool) -> str:
 class _Release(MoEHub):
     """The hub's format of one of the two releases."""
 
-    router: Mapping[str, object]
+    router: MoEArgs
 
-    def rules_of(self, args: Any) -> Rules:
+    def rules_of(self, args: DeepSeekV3Args) -> Rules:
         sizes = args.latent_sizes
         queries = "q_b_proj" if sizes.q_latent else "q_proj"
         ours = "wq_b" if sizes.q_latent else "wq"
@@ -60,28 +61,28 @@ class _Release(MoEHub):
         rotary = {f"layers.*.attention.{ours}.weight": of_heads, "layers.*.attention.wkv_a.weight": of_latent}
         return {**self.rules, **rotary}
 
-    def is_leftover(self, name: str, *, args: Any) -> bool:
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
         return name.startswith(_prediction_layer(args)) or super().is_leftover(name, args=args)
 
-    def describe_leftovers(self, names: Iterable[str], *, args: Any) -> list[str]:
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
         prefix = _prediction_layer(args)
         if not (count := sum(name.startswith(prefix) for name in names)):
             return []
         return [f"leaves out the {count} tensors of {prefix}*, which predict the token after the next one"]
 
-    def arguments(self, args: Any) -> dict[str, Any]:
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
         values = super().arguments(args)
-        values["moe"] |= {name: getattr(args.moe, name) for name in self.router}
+        values["moe"] |= {name: getattr(args.moe, name) for name in ROUTER}
         return values | {"q_lora_rank": args.q_lora_rank, "n_dense_layers": args.n_dense_layers}
 
-    def to_config(self, args: Any) -> dict[str, object]:
+    def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
         return super().to_config(args) | {
             "topk_method": _choice(num_groups=args.moe.num_groups, is_biased=args.moe.expert_bias),
             "q_lora_rank": args.q_lora_rank or None,
             "first_k_dense_replace": args.n_dense_layers,
         }
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         # transformers derives head_dim; no groups are one group.
         given = {key: value for key, value in config.items() if key != "head_dim"}
         given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
@@ -95,8 +96,8 @@ class _Release(MoEHub):
             values["q_lora_rank"] = 0 if latent.value is None else latent.integer(low=1, high=2**24)
         except DocumentError as error:
             raise ConfigError(str(error)) from None
-        values["moe"] |= self.router
-        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router["expert_bias"] is True)
+        values["moe"] |= {name: getattr(self.router, name) for name in ROUTER}
+        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router.expert_bias)
         if given.get("topk_method", wanted) != wanted:
             found = shorten(repr(given["topk_method"]))
             raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
@@ -109,18 +110,18 @@ class DeepSeekHub(_Release):
 
     v2: _Release
 
-    def arguments(self, args: Any) -> dict[str, Any]:
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
         return self.v2.arguments(args) if args.moe.score_func == "softmax" else super().arguments(args)
 
-    def to_config(self, args: Any) -> dict[str, object]:
+    def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
         return self.v2.to_config(args) if args.moe.score_func == "softmax" else super().to_config(args)
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         is_v2 = config.get("model_type") == "deepseek_v2"
         return self.v2.from_config(config) if is_v2 else super().from_config(config)
 
 
-_COMMON: dict[str, Any] = {
+_COMMON: Arguments = {
     "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
     "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES},

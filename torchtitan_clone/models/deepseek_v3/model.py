@@ -19,11 +19,10 @@ from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.mla import LatentAttention, LatentSizes
 from torchtitan_clone.models.moe import MoE, MoEArgs
 
-V3_ROUTER = {
-    "score_func": "sigmoid", "normalize_scores": True, "expert_bias": True, "group_score": "sum of best two",
-}  # fmt: skip
-V2_ROUTER = {"score_func": "softmax", "normalize_scores": False, "expert_bias": False, "group_score": "best"}
-"""What distinguishes the two releases of the family on the hub."""
+V3_ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=True, expert_bias=True, group_score="sum of best two")
+V2_ROUTER = MoEArgs(score_func="softmax", normalize_scores=False, expert_bias=False, group_score="best")
+ROUTER = ("score_func", "normalize_scores", "expert_bias", "group_score")
+"""Names of the arguments in which the routers of the two releases on the hub differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +106,10 @@ class DeepSeekV3Args(ModelArgs):
         """The hub has a format for each of two routers only."""
         wanted = V3_ROUTER if self.moe.score_func == "sigmoid" else V2_ROUTER
         found = [
-            f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {value!r} with score_func "
+            f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {getattr(wanted, name)!r} with score_func "
             f"{self.moe.score_func!r}, as in the published models"
-            for name, value in wanted.items()
-            if getattr(self.moe, name) != value
+            for name in ROUTER
+            if getattr(self.moe, name) != getattr(wanted, name)
         ]
         if not self.moe.num_shared_experts:
             found.append("model.args.moe.num_shared_experts = 0: must be at least 1, as in the published models")
@@ -119,7 +118,7 @@ class DeepSeekV3Args(ModelArgs):
 
 def build(args: DeepSeekV3Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
 
 
 def build_block(args: DeepSeekV3Args, layer: int) -> TransformerBlock:

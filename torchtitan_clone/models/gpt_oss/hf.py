@@ -9,7 +9,7 @@ from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same, transposed
-from torchtitan_clone.models.moe_hf import MoEHub
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 from torchtitan_clone.models.windowed import WindowedHub
 
 _MLP = "model.layers.*.mlp"
@@ -23,6 +23,7 @@ _RULES: Rules = {
     },
     "layers.*.attention.sinks.weight": same("model.layers.*.self_attn.sinks"),
     "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
+    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
     "layers.*.feed_forward.router.bias": same(f"{_MLP}.router.bias"),
     "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0, interleaved=True),
     "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),

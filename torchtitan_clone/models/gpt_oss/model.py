@@ -59,7 +59,7 @@ class GptOssArgs(WindowedArgs):
 
 def build(args: GptOssArgs) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
 
 
 def build_block(args: GptOssArgs, _layer: int) -> TransformerBlock:

@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
-from torchtitan_clone.models.hf import CONFIG_KEYS
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, rotary_rows, same, transposed
-from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args
-from torchtitan_clone.models.moe_hf import MoEHub
+from torchtitan_clone.models.llama4.model import FIXED, ROUTER, Llama4Args
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
 _MLP = "model.layers.*.feed_forward"
 _gate_up = transposed(f"{_MLP}.experts.gate_up_proj")
@@ -17,6 +16,7 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _RULES: Rules = {
     **DECODER_RULES,
     "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
+    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
     "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0),
     "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),
     "layers.*.feed_forward.experts.w3": fused(_gate_up, dim=2, index=1),
@@ -43,7 +43,7 @@ _DEFAULTS = {
 class Llama4Hub(MoEHub):
     """Llama 4's format. Kinds of layers are given as numbers, and may be listed too."""
 
-    def rules_of(self, args: Any) -> Rules:
+    def rules_of(self, args: Llama4Args) -> Rules:
         rotary = {
             f"layers.*.attention.{ours}.weight": rotary_rows(
                 f"model.layers.*.self_attn.{theirs}.weight", plain=0, rotary=args.head_dim
@@ -52,20 +52,20 @@ class Llama4Hub(MoEHub):
         }
         return {**self.rules, **rotary}
 
-    def arguments(self, args: Any) -> dict[str, Any]:
+    def arguments(self, args: Llama4Args) -> Arguments:
         values = super().arguments(args)
-        values["moe"] |= {name: getattr(args.moe, name) for name in ROUTER}
+        values["moe"] |= {name: getattr(args.moe, name) for name in FIXED}
         return values | {name: getattr(args, name) for name in (*_COUNTS, *_OTHERS)}
 
-    def to_config(self, args: Any) -> dict[str, object]:
+    def to_config(self, args: Llama4Args) -> dict[str, object]:
         config = super().to_config(args) | _lists(args)
         config |= {theirs: getattr(args, ours) for ours, theirs in (*_COUNTS.items(), *_OTHERS.items())}
         return config | {"attn_temperature_tuning": args.query_scale > 0}
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         given = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
         values = super().from_config(given)
-        values["moe"] |= ROUTER
+        values["moe"] |= {name: getattr(ROUTER, name) for name in FIXED}
         entries = {key: Value(given[key], where=f"config.json: {key}") for key in _DEFAULTS}
         try:
             values |= {ours: entries[theirs].integer(low=1, high=2**31) for ours, theirs in _COUNTS.items()}
@@ -84,7 +84,7 @@ class Llama4Hub(MoEHub):
         return values
 
 
-def _lists(args: Llama4Args) -> dict[str, list[Any]]:
+def _lists(args: Llama4Args) -> dict[str, list[object]]:
     """Returns the entries that list what layers are."""
     is_full = [args.is_full(layer) for layer in range(args.n_layers)]
     return {

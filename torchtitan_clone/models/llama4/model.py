@@ -23,11 +23,11 @@ from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.models.rope import QueryScale
 
-ROUTER = {
-    "score_func": "sigmoid", "normalize_scores": False, "score_inputs": True, "num_shared_experts": 1,
-    "score_scale": 1.0, "num_groups": 1, "expert_bias": False,
-}  # fmt: skip
-"""What all releases have, and config.json of the hub has no entries for."""
+ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=False, score_inputs=True, num_shared_experts=1)
+FIXED = (
+    "score_func", "normalize_scores", "score_inputs", "num_shared_experts", "score_scale", "num_groups", "expert_bias",
+)  # fmt: skip
+"""Arguments that are equal in all releases, and that config.json of the hub has no entries for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +86,16 @@ class Llama4Args(ModelArgs):
         if self.moe_every > self.n_layers:
             found.append(f"model.args.moe_every = {self.moe_every}: must be at most n_layers {self.n_layers}")
         return found + [
-            f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {value!r}, as in all releases of Llama 4"
-            for name, value in ROUTER.items()
-            if getattr(self.moe, name) != value
+            f"model.args.moe.{name} = {getattr(self.moe, name)!r}: must be {getattr(ROUTER, name)!r}, as in all "
+            "releases of Llama 4"
+            for name in FIXED
+            if getattr(self.moe, name) != getattr(ROUTER, name)
         ]
 
 
 def build(args: Llama4Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
 
 
 def build_block(args: Llama4Args, layer: int) -> TransformerBlock:

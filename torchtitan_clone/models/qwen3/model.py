@@ -63,7 +63,8 @@ class Qwen3MoEArgs(Qwen3Args):
 
 def build(args: Qwen3Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    auxiliary = args.moe.auxiliary if isinstance(args, Qwen3MoEArgs) else None
+    return Decoder(args, build_block=build_block, auxiliary=auxiliary)
 
 
 def build_block(args: Qwen3Args, _layer: int) -> TransformerBlock:
