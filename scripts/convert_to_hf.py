@@ -37,7 +37,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
-    sources = sources_of(spec.hub_pieces(state))
+    sources = sources_of(spec.hub_pieces(state, args=args))
     # Several tensors of the hub may be made of one of ours.
     read = lru_cache(maxsize=1)(weights.read)
     write_weights(

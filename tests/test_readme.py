@@ -47,8 +47,15 @@ COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in bl
 """In the order of the pages, each once; a page whose commands need a file makes it first."""
 TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
-GPUS = {"llama3_70b": 64, "llama3_405b": 512, "qwen3_30b_a3b": 64}
+GPUS = {"llama3_70b": 64, "llama3_405b": 512, "qwen3_30b_a3b": 64, "deepseek_v3_671b": 1024}
 """Number of GPUs that a file is written for, if it is not 8."""
+SMALL_MODEL = {
+    "deepseek_v3_671b": [
+        "--model.args.n_dense_layers=1", "--model.args.moe.num_experts=16", "--model.args.moe.hidden_dim=64",
+        "--model.args.q_lora_rank=64", "--training.local_batch_size=2",
+    ],
+}  # fmt: skip
+"""Options that make the model of a file small, beyond those of all files."""
 # Training commands of the documentation run for minutes; these options limit each to seconds.
 SMALL = [
     "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.seq_len=64", "--training.local_batch_size=2",
@@ -176,6 +183,7 @@ def test_train_configs_resolve_and_train(file, workplace, tmp_path):
         f"--data.cache_folder={workplace / 'cache'}", "--data.num_workers=0",
         "--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1",
         "--parallelism.pipeline_parallel_degree=1", "--parallelism.expert_parallel_degree=1",
+        *SMALL_MODEL.get(file.stem, ()),
     ]  # fmt: skip
     code, output = train(small, log_folder=tmp_path)
     assert code == 0, output

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -90,6 +90,14 @@ def storage_id(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def name_fsdp_modules(model: nn.Module) -> None:
+    """Names the modules in FSDP's records now, not in the first forward, before which a pipeline gathers weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -152,6 +160,11 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
 def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
     return all_to_all_single_autograd(x, None, None, group)
+
+
+def sum_over_group(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Returns the sum over the ranks, without a gradient. dist.all_reduce changes its argument, also where compiled."""
+    return wait_tensor(all_reduce(x, "sum", group))
 
 
 def process_group_of(group_name: str) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.mesh import describe_mesh
@@ -244,34 +245,34 @@ class Trainer:
         batch = state.loader.next_batch(replica_index=replicas.replica_index, num_replicas=replicas.num_replicas)
         replicas.record_samples(state.loader.sample_range)
         data_seconds = time.perf_counter() - start
-        is_loss_leader = engine.mesh.is_loss_leader
-        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets if is_loss_leader else 0]))
-        engine.set_lr(step)
+        own_targets = batch.num_targets if engine.mesh.is_loss_leader else 0
+        (num_targets,) = replicas.sum(sum_over_ranks([own_targets]))
+        engine.begin_step(step)
         output = engine.forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(engine.parameters.values())
         norm = engine.clip_gradients()
         # Host sync: whether the step counts must be known before the weights change.
         grad_norm = norm.item()
         is_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
-        own = [value.item() if is_loss_leader else 0.0 for value in (output.loss, *output.auxiliary.values())]
-        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *own])
-        loss, *auxiliary = replicas.sum(sums)
-        healthy = math.isfinite(loss) and math.isfinite(grad_norm)
+        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *engine.sums(output)])
+        totals = engine.totals(replicas.sum(sums))
+        healthy = math.isfinite(totals.loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)
         if not healthy:
-            state.count_skip(step, loss=loss, grad_norm=grad_norm)
+            state.count_skip(step, loss=totals.loss, grad_norm=grad_norm)
         elif committed:
             self._checkpoints.wait_for_staging()
-            engine.optimizer_step()
+            engine.optimizer_step(totals)
         engine.optimizer.zero_grad()
         if committed:
             state.advance(step=step, tokens=engine.plan.tokens_per_step, skipped=not healthy)
             committed = replicas.complete_step()
         return StepResult(
             step=step,
-            loss=loss,
+            loss=totals.loss,
             grad_norm=grad_norm,
-            auxiliary=dict(zip(output.auxiliary, auxiliary, strict=True)),
+            auxiliary=totals.auxiliary,
+            router=load_statistics(totals.loads),
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,

@@ -1,10 +1,12 @@
 """Tests of llama3/hf.py and hf.py: names and arguments against those of transformers."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.twins import assert_tensors_are
 from torchtitan_clone.config import ConfigError, overlay
@@ -14,6 +16,7 @@ from torchtitan_clone.models.rope import RopeScaling
 
 SPEC = MODELS["llama3"]
 hf = SPEC.hugging_face
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 SMALL = Llama3Args(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=97, hidden_dim=172)
 
 
@@ -41,9 +44,10 @@ def test_tensors_are_those_of_transformers(tied):
 
 
 def test_what_may_be_skipped_in_a_file():
-    assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", tied=False)
-    assert hf.is_leftover("lm_head.weight", tied=True)
-    assert not hf.is_leftover("lm_head.weight", tied=False)
+    args = SPEC.flavors["debugmodel"]
+    assert hf.is_leftover("model.layers.0.self_attn.rotary_emb.inv_freq", args=args)
+    assert hf.is_leftover("lm_head.weight", args=replace(args, tied_embeddings=True))
+    assert not hf.is_leftover("lm_head.weight", args=args)
 
 
 def test_a_bare_config_has_the_defaults_of_transformers():
@@ -67,13 +71,40 @@ def test_published_configs_of_both_versions_are_read():
 
 
 @pytest.mark.parametrize(
+    "optional",
+    [
+        {},
+        {"attention_factor": 1.5},
+        {"attention_factor": 0.1 * math.log(4.0) + 1.0},
+        {"beta_fast": 16, "beta_slow": 2.0, "truncate": False},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+)
+def test_yarn_is_read_from_config_and_written_to_it(optional):
+    base = {key: value for key, value in hf.to_config(SMALL).items() if not key.startswith("rope")}
+    theirs = LlamaConfig(**base, rope_theta=1e4, rope_scaling=YARN | optional)
+    values = hf.from_config(theirs.to_dict())
+    assert values == hf.from_config({**base, "rope_theta": 1e4, "rope_scaling": YARN | optional})
+    args = overlay(SMALL, {key: value for key, value in values.items() if value is not None}, where="model.args")
+    assert hf.arguments(args) == values
+    again = LlamaConfig(**hf.to_config(args))
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](again, torch.device("cpu"))
+    expected, expected_magnitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert torch.equal(frequencies, expected)
+    assert magnitude == pytest.approx(expected_magnitude, rel=1e-9)
+
+
+@pytest.mark.parametrize(
     ("changes", "fragment"),
     [
         ({"model_type": "mistral"}, "mistral"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"head_dim": 32}, "head_dim = 32"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "no original_max_position_embeddings"),
+        ({"rope_scaling": YARN | {"mscale": 1.0}}, "one of mscale and mscale_all_dim"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate = 1: must be true or false"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"hidden_size": None}, "hidden_size is missing"),
     ],

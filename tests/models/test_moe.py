@@ -26,6 +26,8 @@ VARIANTS = {
     "shared experts": replace(MOE, num_shared_experts=2),
     "one expert": replace(MOE, top_k=1),
     "all experts": replace(MOE, top_k=8),
+    "bias": replace(MOE, expert_bias=True),
+    "bias in groups": replace(MOE, score_func="sigmoid", num_groups=4, top_groups=2, expert_bias=True),
 }
 
 
@@ -34,6 +36,8 @@ def random_layer(args):
     layer = MoE(args, dim=16)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    if args.expert_bias:
+        layer.router.expert_bias.normal_(std=0.3)
     return layer
 
 
@@ -43,11 +47,12 @@ def by_token(layer, x_BTD, args):
     for x_D in x_BTD.flatten(0, 1):
         logits_E = layer.router.weight @ x_D
         scores_E = logits_E.softmax(0) if args.score_func == "softmax" else logits_E.sigmoid()
-        groups = scores_E.detach().view(args.num_groups, -1)
+        choice_E = scores_E.detach() + (layer.router.expert_bias if args.expert_bias else 0.0)
+        groups = choice_E.view(args.num_groups, -1)
         best = groups.sort(descending=True).values[:, :2].sum(1).argsort(descending=True)[: args.top_groups].tolist()
         size = groups.shape[1]
         allowed = [expert for expert in range(args.num_experts) if expert // size in best]
-        chosen = sorted(allowed, key=lambda expert: -scores_E[expert].item())[: args.top_k]
+        chosen = sorted(allowed, key=lambda expert: -choice_E[expert].item())[: args.top_k]
         total = sum(scores_E[expert] for expert in chosen) if args.normalize_scores else 1
         out_D = torch.zeros_like(x_D)
         for expert in chosen:
@@ -71,11 +76,26 @@ def test_outputs_and_gradients_equal_those_of_single_tokens(args):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_bias_is_state_in_float32_of_the_name_on_the_hub():
+    args = replace(ARGS, moe=replace(MOE, expert_bias=True))
+    name = "layers.1.feed_forward.router.expert_bias"
+    added = SPEC.state_on_meta(args).keys() - SPEC.state_on_meta(ARGS).keys()
+    assert added == {name, name.replace("1", "0")}
+    (piece,) = SPEC.hugging_face.pieces({name: (8,)}, args=ARGS)[name]
+    assert (piece.source, piece.shape) == ("model.layers.1.mlp.gate.e_score_correction_bias", (8,))
+    with torch.device("meta"):
+        model = SPEC.build(args).bfloat16()
+    model.to_empty(device="cpu").init_buffers()
+    bias_E = model.get_buffer(name)
+    assert bias_E.dtype == torch.float32
+    assert torch.equal(bias_E, torch.zeros(8))
+
+
 def test_scores_are_computed_in_float32():
     router = Router(MOE, dim=16).bfloat16()
     torch.nn.init.normal_(router.weight)
     x_ND = torch.randn(5, 16).bfloat16()
-    scores_NK, _ = router(x_ND[None])
+    scores_NK, _, _ = router(x_ND[None])
     expected_NE = (x_ND[None].float() @ router.weight.float().T).softmax(-1)
     top_NK = expected_NE.topk(3).values
     assert scores_NK.dtype == torch.float32
@@ -114,6 +134,7 @@ def test_only_active_experts_count_as_flops():
         ({"num_groups": 8, "top_groups": 2}, "top_k = 3: must be at most 2"),
         ({"hidden_dim": 20}, "hidden_dim = 20: must be a multiple of 8"),
         ({"num_shared_experts": -1}, "num_shared_experts = -1"),
+        ({"bias_update_rate": -0.1}, "bias_update_rate = -0.1"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):
@@ -132,7 +153,8 @@ def test_config_round_trips_through_transformers(flavor):
 
 
 def test_every_expert_has_tensors_of_its_own_on_the_hub():
-    pieces = SPEC.hugging_face.pieces("layers.1.feed_forward.experts.w2", shape=(8, 64, 24))
+    name = "layers.1.feed_forward.experts.w2"
+    pieces = SPEC.hugging_face.pieces({name: (8, 64, 24)}, args=ARGS)[name]
     assert [piece.source for piece in pieces] == [
         f"model.layers.1.mlp.experts.{index}.down_proj.weight" for index in range(8)
     ]

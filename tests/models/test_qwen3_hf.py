@@ -54,7 +54,7 @@ def test_a_bare_config_has_the_defaults_of_transformers():
         ({"model_type": "llama"}, "qwen3 supports only 'qwen3'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"intermediate_size": None}, "intermediate_size is missing"),
     ],
 )

@@ -9,6 +9,6 @@ from torchtitan_clone.models import MODELS, find_model
 
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ConfigError, match="known: llama3"):
-        find_model(Model(name="llama4"))
+        find_model(Model(name="llama5"))
     with pytest.raises(ConfigError, match="known: debugmodel, 1B"):
         MODELS["llama3"].resolve_args(Model(flavor="2B"))

@@ -4,9 +4,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 
@@ -14,7 +15,7 @@ from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 def twin_of(spec, model, args):
     """Returns transformers' model with the weights of ours."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
-    sources = sources_of(spec.hub_pieces(state))
+    sources = sources_of(spec.hub_pieces(state, args=args))
     exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
     with TemporaryDirectory() as folder:  # transformers stacks experts when it reads files
         AutoConfig.for_model(**spec.hugging_face.to_config(args)).save_pretrained(folder)
@@ -33,6 +34,8 @@ def assert_logits_equal(spec, args, *, tokens=200):
     for name, parameter in model.named_parameters():
         if "norm" in name:  # else all ones, and a norm in the wrong place would go unnoticed
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        if "bias" in name or "sinks" in name:  # else zeros
+            torch.nn.init.normal_(parameter)
     tokens_BT = torch.randint(0, args.vocab_size, (2, tokens))
     with torch.no_grad():
         ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))
@@ -41,8 +44,34 @@ def assert_logits_equal(spec, args, *, tokens=200):
     assert theirs.std() > 0.1
 
 
+def assert_round_trip(spec, args, *, tokens=100):
+    """Asserts that random weights of transformers give the same logits here, and are exported bit by bit."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**spec.hugging_face.to_config(args))
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    model = spec.build(args)
+    state = {name: tensor.detach() for name, tensor in named_state(model).items()}
+    with TemporaryDirectory() as path:
+        theirs.save_pretrained(path, max_shard_size="100KB")
+        folder = open_weight_folder(Path(path))
+        folder.fill(state, pieces=spec.hub_pieces(state, args=args))
+        original = {
+            name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
+    sources = sources_of(spec.hub_pieces(state, args=args))
+    exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    tokens_BT = torch.randint(0, args.vocab_size, (2, tokens))
+    with torch.no_grad():
+        ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))
+        torch.testing.assert_close(ours, theirs(tokens_BT).logits, rtol=1e-5, atol=1e-5)
+
+
 def assert_tensors_are(spec, args, theirs):
     """Asserts that an export has the names and shapes of transformers' tensors."""
-    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args)))
+    sources = sources_of(spec.hub_pieces(spec.state_on_meta(args), args=args))
     found = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
     assert found == {name: tuple(tensor.shape) for name, tensor in theirs.items()}

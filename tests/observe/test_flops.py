@@ -57,6 +57,6 @@ def test_unknown_data_types_have_no_peak():
 def test_flops_of_llama_3_8b():
     """6 x 7.504e9 in matrix products; attention over 8,192 tokens: 12 x 32 x 32 x 128 x 8,192 = 12.9e9."""
     flops = training_flops_per_token(
-        matmul_parameters=7_504_924_672, n_layers=32, n_heads=32, head_dim=128, seq_len=8192
+        matmul_parameters=7_504_924_672, n_heads=32, head_dim=128, attended_tokens=[8192] * 32
     )
     assert flops == 45_029_548_032 + 12_884_901_888

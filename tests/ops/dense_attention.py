@@ -4,14 +4,25 @@ import torch
 import torch.nn.functional as F
 
 
-def dense(q, k, v, documents):
-    """Returns attention with a mask of all pairs of tokens."""
+def dense(q, k, v, documents, sinks=None, *, window=None, chunk=None):
+    """Returns attention with a mask of all pairs of tokens; chunks are those of each document."""
     T = q.shape[1]
-    sees = torch.ones(T, T, dtype=torch.bool).tril()[None]
-    if documents is not None:
-        sees = sees & (documents[:, :, None] == documents[:, None, :])
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+    index = torch.arange(T)
+    documents = torch.zeros(1, T, dtype=torch.int32) if documents is None else documents
+    sees = (index <= index[:, None]) & (documents[:, :, None] == documents[:, None, :])
+    if window is not None:
+        sees = sees & (index[:, None] - index < window)
+    if chunk is not None:
+        lengths = [row.unique_consecutive(return_counts=True)[1] for row in documents]
+        chunks = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]) // chunk
+        sees = sees & (chunks[:, :, None] == chunks[:, None, :])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], enable_gqa=True).transpose(1, 2)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~sees[:, None], -torch.inf)
+    logits = torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:3], 1)), dim=-1)
+    return (logits.softmax(-1)[..., :-1] @ v).transpose(1, 2)
 
 
 def inputs(T, *, document_length, dtype=torch.float32):
@@ -22,9 +33,10 @@ def inputs(T, *, document_length, dtype=torch.float32):
     return q, k, v, grad, documents
 
 
-def result_and_gradients(attention, q, k, v, grad):
-    """Returns the result of attention, and the gradients by q, k and v."""
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+def result_and_gradients(attention, *tensors):
+    """Returns the result of attention, and the gradients by q, k, v and other inputs; the last tensor is its own."""
+    *inputs, grad = tensors
+    leaves = [x.clone().requires_grad_() for x in inputs]
     out = attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 

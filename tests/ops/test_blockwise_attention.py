@@ -12,6 +12,7 @@ from torchtitan_clone.ops.blockwise_attention import (
     document_attention,
     document_starts,
     empty_attention,
+    visible_starts,
 )
 from torchtitan_clone.parallel.context import local_tokens
 
@@ -23,6 +24,32 @@ def test_attention_in_blocks_equals_dense_attention(T, document_length):
     got = result_and_gradients(lambda *x: document_attention(*x, starts)[0], q, k, v, grad)
     expected = result_and_gradients(lambda *x: dense(*x, documents), q, k, v, grad)
     assert max(map(distance, got, expected)) < 1e-6
+
+
+REACHES = (
+    {},
+    {"window": 1},
+    {"window": 100},
+    {"window": 5000},
+    {"chunk": 1},
+    {"chunk": 300},
+    {"window": 50, "chunk": 80},
+)
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+@pytest.mark.parametrize("document_length", [None, 30, 400])
+def test_windows_chunks_and_sinks_equal_dense_attention(document_length, reach):
+    *qkv, grad, documents = inputs(600, document_length=document_length)
+    sinks = torch.randn(8)
+    starts = visible_starts(documents, like=qkv[0][..., 0, 0], **{"window": None, "chunk": None, **reach})
+    starts = torch.zeros(2, 600, dtype=torch.int32) if starts is None else starts
+    assert bool((starts.diff(dim=1) >= 0).all())  # which blocks rely on
+    for extra in ([], [sinks]):
+        got = result_and_gradients(lambda q, k, v, *s: document_attention(q, k, v, starts, *s)[0], *qkv, *extra, grad)
+        right = result_and_gradients(lambda q, k, v, *s: dense(q, k, v, documents, *s, **reach), *qkv, *extra, grad)
+        assert (got[0] - right[0]).abs().max() < 2e-6
+        assert max(map(distance, got, right)) < 1e-6
 
 
 def test_attention_in_blocks_rounds_like_dense_attention_in_bf16():
@@ -46,6 +73,18 @@ def test_blocks_of_a_long_row_have_a_limited_size():
     assert max(len(block.index) for block in blocks) == largest_keys
     masked = sum(not (block.is_full or block.is_triangle) for block in blocks)
     assert masked <= 2 * (1 << 16) / largest_queries
+
+
+@pytest.mark.parametrize("limits", [{"window": 128}, {"chunk": 1024}], ids=str)
+def test_windows_and_chunks_visit_few_keys_of_a_long_row(limits):
+    """Work and memory grow with the length of the row, not with its square."""
+    T = 1 << 16
+    starts = visible_starts(None, like=torch.empty(1, T), **{"window": None, "chunk": None, **limits})
+    blocks = list(blockwise._blocks((range(T),), (range(T),), starts, like=torch.empty(1, 1)))
+    largest_queries, _ = blockwise._BLOCK_SIZES["cpu"]
+    assert max(len(block.index) for block in blocks) <= max(limits.values()) + largest_queries
+    scores = sum(len(block.index) * len(block.queries.index) for block in blocks)
+    assert scores <= T * (max(limits.values()) + largest_queries)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

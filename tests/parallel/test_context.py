@@ -10,44 +10,56 @@ import torch.distributed as dist
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import check_gradients
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.parallel.context import HeadExchange, KeyExchange, LocalStarts, local_tokens
+from torchtitan_clone.parallel.context import CompleteRows, HeadExchange, KeyExchange, LocalStarts, local_tokens
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 
 METHODS = ["allgather", "alltoall", "ring"]
 
 
-def exchanged(method, documents, *, group):
-    """Returns this rank's attention by a method, for its shard of q, k and v."""
+# What limits attention besides documents; every layer of a kind has one of them.
+REACHES = {"": {}, "window": {"window": 37}, "chunk": {"chunk": 100}}
+
+
+def exchanged(method, documents, positions, *, group, **reach):
+    """Returns this rank's attention by a method, for its shard of q, k and v, and the sinks of all heads."""
     split = {"rank": group.rank(), "degree": group.size(), "method": method}
     if method == "alltoall":
-        core, mask = HeadExchange(CoreAttention(), group=group), DocumentMask()(documents)
+        core = HeadExchange(CoreAttention(), group=group)
+        build_mask = CompleteRows(DocumentMask(), degree=group.size())
     else:
-        core = KeyExchange(group_name=group.group_name, exchange=method)
-        mask = LocalStarts(**split)(documents)
-    return lambda q, k, v: core(q, k, v, mask)
+        core, build_mask = KeyExchange(group_name=group.group_name, exchange=method), LocalStarts(**split)
+    mask = build_mask(documents, positions, **reach)
+    return lambda q, k, v, *sinks: core(q, k, v, mask, *sinks)
 
 
 def attention_distances(cases):
-    """Returns the largest distance of result and gradients on this rank from dense attention, for each case."""
+    """Returns the largest distances of result and of gradients on this rank from dense attention, for each case."""
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, []
-    for method, T, document_length in cases:
-        *tensors, documents = inputs(T, document_length=document_length)
-        expected = result_and_gradients(lambda *x: dense(*x, documents), *tensors)  # noqa: B023, called at once
+    for method, T, document_length, name, has_sinks in cases:
+        reach = REACHES[name]
+        *qkv, grad, documents = inputs(T, document_length=document_length)
+        sinks = [torch.randn(8)] if has_sinks else []
+        right = result_and_gradients(lambda *x: dense(*x[:3], documents, *x[3:], **reach), *qkv, *sinks, grad)  # noqa: B023
         pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=method)
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        attention = exchanged(method, documents, group=group)
-        got = result_and_gradients(attention, *(x[:, own] for x in tensors))
-        found.append(max(distance(shard, right[:, own]) for shard, right in zip(got, expected, strict=True)))
+        attention = exchanged(method, documents, own.expand(2, -1), group=group, **reach)
+        got = result_and_gradients(attention, *(x[:, own] for x in qkv), *sinks, grad[:, own])
+        for total in got[4:]:  # each rank has a share of the gradients of sinks
+            dist.all_reduce(total)
+        distances = list(map(distance, got, [*(x[:, own] for x in right[:4]), *right[4:]]))
+        found.append((distances[0], max(distances[1:])))
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_exchange_equals_dense_attention(world_size):
-    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900]))
+    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900], [""], [False]))
+    cases += itertools.product(METHODS, [320], [None, 90], REACHES, [True])
+    cases += itertools.product(METHODS, [320], [90], ["window"], [False])
     for found in run_ranks(attention_distances, world_size, cases):
-        wrong = {case: error for case, error in zip(cases, found, strict=True) if error > 1e-6}
+        wrong = {case: error for case, error in zip(cases, found, strict=True) if max(error) > 1e-6}
         assert not wrong
 
 

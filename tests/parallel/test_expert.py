@@ -31,7 +31,7 @@ def batch(ranks, *, one_expert):
 def train(layer, x_BTD, grad_BTD):
     """Computes the layer; the router takes a row at a time, because the rounding of a product depends on its size."""
     x_BTD = x_BTD.clone().requires_grad_()
-    routed = [layer.router(x_TD[None]) for x_TD in x_BTD]
+    routed = [layer.router(x_TD[None])[:2] for x_TD in x_BTD]
     out_BTD = layer.experts(x_BTD, *(torch.cat(values) for values in zip(*routed, strict=True)))
     out_BTD.backward(grad_BTD)
     grads = {name: local_shard(parameter.grad) for name, parameter in layer.named_parameters()}

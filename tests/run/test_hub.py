@@ -54,7 +54,7 @@ def parameters_of_run(argv, trains):
 
 def hub_name(spec, name):
     """Returns the hub's name of a tensor that is the same there."""
-    (piece,) = spec.hugging_face.pieces(name, shape=())
+    (piece,) = spec.hugging_face.pieces({name: ()}, args=None)[name]
     return piece.source
 
 

@@ -82,6 +82,7 @@ def test_phases_change_mesh_stages_and_flops_but_no_batch_size():
         ("--training.seq_len=32", False),
         ("--model.args.n_layers=2", False),
         ("--debug.seed=5", False),
+        ("--debug.moe_force_load_balance", False),
     ],
 )
 def test_replica_groups_share_what_decides_the_numbers(change, is_same):

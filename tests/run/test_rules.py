@@ -10,6 +10,7 @@ from torchtitan_clone.config import (
     Config,
     load_config,
 )
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.run.rules import find_run_errors
 
 FACTS: dict[str, Any] = {
@@ -32,6 +33,7 @@ def find_errors(config: Config, **facts: Any) -> list[str]:
         n_heads=heads["n_heads"],
         kv_heads=heads.get("n_kv_heads", heads["n_heads"]),
         num_experts=facts.pop("num_experts", 0),
+        moe=facts.pop("moe", None),
         **{name: facts.pop(name) for name in names},
     )
     return find_run_errors(config, args=args, **facts)
@@ -59,6 +61,16 @@ FREEZE = "--training.freeze_schedule"
 EXPERT = "--parallelism.expert_parallel_degree"
 RULES = [
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
+    (
+        ["--debug.moe_force_load_balance"],
+        {},
+        "moe_force_load_balance = true: the model has no experts; set it to false",
+    ),
+    (
+        [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.semi_sync_method=diloco", "--training.steps=1000"],
+        {"num_experts": 8, "moe": MoEArgs(expert_bias=True)},
+        "model.args.moe.expert_bias = true: with fault_tolerance.semi_sync_method every replica group",
+    ),
     (
         [f"{EXPERT}=4"],
         {"num_experts": 6},

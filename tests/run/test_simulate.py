@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from torchtitan_clone.testing.parity_matrix import LATENT, MOE
 from torchtitan_clone.testing.runs import options, train
 
 TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
@@ -13,6 +14,11 @@ TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" /
 
 def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
     axes = {
+        **MOE,
+        "model__args__moe__sequence_balance": 0.1,
+        # A simulated run sends each rank equally many rows.
+        "debug__moe_force_load_balance": True,
+        "parallelism__expert_parallel_degree": 2,
         "parallelism__tensor_parallel_degree": 2,
         "training__global_batch_size": 8,
         "debug__trace_collectives": True,
@@ -26,12 +32,41 @@ def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
 
     def table(text):
         """Returns the lines of collectives, which a real run logs with the time."""
-        return {match[1] for line in text.splitlines() if (match := re.search(r"(?:^|:\d\d )((?:fsdp|tp) .*)", line))}
+        return {
+            match[1]
+            for line in text.splitlines()
+            if (match := re.search(r"(?:^|:\d\d )((?:fsdp|tp|ep|expert_fsdp) .*)", line))
+        }
 
-    assert table(text)
+    assert {line.split()[0] for line in table(text)} == {"fsdp", "tp", "ep", "expert_fsdp"}
     assert table(text) <= table(output)
     assert {line.split()[0] for line in table(output) - table(text)} <= {"tp"}
     assert not (tmp_path / "other").exists()
+
+
+def test_experts_are_simulated(corpus, tmp_path):
+    """On a mesh with an axis for experts, of which a real run waits for the counts of rows of all ranks."""
+    axes = {
+        "parallelism__expert_parallel_degree": 4, "parallelism__pipeline_parallel_degree": 2,
+        "parallelism__pipeline_parallel_schedule": "Interleaved1F1B", "comm__mode": "fake_backend",
+        "activation_checkpoint__mode": "none",
+    }  # fmt: skip
+    argv = options(corpus, tmp_path, **LATENT, **axes, model__args__n_layers=4, training__global_batch_size=16)
+    code, text = train(argv, log_folder=tmp_path, env={"WORLD_SIZE": "8"})
+    assert code == 0, text
+    assert "8 ranks = pp 2 x dp_shard 4; experts: ep 4 x expert_fsdp 1" in text
+    # 3 of 4 layers have 8 experts with 3 x 64 x 64 parameters each, of which 2 process a token.
+    found = re.search(r"parameters +([\d,]+), of which ([\d,]+) process each token", text)
+    total, active = (int(number.replace(",", "")) for number in found.groups())
+    assert total - active == 3 * 6 * 3 * 64 * 64
+    calls = {
+        (axis, kind, layer): int(count)
+        for axis, kind, layer, count in re.findall(r"^(\w+) +(\w+) +(\S+(?: \S+)*?) +(\d+) ", text, re.MULTILINE)
+    }
+    # Of 4 micro-batches in a layer with experts: counts and rows there, rows back, in backward rows alone.
+    assert calls["ep", "all_to_all", "layers.*.feed_forward.experts"] == 4 * (3 + 2)
+    assert calls["fsdp", "all_gather", "layers.*"] == 2
+    assert ("fsdp", "all_gather", "optimizer and loss") not in calls
 
 
 def test_llama_405b_on_512_ranks():

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -21,12 +22,13 @@ from torch import Tensor
 from torchtitan_clone.checkpoint import tensor_file
 from torchtitan_clone.checkpoint.commit import commit
 from torchtitan_clone.checkpoint.loading import first_error
+from torchtitan_clone.checkpoint.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SCALES, BlockScaled, Mxfp4
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
-from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, sources_of
+from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -226,12 +228,25 @@ class WeightFolder:
     entries: Mapping[str, Entry]
     files: Mapping[str, Path]
 
+    def stored_as(self, name: str) -> str:
+        """Returns the name of the tensor that holds the values of a tensor, which need not be in the folder."""
+        is_packed = name not in self.entries and f"{name}{MXFP4_SCALES}" in self.entries
+        return f"{name}{MXFP4_BLOCKS}" if is_packed else name
+
+    def scales_of(self, name: str) -> Entry | None:
+        """Returns the scales of a tensor that is stored in 8 bits, as by DeepSeek V3, or in 4; None if it has none."""
+        entry = self.entries.get(name)
+        if entry is None:
+            return self.entries.get(f"{name}{MXFP4_SCALES}")
+        is_quantized = entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
+        return self.entries.get(f"{name}{SCALES}") if is_quantized else None
+
     def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
             for piece in pieces[name]:
-                needed.setdefault(self.files[piece.source], []).append((name, piece))
+                needed.setdefault(self.files[self.stored_as(piece.source)], []).append((name, piece))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         for path, parts in needed.items():
             with torch.no_grad(), safe_open(path, framework="pt") as file:
@@ -239,7 +254,19 @@ class WeightFolder:
                     box, offset = boxes[name]
                     overlap = piece.overlap(tensors[name].shape, offset=offset, size=box.shape)
                     if overlap is not None:
-                        overlap.in_box(box).copy_(overlap.read(file.get_slice(piece.source)))
+                        with self._open(piece.source, file.get_slice(self.stored_as(piece.source))) as source:
+                            overlap.in_box(box).copy_(overlap.read(source))
+
+    @contextmanager
+    def _open(self, name: str, values: Sliceable) -> Iterator[Sliceable]:
+        """Yields a tensor of a file, or its values times its scales, which another file may hold."""
+        scales = self.scales_of(name)
+        if scales is None:
+            yield values
+            return
+        with safe_open(self.files[scales.name], framework="pt") as file:
+            kind = BlockScaled if name in self.entries else Mxfp4
+            yield kind(values, scales=file.get_slice(scales.name))
 
 
 def open_weight_folder(path: Path) -> WeightFolder:

@@ -507,6 +507,8 @@ class Debug:
     """Use deterministic algorithms only; slower."""
     trace_collectives: bool = False
     """Log a table of the collectives of this process' second step and write it to collectives.rankN.json."""
+    moe_force_load_balance: bool = False
+    """Let the tokens of each row take the experts in turn instead of those that the router prefers."""
     deterministic_warn_only: bool = False
     """With deterministic: warn about operations without a deterministic implementation instead of raising an error."""
 

@@ -84,7 +84,6 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
         "gradients are not quantized between replica groups; set it to false"
     ),
     "hf_transformers.*": TorchtitanKey("models of the transformers library are not supported; remove the table", ()),
-    "debug.moe_force_load_balance": TorchtitanKey("mixture-of-experts models are not supported; remove the key"),
 }
 
 

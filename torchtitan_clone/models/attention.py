@@ -4,14 +4,16 @@ Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q 
 """
 
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from torchtitan_clone.models.rope import rotate
-from torchtitan_clone.ops.blockwise_attention import document_attention, document_starts
+from torchtitan_clone.models.rope import Positions, apply_positions
+from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -21,12 +23,20 @@ BLOCK = 128
 class DocumentMask(nn.Module):
     """Builds the mask for rows of documents; a module, so that context parallelism can replace it."""
 
-    def forward(self, documents_BT: Tensor | None) -> AttentionMask:
-        """Returns the start of each token's document [B, T] on CPU, a BlockMask on CUDA, None for causal only."""
-        if documents_BT is None:
-            return None
-        starts_BT = document_starts(documents_BT)
-        return starts_BT if documents_BT.device.type == "cpu" else block_mask(starts_BT)
+    def forward(
+        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
+    ) -> AttentionMask:
+        """Returns the first token that each one attends to [B, T] on CPU, a BlockMask on CUDA, None for causal only.
+
+        Of the positions of the rows' tokens only shape and device matter.
+        """
+        starts_BT = visible_starts(documents_BT, like=positions_BT, window=window, chunk=chunk)
+        return None if starts_BT is None else mask_from(starts_BT)
+
+
+def mask_from(starts_BT: Tensor) -> BlockMask | Tensor:
+    """Returns the mask of tokens that attend to those from these indices of the row on, for the device's kernel."""
+    return starts_BT if starts_BT.device.type == "cpu" else block_mask(starts_BT)
 
 
 def block_mask(starts_BT: Tensor) -> BlockMask:
@@ -60,40 +70,108 @@ def _compiled_flex_attention():
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask) -> Tensor:
-        """Returns [B, T, N, H]."""
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        """Returns [B, T, N, H]; a sink is a logit of a head that is in the softmax, with a value of zero."""
+        if mask is None and sinks_N is not None:
+            mask = mask_from(torch.zeros(q_BTNH.shape[:2], dtype=torch.int32, device=q_BTNH.device))
         if isinstance(mask, Tensor):
-            return document_attention(q_BTNH, k_BTKH, v_BTKH, mask)[0]
+            return document_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)[0]
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
         if isinstance(mask, BlockMask):
-            flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-            out_BNTH = flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
-        else:
-            out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+            return _flex(q_BNTH, k_BKTH, v_BKTH, mask, sinks_N).transpose(1, 2)
+        grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
+        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
         return out_BNTH.transpose(1, 2)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention; `qk_norm_eps` adds an RMSNorm of q and k. Source: arXiv 2305.13245, arXiv 2302.05442."""
+def _flex(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: BlockMask, sinks_N: Tensor | None) -> Tensor:
+    """Returns attention [B, N, T, H] by FlexAttention."""
+    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
+    grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
+    if sinks_N is None:
+        return flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
+    request = AuxRequest(lse=True)
+    out_BNTH, aux = flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped, return_aux=request)
+    share_BNT = (cast("Tensor", aux.lse) - sinks_N[:, None]).sigmoid()  # of the keys in the softmax
+    return out_BNTH * share_BNT[..., None].type_as(out_BNTH)
 
-    def __init__(self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None):
+
+class Sinks(nn.Module):
+    """The sinks [N] of the heads; a module, so that tensor parallelism can shard it."""
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(n_heads))
+
+    def forward(self) -> Tensor:
+        return local_with_partial_grad(self.weight)
+
+
+class MeanSquare(nn.Module):
+    """Mean square of the features of all heads, [B, T, 1, 1] in fp32; tensor parallelism averages over the ranks."""
+
+    def forward(self, x_BTNH: Tensor) -> Tensor:
+        return x_BTNH.float().square().mean(dim=(-2, -1), keepdim=True)
+
+
+class RMSNormOfHeads(nn.RMSNorm):
+    """RMSNorm of all heads together: [B, T, N, H], with N H weights."""
+
+    def __init__(self, size: int, *, eps: float):
+        super().__init__(size, eps=eps)
+        self.mean_square = MeanSquare()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        weight_NH = local_with_partial_grad(self.weight).unflatten(0, x.shape[2:])
+        return (x.float() * (self.mean_square(x) + self.eps).rsqrt() * weight_NH).type_as(x)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Source: arXiv 2305.13245, arXiv 2302.05442.
+
+    `qk_norm_eps` adds an RMSNorm of q and k, of each head, or with `norm_all_heads` of all heads together; `bias` adds
+    one to each projection, `sinks` one logit to each head, `rotated_norm_eps` a norm without weight of rotated q and k.
+    """
+
+    def __init__(
+        self, *, dim: int, n_heads: int, kv_heads: int, head_dim: int, qk_norm_eps: float | None = None,
+        norm_all_heads: bool = False, bias: bool = False, sinks: bool = False,
+        rotated_norm_eps: float | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps) if qk_norm_eps is not None else None
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.wv = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
+
+        def build_norm(heads: int) -> nn.Module | None:
+            if qk_norm_eps is None:
+                return None
+            return (
+                RMSNormOfHeads(heads * head_dim, eps=qk_norm_eps)
+                if norm_all_heads
+                else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+            )
+
+        self.q_norm = build_norm(n_heads)
+        self.k_norm = build_norm(kv_heads)
+        self.rotated_norm_eps = rotated_norm_eps
+        self.sinks = Sinks(n_heads) if sinks else None
         self.core = CoreAttention()
 
-    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
         """Returns [B, T, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
         q_BTNH = self.wq(x_BTD).unflatten(-1, (-1, self.head_dim))
         k_BTKH = self.wk(x_BTD).unflatten(-1, (-1, self.head_dim))
         v_BTKH = self.wv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q_BTNH = self.q_norm(q_BTNH) if self.q_norm is not None else q_BTNH
         k_BTKH = self.k_norm(k_BTKH) if self.k_norm is not None else k_BTKH
-        out_BTNH = self.core(rotate(q_BTNH, *rope), rotate(k_BTKH, *rope), v_BTKH, mask)
-        return self.wo(out_BTNH.flatten(-2))
+        q_BTNH, k_BTKH = apply_positions(q_BTNH, k_BTKH, rope)
+        if self.rotated_norm_eps is not None:
+            q_BTNH, k_BTKH = (F.rms_norm(x, (self.head_dim,), eps=self.rotated_norm_eps) for x in (q_BTNH, k_BTKH))
+        sinks_N = self.sinks() if self.sinks is not None else None
+        return self.wo(self.core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N).flatten(-2))

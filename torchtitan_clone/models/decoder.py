@@ -1,6 +1,6 @@
 """The decoder of all families. Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, cast, runtime_checkable
 
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
-from torchtitan_clone.models.rope import RopeScaling, cos_sin, inverse_frequencies
+from torchtitan_clone.models.layer_kinds import LayerKind
+from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
 from torchtitan_clone.torch_compat import persistent_buffers
 
-Rope = tuple[Tensor, Tensor]
-"""Cosine and sine of every position, each [B, T, 1, H]."""
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
 
@@ -54,8 +53,26 @@ class ModelArgs:
         return 0
 
     @property
+    def experts_per_token(self) -> int:
+        """Experts of each layer that process one token; 0 for a dense model."""
+        return 0
+
+    @property
+    def attention_dim(self) -> float:
+        """Mean of the dimensions of a head's keys and values."""
+        return self.head_dim
+
+    @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
+
+    def rope_args(self) -> RopeArgs:
+        """Returns the rotary positions of all features of a head."""
+        return RopeArgs(dim=self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling)
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """Returns the kind of each layer; a family whose layers differ overrides it."""
+        return [LayerKind(positions=self.rope_args())] * self.n_layers
 
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
@@ -63,6 +80,10 @@ class ModelArgs:
         if self.kv_heads >= 1 and self.n_heads % self.kv_heads:
             problem = f"n_kv_heads {self.kv_heads} does not divide n_heads {self.n_heads}; set n_kv_heads to a divisor"
             found.append(f"model.args: {problem}")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and self.rope_theta <= 1.0:
+            found.append(
+                f"model.args.rope_theta = {self.rope_theta}: must be above 1 with YaRN; set for example 10000.0"
+            )
         return found
 
 
@@ -96,7 +117,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BTD: Tensor, rope: Rope, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
         """Returns [B, T, D], and sums [A] of auxiliary terms where the feed-forward does."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
         out = self.feed_forward(self.ffn_norm(x_BTD))
@@ -121,13 +142,13 @@ class OutputProjection(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
-    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order.
+    `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order;
+    tensor parallelism shards tokens too.
     """
 
     tok_embeddings: nn.Embedding | None
     norm: nn.Module | None
     output: OutputProjection | None
-    inv_freq: Tensor
 
     def __init__(
         self,
@@ -146,14 +167,18 @@ class Decoder(nn.Module):
         self.output = OutputProjection(args)
         if args.tied_embeddings:
             self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)
-        self.register_buffer("inv_freq", torch.empty(args.head_dim // 2, dtype=torch.float32), persistent=False)
+        # By number, which torch.compile can trace: the distinct settings, and those of each layer.
+        kinds = args.layer_kinds()
+        settings = list(dict.fromkeys(kind.positions for kind in kinds))
+        self._reaches = list(dict.fromkeys((kind.window, kind.chunk) for kind in kinds))
+        self._kinds = [
+            (settings.index(kind.positions), self._reaches.index((kind.window, kind.chunk))) for kind in kinds
+        ]
+        self.rotary = nn.ModuleList(Rotary(setting) for setting in settings)
         self.init_buffers()
 
     def init_buffers(self, device: torch.device | None = None) -> None:
         """Sets buffers to initial values, in place or on `device`; persistent ones too, so call it before loading."""
-        args = self.args
-        at = device or self.inv_freq.device
-        self.inv_freq = inverse_frequencies(args.head_dim, theta=args.rope_theta, scaling=args.rope_scaling, device=at)
         for module in self.modules():
             if module is not self and isinstance(module, HasBuffers):
                 module.init_buffers(device)
@@ -173,13 +198,17 @@ class Decoder(nn.Module):
         `documents_BT` numbers the documents of a row; None: attention is causal only. Other stages than the last return
         hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the tokens.
         """
-        rope = cos_sin(positions_BT, self.inv_freq)
-        mask = self.attention_mask(documents_BT)
+        ropes = [rotary(positions_BT) for rotary in self.rotary]
+        masks = [
+            self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk)
+            for window, chunk in self._reaches
+        ]
         h_BTD = self.tok_embeddings(tokens_BT) if self.tok_embeddings is not None else tokens_BT
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary), device=h_BTD.device)
-        for layer in self.layers.values():
-            h_BTD = layer(h_BTD, rope, mask)
+        for name, layer in self.layers.items():
+            rope, mask = self._kinds[int(name)]
+            h_BTD = layer(h_BTD, ropes[rope], masks[mask])
             if not isinstance(h_BTD, Tensor):
                 h_BTD, layer_sums_A = h_BTD
                 sums_A = sums_A + layer_sums_A
@@ -230,6 +259,8 @@ def initial_std(args: ModelArgs, name: str) -> float | None:
     """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
     if "norm" in name:
         return None
+    if "bias" in name:
+        return 0.0
     if name == "output.weight" or (args.tied_embeddings and name == "tok_embeddings.weight"):
         return args.dim**-0.5
     if name == "tok_embeddings.weight":

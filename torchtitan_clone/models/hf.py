@@ -1,15 +1,19 @@
 """The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
+from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import Piece
 
+Arguments = dict[str, Any]
+"""Arguments of `[model.args]`."""
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -22,10 +26,17 @@ CONFIG_KEYS: Mapping[str, str] = {
     "tied_embeddings": "tie_word_embeddings",
 }
 """Keys of config.json by the names of our arguments."""
-_ROPE_KEYS = {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")}
-_ROPE_KEYS["original_max_seq_len"] = "original_max_position_embeddings"
+_ROPE_KEYS = {"factor": "factor", "original_max_seq_len": "original_max_position_embeddings"}
+_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
+    "llama3": {**_ROPE_KEYS, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
+    "yarn": _ROPE_KEYS,
+}
+"""Keys of each type of rotary scaling by the names of our arguments, all of them required."""
+_YARN_KEYS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
+"""Keys that YaRN may have, with names and defaults of ours."""
 _DEFAULT_ROPE_THETA = 10000.0
-_NUMBERS = ("norm_eps", "factor", "low_freq_factor", "high_freq_factor")
+_FLAGS = ("tied_embeddings", "truncate")
+_NUMBERS = ("norm_eps", "factor", "low_freq_factor", "high_freq_factor", *_YARN_KEYS)
 _MOST = {"n_layers": 10_000, "max_seq_len": 2**31, "original_max_seq_len": 2**31}
 _LONGEST = 2**24
 """Largest size of a dimension: the elements of a matrix can be counted, and building a model takes seconds."""
@@ -41,44 +52,50 @@ class DecoderHub:
     fixed: Mapping[str, object]
     """Keys of config.json with the only value that the family supports."""
     defaults: Mapping[str, object]
-    """Values of keys that a config.json may leave out; all others are required."""
+    """Arguments of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
-    def pieces(self, name: str, *, shape: Sequence[int]) -> list[Piece]:
-        """Returns the tensors of the hub that hold our parameter or buffer of that name and shape."""
-        return pieces_of(self.rules, name, shape=shape)
+    def rules_of(self, args: Any) -> Rules:
+        """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
+        return self.rules
 
-    def is_leftover(self, name: str, *, tied: bool) -> bool:
+    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any) -> dict[str, list[Piece]]:
+        """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
+        rules = self.rules_of(args)
+        return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
+
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
-        return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (args.tied_embeddings and name == "lm_head.weight")
 
-    def arguments(self, args: Any) -> dict[str, Any]:
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
+        """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
+        return []
+
+    def arguments(self, args: Any) -> Arguments:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""
         return {
             **{name: getattr(args, name) for name in self.keys},
             "n_kv_heads": args.kv_heads,
-            "hidden_dim": args.ffn_hidden_dim,
+            **({"hidden_dim": args.ffn_hidden_dim} if "hidden_dim" in self.keys else {}),
             "rope_theta": args.rope_theta,
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
         }
 
-    def to_config(self, args: ModelArgs) -> dict[str, object]:
+    def to_config(self, args: Any) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
-        scaling = values["rope_scaling"]
-        if scaling:
-            scaling = {"rope_type": "llama3", **{theirs: scaling[ours] for ours, theirs in _ROPE_KEYS.items()}}
         return {
             "architectures": [self.architecture],
             **self.fixed,
             **{theirs: values[ours] for ours, theirs in self.keys.items()},
             "head_dim": args.head_dim,
             "rope_theta": args.rope_theta,
-            "rope_scaling": scaling,
+            "rope_scaling": args.rope_scaling and scaling_to_config(args.rope_scaling),
         }
 
-    def from_config(self, config: Mapping[str, object]) -> dict[str, Any]:
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
         """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one.
 
         A null stands for the default, as in transformers.
@@ -95,7 +112,7 @@ class DecoderHub:
             raise ConfigError(problems)
         given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
         try:
-            values: dict[str, Any] = {
+            values: Arguments = {
                 ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()
             }
             if "head_dim" not in self.keys:
@@ -109,22 +126,45 @@ class DecoderHub:
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
             entry.refuse(f"{self.family} supports only {supported}")
 
-    def _rope(self, given: Mapping[str, object]) -> dict[str, Any]:
+    def _rope(self, given: Mapping[str, object]) -> Arguments:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
         key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
         entries = _entry(given, key).entries() if given.get(key) else {}
         scaling = {name: entry for name, entry in entries.items() if entry.value is not None}
         theta = scaling.get("rope_theta", _entry({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
-        values: dict[str, Any] = {"rope_theta": theta.number(low=1.0), "rope_scaling": None}
+        return {"rope_theta": theta.number(low=1.0), "rope_scaling": self.read_scaling(scaling)}
+
+    def read_scaling(self, scaling: Mapping[str, Value]) -> Arguments | None:
+        """Returns the arguments of a rotary scaling in config.json, None for none. DocumentError."""
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind is None or kind.text() == "default":
-            return values
-        if kind.value != "llama3":
-            kind.refuse(f'{self.family} supports only "default" and "llama3"')
-        if absent := [name for name in _ROPE_KEYS.values() if name not in scaling]:
-            raise ConfigError(f"config.json: the rope scaling has no {', '.join(absent)}")
-        values["rope_scaling"] = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in _ROPE_KEYS.items()}
-        return values
+            return None
+        keys = _SCALING_KEYS.get(kind.text())
+        if keys is None:
+            kind.refuse(f'{self.family} supports only "default", "llama3" and "yarn"')
+        if absent := [name for name in keys.values() if name not in scaling]:
+            raise DocumentError(f"config.json: the rope scaling has no {', '.join(absent)}")
+        if kind.value == "yarn":
+            keys = {**keys, **{name: name for name in _YARN_KEYS if name in scaling}}
+        values: Arguments = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
+        if bool(values.get("mscale")) != bool(values.get("mscale_all_dim")):
+            raise DocumentError("config.json: the rope scaling has one of mscale and mscale_all_dim; give both or none")
+        if not values.get("mscale"):  # transformers takes zeros as absent
+            values = {name: value for name, value in values.items() if not name.startswith("mscale")}
+        found = RopeScaling(rope_type="yarn" if kind.value == "yarn" else "llama3", **values)
+        is_default = math.isclose(found.magnitude(), replace(found, attention_factor=0.0).magnitude(), rel_tol=1e-9)
+        return asdict(replace(found, attention_factor=0.0) if is_default else found)
+
+
+def scaling_to_config(scaling: RopeScaling) -> dict[str, object]:
+    """Returns a rotary scaling as in config.json."""
+    values = asdict(scaling)
+    found = {theirs: values[ours] for ours, theirs in _SCALING_KEYS[scaling.rope_type].items()}
+    if scaling.rope_type == "yarn":
+        found |= {name: values[name] for name in ("beta_fast", "beta_slow", "truncate")}
+        optional = ("attention_factor", *(("mscale", "mscale_all_dim") if scaling.mscale_all_dim else ()))
+        found |= {name: values[name] for name in optional if values[name]}
+    return {"rope_type": scaling.rope_type, **found}
 
 
 def _entry(config: Mapping[str, object], key: str) -> Value:
@@ -133,7 +173,7 @@ def _entry(config: Mapping[str, object], key: str) -> Value:
 
 def _read_argument(name: str, entry: Value) -> int | float | bool:
     """Returns the value of one of our arguments from its entry in config.json. DocumentError."""
-    if name == "tied_embeddings":
+    if name in _FLAGS:
         return entry.flag()
     if name in _NUMBERS:
         return entry.number(low=0.0)

@@ -71,6 +71,24 @@ def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
     return pieces
 
 
+def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
+    """One tensor of the hub with heads of `plain` and `rotary` rows, which are rotated as pairs of neighbors there.
+
+    Ours are pairs of the same index in both halves.
+    """
+
+    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+        half = rotary // 2
+        rows: list[tuple[slice, slice]] = []
+        for first in range(0, shape[0], plain + rotary):
+            start, middle, stop = first + plain, first + plain + half, first + plain + rotary
+            rows += [(slice(first, start), slice(first, start)), (slice(start, stop, 2), slice(start, middle))]
+            rows += [(slice(start + 1, stop, 2), slice(middle, stop))]
+        return [Piece(source=name, shape=shape, of=(theirs,), to=(ours,)) for theirs, ours in rows]
+
+    return pieces
+
+
 def pieces_of(rules: Rules, name: str, *, shape: Sequence[int]) -> list[Piece]:
     """Returns the pieces of our tensor of that name and shape; KeyError where no rule has it."""
     match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)

@@ -6,7 +6,7 @@ Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,26 @@ from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range
-from torchtitan_clone.models.decoder import Hidden
+from torchtitan_clone.models.balancing import (
+    BATCH,
+    SEQUENCE,
+    CountInBackward,
+    RowShards,
+    Z,
+    auxiliary_sums,
+    count_experts,
+)
+from torchtitan_clone.models.decoder import Hidden, ModelArgs
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.spec import DENSE_KEPT, dense_flops_per_token
-from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm
 from torchtitan_clone.ops.permutation import Permute, inverse
 
 MOE_KEPT = replace(DENSE_KEPT, alternating=DENSE_KEPT.alternating | {torch.ops.torchtitan_clone.grouped_mm.default})
 """What selective activation checkpointing keeps; products of experts count like others."""
 NumExperts = Annotated[int, Range(1, 2**16)]
+Coefficient = Annotated[float, Range(0.0, 1e6)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +51,31 @@ class MoEArgs:
     normalize_scores: bool = True
     """Whether the scores of a token's experts are divided by their sum."""
     score_scale: Annotated[float, Range(0.0, 1000.0, above=True)] = 1.0
+    score_inputs: bool = False
+    """Whether scores multiply what experts get, instead of what they return."""
     num_groups: NumExperts = 1
     """Groups that the experts are divided into; a token chooses experts of `top_groups` of them only."""
     top_groups: NumExperts = 1
+    group_score: Literal["sum of best two", "best"] = "sum of best two"
+    """By which scores of its experts a group is chosen."""
+    expert_bias: bool = False
+    """Add a bias to the scores for choosing experts only, and after each step adapt it to their load."""
+    bias_update_rate: Annotated[float, Range(0.0, 1.0)] = 1e-3
+    """What a step adds to the bias of an expert with less than the mean load, and takes from one with more."""
+    biases: bool = False
+    """Whether the router and the products of experts have biases."""
+    swiglu_limit: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Largest size of what the products give to the activation, which then is gpt-oss's; 0: SwiGLU without limit."""
+    batch_balance: Coefficient = 0.0
+    """Coefficient of the batch-wise auxiliary loss; see balancing.auxiliary_sums() for this and the next two."""
+    sequence_balance: Coefficient = 0.0
+    router_z: Coefficient = 0.0
+
+    @property
+    def auxiliary(self) -> dict[str, float]:
+        """Coefficients of the auxiliary losses in use, by name."""
+        terms = {BATCH: self.batch_balance, SEQUENCE: self.sequence_balance, Z: self.router_z}
+        return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     def violations(self, *, dim: int) -> list[str]:
         """Returns one sentence for each value that is invalid in a model of that dimension."""
@@ -64,35 +96,85 @@ class MoEArgs:
 
 
 class Router(nn.Module):
-    """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision."""
+    """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision.
+
+    `counts_E` are the tokens of this rank that were trained by expert. With `is_forced` tokens take experts in turn.
+    """
+
+    expert_bias: Tensor | None
+    expert_load: Tensor | None
+    counts_E: Tensor
 
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.args = args
+        self.bias_update_rate = args.bias_update_rate
+        self.is_forced = False
+        self.rows: RowShards | None = None
         self.weight = nn.Parameter(torch.empty(args.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
+        self.bias = nn.Parameter(torch.zeros(args.num_experts)) if args.biases else None
+        self.register_buffer("expert_bias", torch.empty(args.num_experts) if args.expert_bias else None)
+        self.register_buffer("expert_load", torch.empty(args.num_experts) if args.batch_balance else None)
+        self.register_buffer("counts_E", torch.empty(args.num_experts, dtype=torch.int64), persistent=False)
+        self.init_buffers()
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the scores [B, T, K] of the chosen experts, fp32, and their numbers [B, T, K]."""
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Sets bias and counts to zero and the load to balanced; in fp32, also where the model has another type."""
+        device = device or self.counts_E.device
+        size = self.args.num_experts
+        self.counts_E = torch.zeros(size, dtype=torch.int64, device=device)
+        if self.expert_bias is not None:
+            self.expert_bias = torch.zeros(size, dtype=torch.float32, device=device)
+        if self.expert_load is not None:
+            self.expert_load = torch.ones(size, dtype=torch.float32, device=device)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns scores [B, T, K] of the chosen experts, fp32, their numbers, and auxiliary sums [A] or None."""
         args = self.args
         x_BTD = local_with_partial_grad(x_BTD)
-        x_ND = x_BTD.flatten(0, 1)
-        logits_NE = F.linear(x_ND.float(), local_with_partial_grad(self.weight).float())
-        scores_NE = logits_NE.softmax(dim=-1) if args.score_func == "softmax" else logits_NE.sigmoid()
-        experts_NK = _masked_to_groups(scores_NE.detach(), args).topk(args.top_k, dim=-1).indices
-        scores_NK = scores_NE.gather(1, experts_NK)
+        bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
+        logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
+        scores_BTE = logits_BTE.softmax(dim=-1) if args.score_func == "softmax" else logits_BTE.sigmoid()
+        experts_BTK = self._in_turn(scores_BTE) if self.is_forced else self._choose(scores_BTE.detach())
+        scores_BTK = cast(
+            "Tensor", CountInBackward.apply(scores_BTE.gather(-1, experts_BTK), experts_BTK, self.counts_E)
+        )
         if args.normalize_scores:
-            scores_NK = scores_NK / (scores_NK.sum(dim=-1, keepdim=True) + 1e-20)
-        scores_NK = scores_NK * args.score_scale
-        return scores_NK.unflatten(0, x_BTD.shape[:2]), experts_NK.unflatten(0, x_BTD.shape[:2])
+            scores_BTK = scores_BTK / (scores_BTK.sum(dim=-1, keepdim=True) + 1e-20)
+        sums_A = auxiliary_sums(
+            logits_BTE, scores_BTE, experts_BTK, terms=list(args.auxiliary), load_E=self.expert_load, rows=self.rows
+        )
+        return scores_BTK * args.score_scale, experts_BTK, sums_A
+
+    def _choose(self, scores_BTE: Tensor) -> Tensor:
+        """Returns the experts [B, T, K] with the largest scores, biased and in the best groups."""
+        scores_BTE = scores_BTE if self.expert_bias is None else scores_BTE + self.expert_bias
+        scores_NE = _masked_to_groups(scores_BTE.flatten(0, 1), self.args)
+        return scores_NE.topk(self.args.top_k, dim=-1).indices.unflatten(0, scores_BTE.shape[:2])
+
+    def _in_turn(self, scores_BTE: Tensor) -> Tensor:
+        """Returns experts [B, T, K] by the index of each token in its row, so that every mesh has the same."""
+        rows, count, experts = scores_BTE.shape
+        tokens_T = torch.arange(count) if self.rows is None else self.rows.indices(count)
+        slots_TK = tokens_T[:, None] * self.args.top_k + torch.arange(self.args.top_k)
+        return (slots_TK % experts).to(scores_BTE.device).expand(rows, -1, -1)
+
+
+def force_load_balance(model: nn.Module) -> None:
+    """Lets the tokens of each row take the experts in turn, whatever their scores: for benchmarks and debugging."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.is_forced = True
 
 
 def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
-    """Hides the experts outside of each token's best groups: those with the largest sums of their best two experts."""
+    """Hides the experts outside of each token's best groups."""
     if args.num_groups == 1:
         return scores_NE
     scores_NGe = scores_NE.unflatten(1, (args.num_groups, -1))
-    best_NG = scores_NGe.topk(min(2, scores_NGe.shape[2]), dim=-1).values.sum(dim=-1)
+    count = min(2 if args.group_score == "sum of best two" else 1, scores_NGe.shape[2])
+    best_NG = scores_NGe.topk(count, dim=-1).values.sum(dim=-1)
     hidden_NG = torch.ones_like(best_NG, dtype=torch.bool)
     hidden_NG.scatter_(1, best_NG.topk(args.top_groups, dim=-1).indices, False)
     return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)
@@ -109,35 +191,64 @@ class Exchange(Protocol):
 
 
 class Experts(nn.Module):
-    """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F]."""
+    """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F].
 
-    def __init__(self, *, count: int, dim: int, hidden_dim: int):
+    Biases of w1 and w3 are [E, F], of w2 [E, D].
+    """
+
+    def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
+        count, hidden_dim = args.num_experts, args.hidden_dim
         self.num_experts = count
+        self.limit = args.swiglu_limit
+        self.score_inputs = args.score_inputs
         self.exchange: Exchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        self.w1_bias = nn.Parameter(torch.zeros(count, hidden_dim)) if args.biases else None
+        self.w2_bias = nn.Parameter(torch.zeros(count, dim)) if args.biases else None
+        self.w3_bias = nn.Parameter(torch.zeros(count, hidden_dim)) if args.biases else None
 
     def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
         """Returns [B, T, D]: the sum of the results of each token's experts, times their scores."""
         x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
         experts_NK = experts_BTK.flatten(0, 1)
         rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
+        scores_NK = scores_BTK.flatten(0, 1)
+        if self.score_inputs:
+            scores = Permute.apply(scores_NK.flatten(), inverse(positions_NK.flatten()))
+            rows, scores_NK = (rows * scores[:, None]).to(rows.dtype), torch.ones_like(scores_NK)
         if self.exchange is None:
             results = self._by_expert(rows, counts_E)
         else:
             received, counts_E, route = self.exchange.send(rows, counts_E)
             results = self.exchange.send_back(self._by_expert(received, counts_E), route)
-        return combine(results, scores_BTK.flatten(0, 1), positions_NK).unflatten(0, x_BTD.shape[:2])
+        return combine(results, scores_NK, positions_NK).unflatten(0, x_BTD.shape[:2])
 
     def _by_expert(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """Returns the results of rows that are sorted by expert, `counts_E` of each."""
-        w1, w2, w3 = (local_with_partial_grad(weight) for weight in (self.w1, self.w2, self.w3))
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        return grouped_mm(F.silu(grouped_mm(rows, w1, ends_E)) * grouped_mm(rows, w3, ends_E), w2, ends_E)
+        gate = self._product(rows, self.w1, self.w1_bias, ends_E)
+        up = self._product(rows, self.w3, self.w3_bias, ends_E)
+        hidden = clamped_swiglu(gate, up, limit=self.limit) if self.limit else F.silu(gate) * up
+        return self._product(hidden, self.w2, self.w2_bias, ends_E)
+
+    @staticmethod
+    def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor) -> Tensor:
+        out = grouped_mm(rows, local_with_partial_grad(weight), ends_E)
+        if bias is None:
+            return out
+        index = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        return out + share_of_sum(bias)[torch.searchsorted(ends_E, index, right=True)].type_as(out)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float, alpha: float = 1.702) -> Tensor:
+    """Returns (up + 1) * gate * sigmoid(alpha gate), of values up to `limit`. Source: arXiv 2508.10925."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(gate * alpha)
 
 
 class MoE(nn.Module):
@@ -146,21 +257,22 @@ class MoE(nn.Module):
     def __init__(self, args: MoEArgs, *, dim: int):
         super().__init__()
         self.router = Router(args, dim=dim)
-        self.experts = Experts(count=args.num_experts, dim=dim, hidden_dim=args.hidden_dim)
+        self.experts = Experts(args, dim=dim)
         shared = args.num_shared_experts * args.hidden_dim
         self.shared_experts = SwiGLU(dim=dim, hidden_dim=shared) if shared else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns [B, T, D]."""
-        out_BTD = self.experts(x_BTD, *self.router(x_BTD))
-        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+    def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns [B, T, D], and with auxiliary losses the sums [A] of their terms."""
+        scores_BTK, experts_BTK, sums_A = self.router(x_BTD)
+        out_BTD = self.experts(x_BTD, scores_BTK, experts_BTK)
+        out_BTD = out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
+        return out_BTD if sums_A is None else (out_BTD, sums_A)
 
 
 def dispatch(x_ND: Tensor, experts_NK: Tensor, *, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns rows [N * K, D] sorted by expert and within by token, their counts [E], and their positions [N, K]."""
     order = experts_NK.flatten().argsort(stable=True)
-    # bincount has no kernel for the meta device.
-    counts_E = order.new_zeros(num_experts).scatter_add_(0, experts_NK.flatten(), torch.ones_like(order))
+    counts_E = count_experts(experts_NK.flatten(), num_experts=num_experts)
     positions_NK = inverse(order).view_as(experts_NK)
     return _Dispatch.apply(x_ND, order, positions_NK), counts_E, positions_NK
 
@@ -185,8 +297,9 @@ class _Dispatch(torch.autograd.Function):
         return grads[0][positions_NK].sum(dim=1), None, None
 
 
-def moe_flops_per_token(args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float:
+def moe_flops_per_token(
+    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
+) -> float:
     """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
-    share = {name: args.moe.top_k if ".experts." in name else None for name in parameters}
-    active = {name: parameter[: share[name]] for name, parameter in parameters.items()}
+    active = active_parameters(args, parameters)
     return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

@@ -1,36 +1,115 @@
 """Rotary position embedding, in the half-rotation layout of Hugging Face. Source: arXiv 2104.09864.
 
-Legend: B batch, T tokens, N heads, H head dim.
+Legend: B batch, T tokens, N heads, K kv heads, H head dim, R rotated features of a head.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import Range, Size
 
 Factor = Annotated[float, Range(0.0, 1e6, above=True)]
+Positions = tuple[Tensor, Tensor] | Tensor | None
+"""What attention does with positions: rotates q and k by cosines and sines [B, T, 1, R], or multiplies q by a factor
+[B, T, 1, 1], or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining (Llama 3.1)."""
+    """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining.
 
+    "llama3" reads the fields with freq in their name, "yarn" those from `beta_fast` on. Source: arXiv 2407.21783,
+    arXiv 2309.00071.
+    """
+
+    rope_type: Literal["llama3", "yarn"] = "llama3"
     factor: Factor = 8.0
     low_freq_factor: Factor = 1.0
     high_freq_factor: Factor = 4.0
     original_max_seq_len: Size = 8192
+    beta_fast: Factor = 32.0
+    """Rotations within `original_max_seq_len` from which a pair of features is not stretched."""
+    beta_slow: Factor = 1.0
+    """Rotations up to which it is stretched completely."""
+    truncate: bool = True
+    """Whether the range between both is extended to complete pairs of features."""
+    mscale: Annotated[float, Range(0.0, 1000.0)] = 1.0
+    mscale_all_dim: Annotated[float, Range(0.0, 1000.0)] = 0.0
+    attention_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
+    """Factor of cosines and sines; 0: computed from `factor` and both of mscale."""
+
+    def magnitude(self) -> float:
+        """Returns the factor of cosines and sines."""
+        if self.rope_type != "yarn":
+            return 1.0
+        return self.attention_factor or self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+
+    def growth(self, mscale: float) -> float:
+        """Returns 1 + 0.1 mscale ln(factor), by which YaRN scales what queries and keys contribute to the logits."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0
 
 
-def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Returns the angle per position of each pair of features [H/2], fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+@dataclass(frozen=True, kw_only=True)
+class RopeArgs:
+    """Rotary positions of a kind of layers."""
+
+    dim: int
+    """Rotated features of each head, the first ones: even, and at most the head's."""
+    theta: float
+    scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Factor of the queries of layers without rotary positions: 1 + scale ln(1 + floor((position + 1) / floor)).
+
+    Source: arXiv 2501.19399.
+    """
+
+    scale: float = 0.1
+    floor: int = 8192
+
+
+class Rotary(nn.Module):
+    """Computes what layers of a kind need to know of positions; None: nothing."""
+
+    inv_freq: Tensor
+
+    def __init__(self, args: RopeArgs | QueryScale | None):
+        super().__init__()
+        self.args = args
+        if isinstance(args, RopeArgs):
+            self.register_buffer("inv_freq", torch.empty(args.dim // 2, dtype=torch.float32), persistent=False)
+
+    def init_buffers(self, device: torch.device | None = None) -> None:
+        """Computes the frequencies, on `device` or where they are."""
+        if isinstance(args := self.args, RopeArgs):
+            at = device or self.inv_freq.device
+            self.inv_freq = inverse_frequencies(args.dim, theta=args.theta, scaling=args.scaling, device=at)
+
+    def forward(self, positions_BT: Tensor) -> Positions:
+        if self.args is None:
+            return None
+        if isinstance(self.args, QueryScale):
+            steps_BT = ((positions_BT + 1) // self.args.floor).float()
+            return (1 + self.args.scale * steps_BT.log1p())[..., None, None]
+        scaling = self.args.scaling
+        return cos_sin(positions_BT, self.inv_freq, magnitude=scaling.magnitude() if scaling is not None else 1.0)
+
+
+def inverse_frequencies(dim: int, *, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Returns the angle per position of each pair of features [dim/2], fp32."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     inv_freq = 1.0 / (theta**exponents)
     if scaling is None:
         return inv_freq
+    if scaling.rope_type == "yarn":
+        stretched = _stretched_share(dim, theta=theta, scaling=scaling).to(device)
+        return inv_freq / scaling.factor * stretched + inv_freq * (1 - stretched)
     wavelength = 2 * math.pi / inv_freq
     old = scaling.original_max_seq_len
     smooth = (old / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -40,15 +119,44 @@ def inverse_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | N
     return torch.where(is_long, inv_freq / scaling.factor, torch.where(is_short, inv_freq, blended))
 
 
-def cos_sin(positions_BT: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the cosine and sine of every position's angles, each [B, T, 1, H], fp32."""
-    angles_BTH = positions_BT[..., None].float() * inv_freq
-    angles_BTH = torch.cat((angles_BTH, angles_BTH), dim=-1)[:, :, None, :]
-    return angles_BTH.cos(), angles_BTH.sin()
+def _stretched_share(dim: int, *, theta: float, scaling: RopeScaling) -> Tensor:
+    """Returns how much YaRN stretches each pair of features [dim/2], from 0 to 1."""
+
+    def index_of(rotations: float) -> float:
+        """Index of the pair that makes as many rotations within the original length; negative if none does."""
+        return dim * math.log(scaling.original_max_seq_len / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first = max(first, 0)
+    # At least a step: both are 0 where even the fastest pair rotates less than beta_slow times.
+    last = max(min(last, dim - 1), first + 0.001)
+    return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
 
 
-def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
-    """Rotates each pair (i, i + H/2) of features by its position's angle; computed in fp32, returned in x's dtype."""
+def cos_sin(positions_BT: Tensor, inv_freq: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine of every position's angles, each [B, T, 1, R] times `magnitude`, fp32."""
+    angles_BTR = positions_BT[..., None].float() * inv_freq
+    angles_BTR = torch.cat((angles_BTR, angles_BTR), dim=-1)[:, :, None, :]
+    cos, sin = angles_BTR.cos(), angles_BTR.sin()
+    return (cos, sin) if magnitude == 1.0 else (cos * magnitude, sin * magnitude)
+
+
+def rotate(x_BTNH: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
+    """Rotates each pair (i, i + R/2) of the first R features by its position's angle; in fp32, result in x's dtype."""
+    rotated = cos_BT1R.shape[-1]
+    if rotated < x_BTNH.shape[-1]:
+        return torch.cat((rotate(x_BTNH[..., :rotated], cos_BT1R, sin_BT1R), x_BTNH[..., rotated:]), dim=-1)
     first, second = x_BTNH.chunk(2, dim=-1)
     half_rotated = torch.cat((-second, first), dim=-1)
-    return (x_BTNH * cos_BT1H + half_rotated * sin_BT1H).type_as(x_BTNH)
+    return (x_BTNH * cos_BT1R + half_rotated * sin_BT1R).type_as(x_BTNH)
+
+
+def apply_positions(q_BTNH: Tensor, k_BTKH: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys with their positions."""
+    if positions is None:
+        return q_BTNH, k_BTKH
+    if isinstance(positions, Tensor):
+        return (q_BTNH * positions).type_as(q_BTNH), k_BTKH
+    return rotate(q_BTNH, *positions), rotate(k_BTKH, *positions)

@@ -59,9 +59,17 @@ def dense_flops_per_token(
     embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
     frozen_blocks = tuple(f"layers.{index}." for index in range(frozen_layers))
     frozen = sum(size for name, size in sizes.items() if name.startswith(frozen_blocks))
-    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.head_dim, seq_len=seq_len)
-    total = flops(matmul_parameters=sum(sizes.values()) - embedding, n_layers=args.n_layers)
-    return total - flops(matmul_parameters=frozen, n_layers=frozen_layers) * 2 / 3  # backward costs twice the forward
+    attended = [kind.attended_tokens(seq_len) for kind in args.layer_kinds()]
+    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.attention_dim)
+    total = flops(matmul_parameters=sum(sizes.values()) - embedding, attended_tokens=attended)
+    # Backward costs twice the forward.
+    return total - flops(matmul_parameters=frozen, attended_tokens=attended[:frozen_layers]) * 2 / 3
+
+
+def active_parameters(args: ModelArgs, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns of each parameter what processes one token: of stacked experts the weights of as many as it chooses."""
+    share = {name: args.experts_per_token if ".experts." in name else None for name in parameters}
+    return {name: parameter[: share[name]] for name, parameter in parameters.items()}
 
 
 def equal_costs(args: ModelArgs) -> list[int]:
@@ -103,6 +111,6 @@ class ModelSpec:
         with torch.device("meta"):
             return named_state(self.build(args))
 
-    def hub_pieces(self, state: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
+    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any) -> dict[str, list[Piece]]:
         """Returns for each of our tensors, by name, the tensors of the hub that hold its values."""
-        return {name: self.hugging_face.pieces(name, shape=tensor.shape) for name, tensor in state.items()}
+        return self.hugging_face.pieces({name: tensor.shape for name, tensor in state.items()}, args=args)

@@ -4,6 +4,7 @@ Legend: N parameters in matrix products, L layers, H heads, D head dimension, T 
 """
 
 import re
+from collections.abc import Iterable
 
 PEAK_BF16_TFLOPS = (
     # Regex over torch.cuda.get_device_name(), dense bf16 TFLOP/s; the first match wins.
@@ -33,10 +34,11 @@ def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
 
 
 def training_flops_per_token(
-    *, matmul_parameters: int, n_layers: int, n_heads: int, head_dim: int, seq_len: int
+    *, matmul_parameters: int, n_heads: int, head_dim: float, attended_tokens: Iterable[int]
 ) -> float:
     """Returns 6 N + 12 L H D T: forward and backward without recomputation. Source: arXiv 2204.02311, appendix B.
 
-    By convention the attention term is not reduced for masks, so that MFU is comparable with published numbers.
+    `attended_tokens` has T of each layer, which a window limits. By convention the attention term is not reduced for
+    other masks, so that MFU is comparable with published numbers.
     """
-    return 6.0 * matmul_parameters + 12.0 * n_layers * n_heads * head_dim * seq_len
+    return 6.0 * matmul_parameters + 12.0 * n_heads * head_dim * sum(attended_tokens)

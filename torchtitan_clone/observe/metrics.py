@@ -74,10 +74,13 @@ class StepRecord:
     """Steps of the run that were skipped for a non-finite loss or gradient norm."""
     auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
     """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
+    router: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Statistics of the load of experts, by name; logged as columns router/<name>."""
 
     def columns(self) -> dict[str, Value]:
-        columns = {key: value for key, value in vars(self).items() if key not in ("step", "auxiliary")}
-        return columns | {f"auxiliary/{name}": value for name, value in self.auxiliary.items()}
+        groups = ("auxiliary", "router")
+        columns = {key: value for key, value in vars(self).items() if key not in ("step", *groups)}
+        return columns | {f"{group}/{name}": value for group in groups for name, value in getattr(self, group).items()}
 
 
 @dataclass

@@ -8,7 +8,7 @@ Source: arXiv 2205.14135.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +74,41 @@ def document_starts(documents_BT: Tensor) -> Tensor:
     return (index_T * is_first_BT).cummax(dim=1).values
 
 
-def empty_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention over no keys, to add others to: out [B, T, N, H] and lse [B, T, N], fp32."""
+def visible_starts(
+    documents_BT: Tensor | None, *, like: Tensor, window: int | None, chunk: int | None
+) -> Tensor | None:
+    """Returns the index in the row of the first token that each one attends to [B, T]; None: attention is causal only.
+
+    Attention is within documents, of which None is one for each row of `like` [B, T]; within the last `window` tokens;
+    and within chunks of a document.
+    """
+    if documents_BT is None:
+        if window is None and chunk is None:
+            return None
+        documents_BT = torch.zeros_like(like, dtype=torch.int32)
+    starts_BT = document_starts(documents_BT)
+    index_T = torch.arange(starts_BT.shape[1], dtype=torch.int32, device=starts_BT.device)
+    if chunk is not None:
+        starts_BT = index_T - (index_T - starts_BT) % chunk
+    return starts_BT if window is None else torch.maximum(starts_BT, index_T - window + 1)
+
+
+def empty_attention(q_BTNH: Tensor, sinks_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns attention over no keys, to add others to: out [B, T, N, H] and lse [B, T, N], fp32.
+
+    A sink is a logit of a head that takes part in the softmax, and whose value is zero. Source: arXiv 2309.17453.
+    """
     out_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return out_BTNH, torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device)
+    lse_BTN = torch.full(q_BTNH.shape[:3], -torch.inf, device=q_BTNH.device)
+    return out_BTNH, lse_BTN if sinks_N is None else lse_BTN.copy_(sinks_N.expand_as(lse_BTN))
+
+
+def sink_gradients(grad_BTNH: Tensor, attention: Attention, sinks_N: Tensor) -> Tensor:
+    """Returns the gradient by sinks [N]; `attention` is (out, lse) over all keys and the sinks."""
+    out_BTNH, lse_BTN = attention
+    share_BTN = (sinks_N.float() - lse_BTN).exp()
+    grad_N = -(share_BTN * (grad_BTNH.float() * out_BTNH.float()).sum(-1)).sum((0, 1))
+    return grad_N.to(sinks_N.dtype)
 
 
 def attend_(attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, starts_BT: Tensor | None) -> None:
@@ -222,10 +253,12 @@ def _backward(
 
 
 @torch.library.custom_op("torchtitan_clone::document_attention", mutates_args=())
-def document_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns attention within the documents that start at `starts_BT`: out [B, T, N, H] and lse [B, T, N]."""
+def document_attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, sinks_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention of each token over those from `starts_BT` on and its sink: out [B, T, N, H], lse [B, T, N]."""
     row = (range(q_BTNH.shape[1]),)
-    out_BTNH, lse_BTN = empty_attention(q_BTNH)
+    out_BTNH, lse_BTN = empty_attention(q_BTNH, sinks_N)
     attend_((out_BTNH, lse_BTN), (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
@@ -261,7 +294,10 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tup
 
 
 def _backward_of_rows(ctx: BackwardCFunction, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return *_document_attention_backward(grad_BTNH, *ctx.saved_tensors), None
+    saved = cast("Sequence[Tensor]", ctx.saved_tensors)
+    *inputs, sinks_N, out_BTNH, lse_BTN = saved
+    sinks_grad_N = None if sinks_N is None else sink_gradients(grad_BTNH, (out_BTNH, lse_BTN), sinks_N)
+    return *_document_attention_backward(grad_BTNH, *inputs, out_BTNH, lse_BTN), None, sinks_grad_N
 
 
 document_attention.register_autograd(_backward_of_rows, setup_context=_save_for_backward)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,15 @@ def local_with_partial_grad(tensor: Tensor) -> Tensor:
         return tensor
     grads = [Partial() if placement.is_replicate() else placement for placement in tensor.placements]
     return tensor.to_local(grad_placements=grads)
+
+
+def share_of_sum(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard, divided by the number of ranks that have the same one and whose results are summed."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    copies = [size for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+              if placement.is_replicate()]  # fmt: skip
+    return local_with_partial_grad(tensor) / prod(copies)
 
 
 def local_shard_and_offset(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from torchtitan_clone.parallel.context import apply_context_parallel
-from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
+from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
 from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.tensor import TensorPlan, apply_tensor_parallel
@@ -65,6 +65,7 @@ def apply_parallelism(
         torch_compat.enable_async_tensor_parallel(mesh.tp)
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
+    divide_rows(model, cp=mesh.cp, tp=mesh.tp, method=parallelism.context_parallel_rotate_method)
     _checkpoint_activations(model.layers, config=activation_checkpoint, kept=kept_operations)
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.
@@ -114,6 +115,11 @@ def named_parameters(model_parts: Iterable[nn.Module]) -> dict[str, nn.Parameter
 def named_buffers(model_parts: Iterable[nn.Module]) -> dict[str, Tensor]:
     """Returns the persistent buffers of model parts by the names in the unwrapped model."""
     return {_unwrapped(name): buffer for part in model_parts for name, buffer in torch_compat.persistent_buffers(part)}
+
+
+def named_modules(model_parts: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Returns the modules of model parts by the names in the unwrapped model."""
+    return {_unwrapped(name): module for part in model_parts for name, module in part.named_modules()}
 
 
 def _unwrapped(name: str) -> str:

@@ -34,7 +34,9 @@ def local_tokens(seq_len: int, *, rank: int, degree: int, method: Method) -> lis
 def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method) -> None:
     """Replaces the attention of all blocks in place; the model then gets this rank's tokens, but all documents."""
     group = mesh.get_group()
-    if method != "alltoall":
+    if method == "alltoall":
+        model.attention_mask = CompleteRows(model.get_submodule("attention_mask"), degree=group.size())
+    else:
         model.attention_mask = LocalStarts(rank=group.rank(), degree=group.size(), method=method)
     for block in model.get_submodule("layers").children():
         attention = block.get_submodule("attention")
@@ -44,19 +46,35 @@ def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method
             attention.core = KeyExchange(group_name=group.group_name, exchange=method)
 
 
+class CompleteRows(nn.Module):
+    """Attention mask of all tokens of rows of which this rank holds a share."""
+
+    def __init__(self, mask: nn.Module, *, degree: int):
+        super().__init__()
+        self._mask = mask
+        self._degree = degree
+
+    def forward(self, documents_BS: Tensor | None, positions_BT: Tensor, **limits: int | None) -> object:
+        return self._mask(documents_BS, positions_BT.repeat(1, self._degree), **limits)
+
+
 class LocalStarts(nn.Module):
-    """Attention mask of this rank's queries: the index in the row at which each query's document starts."""
+    """Attention mask of this rank's queries: the index in the row of the first token that each attends to."""
 
     def __init__(self, *, rank: int, degree: int, method: Method):
         super().__init__()
+        self._degree = degree
         self._local_tokens = partial(local_tokens, rank=rank, degree=degree, method=method)
 
-    def forward(self, documents_BS: Tensor | None) -> Tensor | None:
-        """Maps documents of full rows [B, R T] to starts [B, T]; None, which is causal attention, gives None."""
-        if documents_BS is None:
+    def forward(
+        self, documents_BS: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
+    ) -> Tensor | None:
+        """Maps documents of full rows [B, R T] to starts [B, T]; returns None for causal attention."""
+        positions_BS = positions_BT.repeat(1, self._degree)
+        starts_BS = blockwise.visible_starts(documents_BS, like=positions_BS, window=window, chunk=chunk)
+        if starts_BS is None:
             return None
-        starts_BS = blockwise.document_starts(documents_BS)
-        pieces = self._local_tokens(documents_BS.shape[1])
+        pieces = self._local_tokens(starts_BS.shape[1])
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
@@ -69,14 +87,18 @@ class HeadExchange(nn.Module):
         self._group = group
         self._degree = group.size()
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object) -> Tensor:
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object, sinks_N: Tensor | None = None
+    ) -> Tensor:
         slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
         heads = [x.shape[3] for x in slices]
         # One exchange for all three: rank r receives the r-th slice of the heads of each.
         packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
         exchange = partial(all_to_all_with_gradient, group=self._group)
         sequences = exchange(packed_RBThH.contiguous()).permute(1, 0, 2, 3, 4).flatten(1, 2)
-        out = self.core(*sequences.split(heads, dim=2), mask)
+        if sinks_N is not None:
+            sinks_N = sinks_N.unflatten(0, (self._degree, -1))[self._group.rank()]
+        out = self.core(*sequences.split(heads, dim=2), mask, sinks_N)
         out_RBThH = exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1).contiguous())
         return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
@@ -89,8 +111,10 @@ class KeyExchange(nn.Module):
         self._group_name = group_name
         self._exchange = exchange
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None) -> Tensor:
-        return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, self._exchange, self._group_name)[0]
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, self._exchange, self._group_name)[0]
 
 
 def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -158,7 +182,8 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
 def context_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, exchange: str, group_name: str
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, exchange: str,
+    group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
@@ -166,7 +191,7 @@ def context_attention(
     """
     group = process_group_of(group_name)
     queries = _pieces(q_BTNH, group, group.rank())
-    attention = blockwise.empty_attention(q_BTNH)
+    attention = blockwise.empty_attention(q_BTNH, sinks_N)
     for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
         blockwise.attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT)
@@ -205,8 +230,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = context_attention_backward(grad_BTNH, *ctx.saved_tensors, ctx.exchange, ctx.group_name)
-    return *gradients, None, None, None
+    *inputs, sinks_N, out_BTNH, lse_BTN = ctx.saved_tensors
+    attention = (out_BTNH, lse_BTN)
+    sinks_grad_N = None if sinks_N is None else blockwise.sink_gradients(grad_BTNH, attention, sinks_N)
+    gradients = context_attention_backward(grad_BTNH, *inputs, *attention, ctx.exchange, ctx.group_name)
+    return *gradients, None, sinks_grad_N, None, None
 
 
 context_attention.register_fake(blockwise.fake_attention)

@@ -5,6 +5,7 @@ Source: arXiv 2006.16668. Legend: N rows of tokens, D model, E experts of all ra
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,12 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_clone.ops.permutation import Permute, inverse
+from torchtitan_clone.parallel.context import Method, local_tokens
+from torchtitan_clone.torch_compat import is_fake, sum_over_group
 
 
 class ExpertModule(Protocol):
     """Experts whose parameters are stacked along the first dimension; `exchange` moves rows to the rank of theirs."""
 
     exchange: "TokenExchange | None"
+
+
+class Router(Protocol):
+    """A router that can ask which tokens of each row it has; None: all."""
+
+    rows: "DividedRows | None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,29 +48,21 @@ class TokenExchange:
         self._size = group.size()
 
     @torch.compiler.disable
-    def send(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Route | None]:
+    def send(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Returns the rows of this rank's experts from all ranks, sorted by expert and then by rank, and counts [e].
 
         The rows are sorted by expert, `counts_E` of each. Waits for the counts of all ranks: a host sync.
         """
-        if rows_ND.is_meta:  # as if every expert got equally many
-            return rows_ND, counts_E.view(self._size, -1).sum(0), None
         theirs_We = torch.empty_like(counts_E)
         dist.all_to_all_single(theirs_We, counts_E, group=self._group)
-        theirs_We = theirs_We.view(self._size, -1)
-        route = Route(
-            sent=counts_E.view(self._size, -1).sum(1).tolist(),
-            received=theirs_We.sum(1).tolist(),
-            order=_by_expert(theirs_We),
-        )
+        ours_We, theirs_We = (counts.view(self._size, -1) for counts in (counts_E, theirs_We))
+        route = _even_route(rows_ND, ranks=self._size) if is_fake(rows_ND) else _route(ours_We, theirs_We)
         received = cast("Tensor", _AllToAll.apply(rows_ND, route.sent, route.received, self._group))
         return cast("Tensor", Permute.apply(received, route.order)), theirs_We.sum(0), route
 
     @torch.compiler.disable
-    def send_back(self, rows_ND: Tensor, route: Route | None) -> Tensor:
+    def send_back(self, rows_ND: Tensor, route: Route) -> Tensor:
         """Returns the results of the rows that were sent, in the order in which they were."""
-        if route is None:
-            return rows_ND
         by_rank = cast("Tensor", Permute.apply(rows_ND, inverse(route.order)))
         return cast("Tensor", _AllToAll.apply(by_rank, route.received, route.sent, self._group))
 
@@ -77,6 +78,47 @@ def apply_expert_parallel(experts: Sequence[nn.Module], *, mesh: DeviceMesh) -> 
         cast("ExpertModule", module).exchange = TokenExchange(mesh.get_group())
         for name, weight in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+
+
+class DividedRows:
+    """Rows whose tokens are divided over the cp axis, and what each of its ranks has over the tp axis."""
+
+    def __init__(self, *, cp: DeviceMesh, tp: DeviceMesh, method: Method):
+        self._groups = [mesh.get_group() for mesh in (cp, tp) if mesh.size() > 1]
+        self._tp = (tp.get_local_rank(), tp.size())
+        self._local_tokens = partial(local_tokens, rank=cp.get_local_rank(), degree=cp.size(), method=method)
+        self._degree = cp.size() * tp.size()
+
+    def indices(self, count: int) -> Tensor:
+        """Returns the indices in their row of this rank's `count` tokens."""
+        pieces = self._local_tokens(count * self._degree)
+        rank, size = self._tp
+        return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).chunk(size)[rank]
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """Returns the sum over the ranks that hold tokens of the same rows."""
+        for group in self._groups:
+            counts = sum_over_group(counts, group=group)
+        return counts
+
+
+def divide_rows(model: nn.Module, *, cp: DeviceMesh, tp: DeviceMesh, method: Method) -> None:
+    """Tells the routers of a model which tokens of each row this rank has."""
+    for module in model.modules() if cp.size() * tp.size() > 1 else ():
+        if hasattr(module, "rows"):
+            cast("Router", module).rows = DividedRows(cp=cp, tp=tp, method=method)
+
+
+def _route(ours_We: Tensor, theirs_We: Tensor) -> Route:
+    sent, received = (counts_We.sum(1).tolist() for counts_We in (ours_We, theirs_We))
+    return Route(sent=sent, received=received, order=_by_expert(theirs_We))
+
+
+def _even_route(rows_ND: Tensor, *, ranks: int) -> Route:
+    """Returns the route if all ranks get equally many rows, for a simulated run, whose counts have no values."""
+    more = len(rows_ND) % ranks
+    sizes = [len(rows_ND) // ranks + (rank < more) for rank in range(ranks)]
+    return Route(sent=sizes, received=sizes, order=torch.arange(len(rows_ND), device=rows_ND.device))
 
 
 def _by_expert(counts_We: Tensor) -> Tensor:

@@ -71,6 +71,9 @@ def describe_mesh(degrees: Degrees) -> str:
         return "one rank"
     world_size = prod(sizes.values())
     lines = [f"{world_size} ranks = " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())]
+    if degrees.ep > 1:
+        rest = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
+        lines[0] += f"; experts: ep {degrees.ep} x expert_fsdp {rest}"
     for rank in range(world_size):
         if rank < 8 or rank == world_size - 1:
             coordinates = ", ".join(f"{axis} {_coordinate(degrees, rank=rank)[axis]}" for axis in sizes)

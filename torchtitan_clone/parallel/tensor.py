@@ -28,9 +28,10 @@ def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMes
     embedding = children.get("tok_embeddings")
     output = children.get("output")
     is_tied = embedding is not None and output is not None and embedding.weight is output.weight
-    # A pipeline stage lacks some of the modules.
-    styles = {name: style for name, style in plan.styles.items() if name.split(".")[0] in children}
-    parallelize_module(model, mesh, styles)
+    # A pipeline stage lacks some of the modules, and layers may differ: torch warns about patterns without a module.
+    names = [name for name, _ in model.named_modules()]
+    matching = {name: style for pattern, style in plan.styles.items() for name in names if _matches(name, pattern)}
+    parallelize_module(model, mesh, matching)
     if embedding is not None:
         # A compiled block treats a tensor in flight as one without history: the embedding would get no gradient.
         embedding.register_forward_hook(lambda _module, _args, hidden_BTD: wait_tensor(hidden_BTD))
@@ -39,6 +40,12 @@ def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMes
     elif output is not None:  # by rows of the vocabulary: the loss computes with sharded logits
         output.weight = nn.Parameter(distribute_tensor(output.get_parameter("weight"), mesh, [Shard(0)]))
     _check_coverage(model, replicated=plan.replicated)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a style's pattern, in which * is one component, has the module of that name."""
+    components, wanted = name.split("."), pattern.split(".")
+    return len(components) == len(wanted) and all(map(fnmatchcase, components, wanted))
 
 
 def _check_coverage(model: nn.Module, *, replicated: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.data import describe_source
 from torchtitan_clone.documents import escape
+from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan
 
@@ -22,11 +23,19 @@ def simulated_device_type(config: Config, *, present: str) -> str:
 def one_line_summary(plan: RunPlan) -> str:
     """Returns the run in one line."""
     config, pipeline = plan.config, plan.pipeline_summary
+    parameters = _describe_parameters(plan, unit=" parameters")
     return (
-        f"{config.model.name} {config.model.flavor}, {plan.parameter_count:,} parameters, "
+        f"{config.model.name} {config.model.flavor}, {parameters}, "
         f"{config.training.steps:,} steps of {plan.global_batch_size:,} sequences x {config.training.seq_len:,} = "
         f"{plan.tokens_per_step:,} tokens, in {plan.folder}{pipeline and '; ' + pipeline}"
     )
+
+
+def _describe_parameters(plan: RunPlan, *, unit: str = "") -> str:
+    """Returns the number of parameters and, where they differ, of those that process one token."""
+    total = plan.parameter_count
+    active = sum(parameter.numel() for parameter in active_parameters(plan.model_args, plan.parameters).values())
+    return f"{total:,}{unit}" + (f", of which {active:,} process each token" if active < total else "")
 
 
 def describe_run(plan: RunPlan) -> str:
@@ -49,7 +58,7 @@ def summary(plan: RunPlan) -> str:
         f"data              {escape(describe_source(plan.config.training))}\n"
         f"mesh              {describe_mesh(plan.degrees)}\n"
         f"pipeline          {plan.pipeline_summary or 'none'}\n"
-        f"parameters        {plan.parameter_count:,}\n"
+        f"parameters        {_describe_parameters(plan)}\n"
         f"FLOPs per token   {plan.flops_per_token:,.0f}\n"
         f"tokens per step   {plan.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
         f"tokens of the run {plan.tokens_per_step * plan.config.training.steps:,}\n"

@@ -1,6 +1,7 @@
 """The engine of one phase: mesh, model parts, optimizer and forward_backward, and their state as named tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -8,14 +9,25 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.models import Decoder
+from torchtitan_clone.models.balancing import ExpertLoads
+from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.optim import build_optimizer, build_schedule
-from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_parameters
-from torchtitan_clone.parallel.forward_backward import ForwardBackward, build_forward_backward
+from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
+from torchtitan_clone.parallel.forward_backward import ForwardBackward, StepOutput, build_forward_backward
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.run.plan import RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """What a step computed, summed over all ranks and replica groups: means over the targets, tokens [E] by router."""
+
+    loss: float
+    auxiliary: dict[str, float]
+    loads: Mapping[str, Tensor]
 
 
 class Engine:
@@ -30,11 +42,12 @@ class Engine:
         self.parameters = named_parameters(model_parts)
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
         self.forward_backward = build_plan_forward_backward(model_parts, plan=plan, mesh=mesh, device=device)
+        self._loads = _build_loads(plan, model_parts=model_parts)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the step that `set_lr` was called for."""
+        """Learning rate of the step that `begin_step` was called for."""
         return self.optimizer.lr
 
     def model_tensors(self) -> dict[str, Tensor]:
@@ -47,17 +60,36 @@ class Engine:
         model = {f"model/{name}": tensor for name, tensor in self.model_tensors().items()}
         return model | {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
 
-    def set_lr(self, step: int) -> None:
-        """Sets the learning rate of a step."""
+    def begin_step(self, step: int) -> None:
+        """Sets the learning rate of a step, and forgets the tokens of a backward that belongs to none, as a warm-up."""
         self.optimizer.set_lr_factor(self._lr_factor(step))
+        self._loads.reset()
 
     def clip_gradients(self) -> Tensor:
         """Scales the gradients to at most training.max_norm; returns their norm before, fp32. A collective."""
         return clip_gradients(self.parameters.values(), max_norm=self.plan.config.training.max_norm)
 
-    def optimizer_step(self) -> None:
-        """Updates the parameters, then whatever else the model family changes once per committed step."""
+    def sums(self, output: StepOutput) -> list[float]:
+        """Returns this rank's share of what a step computed."""
+        loss = output.loss.item() if self.mesh.is_loss_leader else 0.0
+        # Ranks of the tp axis compute the same loss, and auxiliary terms of different tokens.
+        has_terms = self.mesh.pp.get_local_rank() == self.plan.loss_rank
+        auxiliary = [term.item() if has_terms else 0.0 for term in output.auxiliary.values()]
+        return [loss, *auxiliary, *self._loads.own()]
+
+    def totals(self, sums: Sequence[float]) -> StepTotals:
+        """Returns what the sums of sums() over all ranks mean."""
+        names = list(self.model_parts[0].auxiliary)
+        loss, *others = sums
+        terms, counts = others[: len(names)], others[len(names) :]
+        return StepTotals(
+            loss=loss, auxiliary=dict(zip(names, terms, strict=True)), loads=self._loads.by_router(counts)
+        )
+
+    def optimizer_step(self, totals: StepTotals) -> None:
+        """Updates the parameters, then the bias of routers and what else the family changes once a committed step."""
         self.optimizer.step()
+        self._loads.update(totals.loads)
         if self.plan.spec.after_step is not None:
             with torch.no_grad():
                 self.plan.spec.after_step(self.model_parts)
@@ -67,6 +99,15 @@ class Engine:
         for module in (module for part in self.model_parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoads:
+    suffix = ".router.weight"
+    sizes = {
+        name.removesuffix(".weight"): len(weight) for name, weight in plan.parameters.items() if name.endswith(suffix)
+    }
+    routers = {name: module for name, module in named_modules(model_parts).items() if isinstance(module, Router)}
+    return ExpertLoads(routers=routers, sizes=sizes)
 
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
@@ -103,6 +144,9 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
     convert = plan.spec.convert
     with torch.device("meta"):
         model = plan.spec.build(plan.model_args).to(getattr(torch, config.training.dtype))
+        model.init_buffers()  # of their own types
+    if config.debug.moe_force_load_balance:
+        force_load_balance(model)
     apply_parallelism(
         model,
         modules=plan.stages.modules[stage],

@@ -34,7 +34,7 @@ class Exporter:
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
             tensors=engine.model_tensors(),
-            pieces=plan.spec.hub_pieces(plan.model_tensors),
+            pieces=plan.spec.hub_pieces(plan.model_tensors, args=plan.model_args),
             dtype=dtype,
             files=export_files(
                 spec=plan.spec,

@@ -5,13 +5,14 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE, WeightFolder, open_weight_folder
-from torchtitan_clone.checkpoint.tensor_file import Entry
+from torchtitan_clone.checkpoint.quantized import find_scaling_error
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
@@ -86,9 +87,10 @@ def open_initial_weights(
     """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
-    pieces = spec.hub_pieces(state)
+    pieces = spec.hub_pieces(state, args=model_args)
     if not problems:
-        problems = _compare_tensors(folder, spec=spec, tied=model_args.tied_embeddings, state=state, pieces=pieces)
+        warnings += spec.hugging_face.describe_leftovers(folder.entries, args=model_args)
+        problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
@@ -114,24 +116,35 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
 
 
 def _compare_tensors(
-    folder: WeightFolder, *, spec: ModelSpec, tied: bool, state: Mapping[str, Tensor], pieces: Pieces
+    folder: WeightFolder, *, spec: ModelSpec, args: ModelArgs, state: Mapping[str, Tensor], pieces: Pieces
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)
-    missing = [name for name in wanted if name not in folder.entries]
-    unknown = [name for name in folder.entries if name not in wanted]
-    extra = [name for name in unknown if not spec.hugging_face.is_leftover(name, tied=tied)]
+    stored = dict.fromkeys(folder.stored_as(name) for name in wanted)
+    missing = [name for name in stored if name not in folder.entries]
+    unknown = [name for name in folder.entries if name not in stored]
+    scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
+    leftover = partial(spec.hugging_face.is_leftover, args=args)
+    extra = [name for name in unknown if name not in scales and not leftover(name)]
     problems = [f"lacks {_listed(missing)}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
     for name, ((ours, piece), *_) in wanted.items():
-        if name in folder.entries and (problem := _mismatch(folder.entries[name], piece.shape, state[ours].dtype)):
+        if folder.stored_as(name) in folder.entries and (
+            problem := _mismatch(folder, name, piece.shape, state[ours].dtype)
+        ):
             problems.append(problem)
     return problems
 
 
-def _mismatch(entry: Entry, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
+    entry = folder.entries[folder.stored_as(name)]
+    scales = folder.scales_of(name)
+    if scales is not None and name not in folder.entries:
+        return find_scaling_error(entry, scales, shape=shape)
     if entry.shape != shape:
         return f"{entry.name} has shape {shorten(str(list(entry.shape)))}, and the model's has {list(shape)}"
+    if scales is not None:
+        return find_scaling_error(entry, scales, shape=shape)
     found = entry.torch_dtype
     both_float = found is not None and found.is_floating_point and dtype.is_floating_point
     if found != dtype and not (both_float and entry.item_bytes > 1):

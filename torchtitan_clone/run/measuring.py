@@ -51,5 +51,6 @@ def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> 
             memory_gib=peak_memory_gib(state.engine.device),
             skipped_steps=state.progress.skipped_steps,
             auxiliary=result.auxiliary,
+            router=result.router,
         )
     )

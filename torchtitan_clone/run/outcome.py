@@ -18,6 +18,7 @@ class StepResult:
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
+    router: dict[str, float]
     data_seconds: float
     stop: bool
     committed: bool

@@ -162,7 +162,8 @@ def _describe_pipeline(config: Config, *, stages: Stages) -> str:
 def replica_identity(config: Config) -> str:
     """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
-    return repr((config.model, training, config.optimizer, config.lr_scheduler, config.debug.seed))
+    debug = (config.debug.seed, config.debug.moe_force_load_balance)
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug))
 
 
 def write_config(plan: RunPlan) -> None:

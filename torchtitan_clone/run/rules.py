@@ -12,6 +12,7 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.models import ModelArgs
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
 from torchtitan_clone.run.phases import phases
 
@@ -57,6 +58,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *_tensor(config, heads),
         *_context(config, heads),
         *_experts(config.parallelism, world_size, args),
+        *_balancing(config, args),
     ]
 
 
@@ -123,6 +125,21 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
         divisors = either(nearest_divisors(ranks, degree))
         factors = f"shard {degrees.dp_shard} x context {degrees.cp} x tensor {degrees.tp} = {ranks}"
         yield f"{option}: does not divide {factors}; set it to a divisor ({divisors})."
+
+
+def _balancing(config: Config, args: ModelArgs) -> Iterator[str]:
+    """The options of routers need experts, and every replica group must have the same routers."""
+    if config.debug.moe_force_load_balance and not args.num_experts:
+        remedy = "set it to false, or choose a model with experts."
+        yield f"debug.moe_force_load_balance = true: the model has no experts; {remedy}"
+    moe: MoEArgs | None = getattr(args, "moe", None)
+    options = config.fault_tolerance
+    if moe is None or not options.enable or options.semi_sync_method is None:
+        return
+    for name in ("expert_bias", "batch_balance"):
+        if value := getattr(moe, name):
+            rule = "with fault_tolerance.semi_sync_method every replica group would keep a load of its own"
+            yield f"model.args.moe.{name} = {shown(value)}: {rule}; leave one of the two out."
 
 
 def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run.engine import build_plan_forward_backward, build_plan_mesh, parallelize_model_parts
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import fake_tensors, init_fake_process_group
+from torchtitan_clone.torch_compat import fake_tensors, init_fake_process_group, name_fsdp_modules
 
 CPU = torch.device("cpu")
 
@@ -98,6 +98,7 @@ def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
         for part in parts:
             part.to_empty(device=CPU)
             part.init_buffers(CPU)
+            name_fsdp_modules(part)
         step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=CPU)
         step([_fake_batch(plan)], num_targets=training.local_batch_size * training.seq_len)
     return trace

@@ -28,7 +28,7 @@ COMMON: dict[str, object] = {
 # Options that change the mathematics; no other option may.
 MATHEMATICS = (
     "model", "optimizer", "training__document_masking", "training__seq_len", "training__global_batch_size",
-    "training__max_norm",
+    "training__max_norm", "debug__moe_force_load_balance",
 )  # fmt: skip
 References = dict[tuple[tuple[str, object], ...], "Reference"]
 """References by the options that change the mathematics."""

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 Case = tuple[int, dict[str, object]]
 """World size and options."""
@@ -33,10 +33,56 @@ MOE = QWEN3 | {
     "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64,
 }  # fmt: skip
+# A dense layer and one with experts; the bias is not adapted, which the reference does not do either.
+LATENT = {
+    "model__name": "deepseek_v3", "model__args__n_kv_heads": None, "model__args__multiple_of": None,
+    "model__args__hidden_dim": 96, "model__args__q_lora_rank": 24, "model__args__kv_lora_rank": 16,
+    "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
+    "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
+}  # fmt: skip
+# A window shorter than most documents, and stretched rotary positions in the full layer only.
+OLMO3 = {
+    "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
+    "model__args__layer_types": "['window', 'full']", "model__args__window": 13,
+    "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32}",
+}  # fmt: skip
+GPT_OSS = {
+    "model__name": "gpt_oss", "model__args__head_dim": 32, "model__args__multiple_of": None,
+    "model__args__window": 13, "model__args__moe__hidden_dim": 64,
+    "model__args__rope_scaling": "{rope_type = 'yarn', factor = 4.0, original_max_seq_len = 32, truncate = false}",
+}  # fmt: skip
+LLAMA4 = {
+    "model__name": "llama4", "model__args__head_dim": 32, "model__args__hidden_dim": 96,
+    "model__args__multiple_of": None, "model__args__chunk": 13, "model__args__full_every": 2,
+    "model__args__query_scale_floor": 8, "model__args__moe__hidden_dim": 64,
+}  # fmt: skip
+PATTERNS = {"olmo3": OLMO3, "gpt_oss": GPT_OSS, "llama4": LLAMA4}
+"""Families whose layers have several kinds, by the name of their cases."""
 EXPERT_AXES = (
     ("shard",), ("tensor",), ("context",), ("replicate", "shard"), ("shard", "tensor"), ("shard", "context"),
-    ("tensor", "context"), ("shard", "pipeline"), ("shard", "tensor", "context"),
+    ("tensor", "context"), ("shard", "pipeline"), ("replicate", "tensor"), ("replicate", "context"),
+    ("tensor", "pipeline"), ("context", "pipeline"), ("shard", "tensor", "context"), ("shard", "tensor", "pipeline"),
+    ("shard", "context", "pipeline"), ("tensor", "context", "pipeline"), ("replicate", "shard", "tensor"),
 )  # fmt: skip
+COMPILED: dict[str, object] = {"compile__enable": True, "compile__backend": "aot_eager"}
+SELECTIVE: dict[str, object] = {
+    "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"
+}  # fmt: skip
+EXPERT_FEATURES: dict[str, dict[str, object]] = {
+    "full ac": FEATURES["full ac"],
+    "selective ac": SELECTIVE,
+    "compiled": COMPILED,
+    "compiled, full ac": COMPILED | FEATURES["full ac"],
+    "compiled, selective ac": COMPILED | SELECTIVE,
+    "accumulated": {"training__local_batch_size": 1},
+    "offloaded": {"training__enable_cpu_offload": True},
+    "prefetch 2": {"model__args__n_layers": 4, "parallelism__fsdp_prefetch_blocks": 2},
+    "clipped": {"training__max_norm": 0.5},
+    "shared": {"model__args__moe__num_shared_experts": 1},
+    "groups": {
+        "model__args__moe__score_func": "sigmoid", "model__args__moe__num_groups": 4, "model__args__moe__top_groups": 2
+    },
+}  # fmt: skip
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -52,9 +98,32 @@ def axes_case(axes: Sequence[str], **features: object) -> Case:
     return 2 ** len(axes), changes | features
 
 
+def expert_cases() -> dict[str, Case]:
+    """Returns the cases of a mixture of experts by name."""
+    cases: dict[str, Case] = {}
+    for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, experts"] = axes_case(axes, **MOE)
+    for axes in EXPERT_AXES:
+        for degree in (2, 4):
+            if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
+                cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
+    for name, features in EXPERT_FEATURES.items():
+        cases[f"shard, experts over 2, {name}"] = axes_case(("shard",), **MOE | features, **{EXPERT: 2})
+    for name in ("compiled", "compiled, full ac", "shared"):
+        cases[f"tensor, experts, {name}"] = axes_case(("tensor",), **MOE | EXPERT_FEATURES[name])
+    # Of 6 experts, no shard of the tokens of a row starts with the first.
+    forced = {**MOE, "debug__moe_force_load_balance": True, "model__args__moe__num_experts": 6, EXPERT: 2}
+    for axes in (("shard", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes)}, experts over 2, forced"] = axes_case(axes, **forced)
+    # One expert on each rank of the expert axis, whose rows FSDP shards further.
+    few = {"model__args__moe__num_experts": 2, EXPERT: 2, "training__local_batch_size": 1}
+    cases["shard x tensor, 2 experts over 2"] = axes_case(("shard", "tensor"), **MOE | few)
+    return cases
+
+
 def all_cases() -> dict[str, Case]:
     """Returns every case by name."""
-    cases: dict[str, Case] = {}
+    cases = expert_cases()
     for axes in (axes for count in range(4) for axes in combinations(DEGREES, count)):
         cases[" x ".join(axes) or "one rank"] = axes_case(axes)
     for axes in combinations(("shard", "tensor", "pipeline", "context"), 3):
@@ -65,27 +134,49 @@ def all_cases() -> dict[str, Case]:
     for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes) or 'one rank'}, qwen3"] = axes_case(axes, **QWEN3)
     for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
-        cases[f"{' x '.join(axes) or 'one rank'}, experts"] = axes_case(axes, **MOE)
-    for axes in EXPERT_AXES:
-        for degree in (2, 4):
-            if degree <= 2 ** len(set(axes) - {"replicate", "pipeline"}):
-                cases[f"{' x '.join(axes)}, experts over {degree}"] = axes_case(axes, **MOE, **{EXPERT: degree})
-    compiled = {"compile__enable": True, "compile__backend": "aot_eager"}
-    cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **compiled)
+        cases[f"{' x '.join(axes) or 'one rank'}, latent"] = axes_case(axes, **LATENT)
+    for axes in (("shard",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, latent, experts over 2"] = axes_case(axes, **LATENT, **{EXPERT: 2})
+    for axes in (("shard",), ("tensor",)):
+        cases[f"{axes[0]}, latent compiled"] = axes_case(axes, **LATENT, **COMPILED)
+    cases["tensor, latent, full ac"] = axes_case(("tensor",), **LATENT, **FEATURES["full ac"])
+    cases["tensor, latent, no query latent"] = axes_case(("tensor",), **{**LATENT, "model__args__q_lora_rank": 0})
+    for method in METHODS:
+        option = {"parallelism__context_parallel_rotate_method": method}
+        cases[f"context, latent, {method}"] = axes_case(("context",), **LATENT, **option)
+    for family, model in PATTERNS.items():
+        for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
+            cases[f"{' x '.join(axes) or 'one rank'}, {family}"] = axes_case(axes, **model)
+        for name, feature in (
+            ("unmasked", FEATURES["unmasked"]),
+            ("full ac", FEATURES["full ac"]),
+            ("compiled", COMPILED),
+        ):
+            cases[f"tensor, {family} {name}"] = axes_case(("tensor",), **model, **feature)
+        for method, name in product(METHODS, ("masked", "unmasked")):
+            option = {"parallelism__context_parallel_rotate_method": method}
+            cases[f"context, {family} {method} {name}"] = axes_case(("context",), **model, **option, **FEATURES[name])
+    for axes in (("shard",), ("tensor",), ("context",), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, gpt_oss experts over 2"] = axes_case(axes, **GPT_OSS, **{EXPERT: 2})
+        cases[f"{' x '.join(axes)}, llama4 experts over 2"] = axes_case(axes, **LLAMA4, **{EXPERT: 2})
+    cases["tensor, qwen3 compiled"] = axes_case(("tensor",), **QWEN3, **COMPILED)
     cases["shard x tensor, qwen3 tied"] = axes_case(("shard", "tensor"), **QWEN3, **FEATURES["tied"])
     for schedule in SCHEDULES:
         option = {"parallelism__pipeline_parallel_schedule": schedule}
         cases[f"pipeline, {schedule}"] = axes_case(("pipeline",), **option)
         cases[f"shard x pipeline, {schedule}"] = axes_case(("shard", "pipeline"), **option)
+        option |= {**MOE, EXPERT: 2}
+        cases[f"shard x pipeline, experts over 2, {schedule}"] = axes_case(("shard", "pipeline"), **option)
     for method in METHODS:
         option = {"parallelism__context_parallel_rotate_method": method}
         for name in ("masked", "unmasked", "full ac"):
             cases[f"context, {method}, {name}"] = axes_case(("context",), **option, **FEATURES[name])
         cases[f"shard x context, {method}"] = axes_case(("shard", "context"), **option)
+        cases[f"context, experts over 2, {method}"] = axes_case(("context",), **option, **MOE, **{EXPERT: 2})
     for axis in DEGREES:
         world_size, changes = axes_case((axis,))
         cases[f"{axis}, accumulated"] = (world_size, changes | {"training__local_batch_size": 2})
-        cases[f"{axis}, compiled"] = (world_size, changes | compiled)
+        cases[f"{axis}, compiled"] = (world_size, changes | COMPILED)
         if axis != "pipeline":
             cases[f"{axis}, tied"] = (world_size, changes | FEATURES["tied"])
     cases["tensor, vocabulary 2051"] = axes_case(("tensor",), model__args__vocab_size=2051)
@@ -108,5 +199,8 @@ QUICK = (
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3",
     "tensor, feed-forward 171", "pipeline, 5 layers", "shard, prefetch 2", "shard x tensor, clipped",
     "shard, qwen3", "tensor, qwen3", "pipeline, qwen3", "context, qwen3", "shard x tensor, qwen3 tied",
+    "tensor, latent", "context, latent, alltoall", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x tensor, experts over 2", "shard x pipeline, experts over 2",
+    "tensor, olmo3", "tensor, gpt_oss", "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked",
+    "tensor x context, experts over 2, forced",
 )  # fmt: skip

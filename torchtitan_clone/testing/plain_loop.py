@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.models.moe import force_load_balance
 from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
@@ -31,6 +32,8 @@ class PlainLoop:
         self._loader, _ = open_loaders(plan, dataset=dataset, rank=0)
         with torch.device(self.device):
             self.model: nn.Module = plan.spec.build(plan.model_args)
+        if config.debug.moe_force_load_balance:
+            force_load_balance(self.model)
         self.parameters = dict(self.model.named_parameters())
         std_of = partial(plan.spec.initial_std, plan.model_args)
         init_weights(self.parameters, seed=config.debug.seed, std_of=std_of)

@@ -6,18 +6,20 @@ Each replaces one function of torch or of the package inside a rank, until its p
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
 from torchtitan_clone.data import Batch
+from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.ops import blockwise_attention, cross_entropy
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import context, gradients
 from torchtitan_clone.run import engine, loaders
@@ -89,6 +91,12 @@ def _softmax_sums_one_rank_of_the_vocabulary(_: object, _vocabulary: object, x: 
 @_mistake("tensor", cross_entropy, "Partial")
 def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
     return Replicate()
+
+
+@_mistake("tensor, latent", mla, "local_with_partial_grad")
+def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) -> Tensor:
+    is_gathered_key = isinstance(x, DTensor) and x.ndim == 3 and x.placements[0].is_replicate()
+    return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
 @_mistake("context", dist, "reduce_scatter")
@@ -171,10 +179,29 @@ def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: T
     return document_starts(documents_BT.roll(1, dims=1).cummax(dim=1).values)
 
 
+@_mistake("context, olmo3 ring masked", blockwise_attention, "visible_starts")
+def _windows_are_a_token_longer(
+    visible_starts: Replacement, *args: object, window: int | None, **limits: object
+) -> object:
+    return visible_starts(*args, window=None if window is None else window + 1, **limits)
+
+
+@_mistake("tensor, olmo3", plan.Averaged, "_average")
+def _norms_are_of_the_heads_of_one_rank(_: object, *__: object) -> None:
+    return None
+
+
+@_mistake("tensor, gpt_oss", moe, "share_of_sum")
+def _biases_of_results_are_added_by_every_rank(_: object, bias: Tensor) -> Tensor:
+    return local_with_partial_grad(bias)
+
+
 @_mistake("shard, accumulated", DocumentMask, "forward")
-def _mask_of_the_first_micro_batch_is_kept(forward: Any, module: DocumentMask, documents_BT: Tensor) -> object:
+def _mask_of_the_first_micro_batch_is_kept(
+    forward: Any, module: DocumentMask, *args: object, **limits: object
+) -> object:
     if not hasattr(module, "first_mask"):
-        module.first_mask = forward(module, documents_BT)
+        module.first_mask = forward(module, *args, **limits)
     return module.first_mask
 
 

@@ -53,13 +53,18 @@ class Qwen3MoEArgs(Qwen3Args):
     def num_experts(self) -> int:
         return self.moe.num_experts
 
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
     def violations(self) -> list[str]:
         return super().violations() + self.moe.violations(dim=self.dim)
 
 
 def build(args: Qwen3Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block)
+    auxiliary = args.moe.auxiliary if isinstance(args, Qwen3MoEArgs) else None
+    return Decoder(args, build_block=build_block, auxiliary=auxiliary)
 
 
 def build_block(args: Qwen3Args, _layer: int) -> TransformerBlock:

@@ -1,0 +1,169 @@
+"""Tests of gpt_oss/model.py, gpt_oss/hf.py and gpt_oss/plan.py against transformers."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.models.twins import assert_logits_equal, assert_round_trip, assert_tensors_are
+from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.gpt_oss.model import GptOssArgs
+from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.run.hub import open_initial_weights
+
+SPEC = MODELS["gpt_oss"]
+HUB = SPEC.hugging_face
+MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24, biases=True, swiglu_limit=7.0)
+ARGS = GptOssArgs(
+    dim=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=97, max_seq_len=256, window=13, moe=MOE,
+    rope_theta=1e4, rope_scaling=RopeScaling(rope_type="yarn", factor=4.0, original_max_seq_len=64, truncate=False),
+)  # fmt: skip
+VARIANTS = {
+    "": ARGS,
+    "small limit": replace(ARGS, moe=replace(MOE, swiglu_limit=0.02)),  # which most values exceed
+    "tied, unscaled": replace(ARGS, tied_embeddings=True, rope_scaling=None),
+    "full layers": replace(ARGS, layer_types=["full"], moe=replace(MOE, top_k=1)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(name):
+    assert VARIANTS[name].violations() == []
+    assert_logits_equal(SPEC, VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(SPEC, VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tensors_and_configs_are_those_of_transformers(name):
+    args = VARIANTS[name]
+    config = AutoConfig.for_model(**HUB.to_config(args))
+    with torch.device("meta"):
+        assert_tensors_are(SPEC, args, dict(GptOssForCausalLM(config).named_parameters()))
+    for written in (HUB.to_config(args), config.to_dict()):
+        assert HUB.from_config(written) == HUB.arguments(args)
+
+
+@pytest.mark.parametrize("flavor", SPEC.flavors)
+def test_flavors_round_trip_through_configs(flavor):
+    args = SPEC.flavors[flavor]
+    assert args.violations() == []
+    theirs = AutoConfig.for_model(**HUB.to_config(args))
+    for config in (HUB.to_config(args), theirs.to_dict()):
+        values = {key: value for key, value in HUB.from_config(config).items() if value is not None}
+        assert HUB.arguments(overlay(SPEC.flavors["debugmodel"], values, where="model.args")) == HUB.arguments(args)
+
+
+def test_published_sizes():
+    for flavor, size in {"20b": 20_914_757_184, "120b": 116_829_156_672}.items():
+        state = SPEC.state_on_meta(SPEC.flavors[flavor])
+        assert sum(tensor.numel() for tensor in state.values()) == size, flavor
+
+
+def test_biases_start_at_zero():
+    stds = {name: SPEC.initial_std(ARGS, name) for name in SPEC.state_on_meta(ARGS)}
+    assert {std for name, std in stds.items() if "bias" in name} == {0.0}
+    assert sum("bias" in name for name in stds) == 4 * (4 + 1 + 3)
+    assert stds["layers.0.attention.sinks.weight"] == 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "model.args.window = 0: must be"),
+        ({"layer_types": ["full"] * 3}, "layer_types has 3 entries, which must divide n_layers 4"),
+        ({"head_dim": 31}, "head_dim = 31 must be even"),
+        ({"moe": replace(MOE, biases=False)}, "biases = false, swiglu_limit = 7.0: gpt_oss has both"),
+        ({"moe": replace(MOE, swiglu_limit=-1.0)}, "model.args.moe.swiglu_limit = -1.0"),
+        ({"moe": replace(MOE, top_k=9)}, "top_k = 9"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    assert message in replace(ARGS, **changes).violations()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config = 'gptq': gpt_oss supports only"),
+        ({"quantization_config": 4}, "quantization_config = 4: gpt_oss supports only"),
+        ({"attention_bias": False}, "attention_bias"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"swiglu_limit": "7"}, 'swiglu_limit = "7": must be a number'),
+        ({"num_local_experts": None}, "num_local_experts is missing"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types"),
+    ],
+)
+def test_unsupported_hub_configs_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        HUB.from_config(HUB.to_config(ARGS) | changes)
+
+
+QUANTIZED = replace(ARGS, moe=replace(MOE, hidden_dim=32))
+PACKED = ("gate_up_proj", "down_proj")
+
+
+def quantized_tensors():
+    """Returns tensors as the releases have them, and what transformers makes of those in 4 bits."""
+    state = SPEC.state_on_meta(QUANTIZED)
+    sources = sources_of(SPEC.hub_pieces(state, args=QUANTIZED))
+    shapes = {name: piece.shape for name, ((_, piece), *_) in sources.items()}
+    random = torch.Generator().manual_seed(0)
+    stored, exact = {}, {}
+    for name, shape in shapes.items():
+        if not name.endswith(PACKED):
+            stored[name] = exact[name] = torch.randn(shape, generator=random)
+            continue
+        experts, columns, rows = shape
+        blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(100, 140, (experts, rows, columns // 32), generator=random, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        exact[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert exact[name].shape == shape
+    return stored, exact
+
+
+def write(folder, tensors):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = HUB.to_config(QUANTIZED) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_experts_in_4_bits_are_read_as_by_transformers(tmp_path):
+    stored, exact = quantized_tensors()
+    state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in SPEC.state_on_meta(QUANTIZED).items()}
+    weights = open_initial_weights(write(tmp_path / "hub", stored), spec=SPEC, model_args=QUANTIZED, state=state)
+    weights.fill(state)
+    for name, users in sources_of(SPEC.hub_pieces(state, args=QUANTIZED)).items():
+        assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), exact[name]), name
+
+
+def test_bad_parts_of_experts_in_4_bits_are_refused(tmp_path):
+    stored, _ = quantized_tensors()
+    name = "model.layers.0.mlp.experts.down_proj"
+    without = {key: tensor for key, tensor in stored.items() if key != f"{name}_scales"}
+    cases = [
+        (without, f"lacks {name}\n.*holds {name}_blocks, which gpt_oss does not have"),
+        (
+            stored | {f"{name}_blocks": stored[f"{name}_blocks"][:7].clone()},
+            rf"{name}_blocks has type U8 and shape \[7, ",
+        ),
+        (stored | {f"{name}_scales": stored[f"{name}_scales"].float()}, f"{name}_scales has type F32"),
+        ({key: tensor for key, tensor in stored.items() if key != f"{name}_blocks"}, f"lacks {name}_blocks$"),
+    ]
+    state = SPEC.state_on_meta(QUANTIZED)
+    for number, (tensors, message) in enumerate(cases):
+        with pytest.raises(ConfigError, match=message):
+            open_initial_weights(write(tmp_path / str(number), tensors), spec=SPEC, model_args=QUANTIZED, state=state)

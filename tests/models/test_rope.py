@@ -1,0 +1,115 @@
+"""Rotary positions: YaRN against transformers, partial rotation, and what layers without positions get."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.models.twins import assert_logits_equal
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.hf import scaling_to_config
+from torchtitan_clone.models.llama3.model import Llama3Args
+from torchtitan_clone.models.qwen3.model import Qwen3Args
+from torchtitan_clone.models.rope import (
+    QueryScale,
+    RopeArgs,
+    RopeScaling,
+    Rotary,
+    apply_positions,
+    inverse_frequencies,
+    rotate,
+)
+
+CPU = torch.device("cpu")
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_seq_len=64)
+SCALINGS = {
+    "published gpt-oss": replace(YARN, factor=32.0, original_max_seq_len=4096, truncate=False),
+    "published OLMo 3": replace(YARN, factor=8.0, original_max_seq_len=8192),
+    "published DeepSeek V3": replace(YARN, factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
+    "lower boundary below 0": replace(YARN, original_max_seq_len=150),
+    "both boundaries 0": replace(YARN, original_max_seq_len=6),
+    "given magnitude": replace(YARN, attention_factor=1.25),
+    "unequal mscale": replace(YARN, mscale=0.7, mscale_all_dim=0.3),
+    "no stretching": replace(YARN, factor=1.0),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("theta", [1e4, 150000.0])
+def test_yarn_equals_transformers(scaling, theta):
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=2, max_position_embeddings=1 << 17,
+        rope_parameters={"rope_theta": theta, **scaling_to_config(scaling)},
+    )  # fmt: skip
+    expected, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
+    found = inverse_frequencies(64, theta=theta, scaling=scaling, device=CPU)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert scaling.magnitude() == pytest.approx(magnitude, rel=1e-12)
+
+
+def test_yarn_stretches_all_pairs_that_never_rotate():
+    """transformers clamps the boundaries to an interval that ends before it begins, and stretches nothing."""
+    scaling = replace(YARN, original_max_seq_len=1)
+    found = inverse_frequencies(64, theta=1e4, scaling=scaling, device=CPU)
+    expected = inverse_frequencies(64, theta=1e4, scaling=None, device=CPU) / 4
+    torch.testing.assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_logits_with_yarn_equal_transformers(name):
+    changes = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 97}
+    args = {"llama3": Llama3Args, "qwen3": Qwen3Args}[name](
+        **changes, **({"head_dim": 32} if name == "qwen3" else {}), rope_theta=1e4, max_seq_len=256, rope_scaling=YARN
+    )
+    assert args.violations() == []
+    assert_logits_equal(MODELS[name], args)
+
+
+def test_yarn_does_not_depend_on_the_length_of_rows():
+    lengths = (64, 256, 1 << 17)
+    models = [MODELS["qwen3"].build(Qwen3Args(dim=64, n_layers=1, vocab_size=9, max_seq_len=length, rope_scaling=YARN))
+              for length in lengths]  # fmt: skip
+    for positions in (torch.arange(10)[None], torch.arange(300)[None]):
+        for model in models:
+            for found, expected in zip(model.rotary[0](positions), models[0].rotary[0](positions), strict=True):
+                assert torch.equal(found, expected)
+    cos, _ = models[0].rotary[0](torch.zeros(1, 1, dtype=torch.int64))
+    assert torch.equal(cos, torch.full_like(cos, YARN.magnitude()))
+
+
+def test_a_theta_without_wavelengths_is_named():
+    args = Qwen3Args(rope_theta=1.0, rope_scaling=YARN)
+    assert args.violations() == ["model.args.rope_theta = 1.0: must be above 1 with YaRN; set for example 10000.0"]
+    assert replace(args, rope_scaling=None).violations() == []
+
+
+def test_partial_rotation_leaves_the_other_features():
+    torch.manual_seed(0)
+    x_BTNH = torch.randn(1, 5, 2, 12)
+    rotary = Rotary(RopeArgs(dim=8, theta=1e4))
+    rotary.init_buffers()
+    positions = rotary(torch.arange(5)[None])
+    q, k = apply_positions(x_BTNH, x_BTNH, positions)
+    assert torch.equal(q, k)
+    assert torch.equal(q[..., :8], rotate(x_BTNH[..., :8], *positions))
+    assert torch.equal(q[..., 8:], x_BTNH[..., 8:])
+    assert not torch.equal(q[:, 1:, :, :8], x_BTNH[:, 1:, :, :8])
+
+
+def test_layers_without_positions_rotate_nothing():
+    q, k = torch.randn(2, 1, 9, 2, 4)
+    assert apply_positions(q, k, Rotary(None)(torch.arange(9)[None])) == (q, k)
+    scaled, same = apply_positions(q, k, Rotary(QueryScale(scale=0.5, floor=4))(torch.arange(9)[None]))
+    assert same is k
+    steps = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2.0])
+    torch.testing.assert_close(scaled, q * (1 + 0.5 * (1 + steps).log())[:, None, None])
+
+
+def test_configs_of_transformers_with_yarn_are_read():
+    hub = MODELS["qwen3"].hugging_face
+    config = Qwen3Config(rope_parameters={"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0,
+                                          "original_max_position_embeddings": 32768})  # fmt: skip
+    found = hub.from_config(config.to_dict())["rope_scaling"]
+    assert RopeScaling(**found) == replace(YARN, original_max_seq_len=32768)

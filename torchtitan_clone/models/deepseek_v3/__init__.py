@@ -1,0 +1,58 @@
+"""DeepSeek V3 and V2, and their sizes."""
+
+from dataclasses import replace
+
+from torchtitan_clone.models.deepseek_v3.hf import HUB
+from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args, build
+from torchtitan_clone.models.deepseek_v3.plan import tensor_plan
+from torchtitan_clone.models.moe import MOE_KEPT, moe_flops_per_token
+from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.models.spec import ModelSpec
+
+
+def _yarn(mscale: float) -> RopeScaling:
+    return RopeScaling(rope_type="yarn", factor=40.0, original_max_seq_len=4096, mscale=mscale, mscale_all_dim=mscale)
+
+
+FLAVORS = {
+    # The shipped tokenizer's vocabulary, and values smaller than keys; learns on two CPU cores.
+    "debugmodel": DeepSeekV3Args(
+        dim=256, n_layers=6, n_heads=8, hidden_dim=768, n_dense_layers=1, q_lora_rank=96, kv_lora_rank=64,
+        qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, vocab_size=2048, max_seq_len=8192,
+        moe=replace(
+            V3_ROUTER, num_experts=8, top_k=2, hidden_dim=256, num_shared_experts=1, num_groups=4, top_groups=2,
+            score_scale=2.5,
+        ),
+    ),
+    # V2-Lite.
+    "16B": DeepSeekV3Args(
+        dim=2048, n_layers=27, n_heads=16, hidden_dim=10944, n_dense_layers=1, q_lora_rank=0, vocab_size=102400,
+        rope_scaling=_yarn(0.707),
+        moe=replace(V2_ROUTER, num_experts=64, top_k=6, hidden_dim=1408, num_shared_experts=2),
+    ),
+    # V2.
+    "236B": DeepSeekV3Args(
+        dim=5120, n_layers=60, hidden_dim=12288, n_dense_layers=1, vocab_size=102400, rope_scaling=_yarn(0.707),
+        moe=replace(
+            V2_ROUTER, num_experts=160, top_k=6, hidden_dim=1536, num_shared_experts=2, num_groups=8, top_groups=3,
+            score_scale=16.0,
+        ),
+    ),
+    "671B": DeepSeekV3Args(
+        rope_scaling=_yarn(1.0),
+        moe=replace(
+            V3_ROUTER, num_experts=256, top_k=8, hidden_dim=2048, num_shared_experts=1, num_groups=8, top_groups=4,
+            score_scale=2.5,
+        ),
+    ),
+}  # fmt: skip
+
+SPEC = ModelSpec(
+    name="deepseek_v3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face=HUB,
+    flops_per_token=moe_flops_per_token,
+    kept_operations=MOE_KEPT,
+)

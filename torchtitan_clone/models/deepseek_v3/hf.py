@@ -1,0 +1,143 @@
+"""The formats of DeepSeek V3 and V2 on the Hugging Face hub."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, same
+from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_MOE_KEYS = {
+    "num_experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "hidden_dim": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "score_scale": "routed_scaling_factor",
+    "num_groups": "n_group",
+    "top_groups": "topk_group",
+}
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "moe_layer_freq": 1, "rope_interleave": True}
+_ATTENTION = "model.layers.*.self_attn"
+_SHARED_EXPERTS: Rules = {
+    f"layers.*.feed_forward.shared_experts.{ours}.weight": same(f"model.layers.*.mlp.shared_experts.{theirs}.weight")
+    for ours, theirs in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items()
+}
+_LATENT = {"q_norm": "q_a_layernorm", "wq_a": "q_a_proj", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
+_LATENT_RULES: Rules = {
+    f"layers.*.attention.{ours}.weight": same(f"{_ATTENTION}.{theirs}.weight") for ours, theirs in _LATENT.items()
+}
+
+
+def _prediction_layer(args: ModelArgs) -> str:
+    """Returns the prefix of the hub's names of the layer of multi-token prediction, which follows the last one."""
+    return f"model.layers.{args.n_layers}."
+
+
+def _choice(*, num_groups: int, is_biased: bool) -> str:
+    """Returns the hub's name of how a router chooses experts."""
+    if is_biased:
+        return "noaux_tc"
+    return "group_limited_greedy" if num_groups > 1 else "greedy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Release(MoEHub):
+    """The hub's format of one of the two releases."""
+
+    router: MoEArgs
+
+    def rules_of(self, args: DeepSeekV3Args) -> Rules:
+        sizes = args.latent_sizes
+        queries = "q_b_proj" if sizes.q_latent else "q_proj"
+        ours = "wq_b" if sizes.q_latent else "wq"
+        of_heads = rotary_rows(f"{_ATTENTION}.{queries}.weight", plain=sizes.nope, rotary=sizes.rope)
+        of_latent = rotary_rows(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", plain=sizes.kv_latent, rotary=sizes.rope)
+        rotary = {f"layers.*.attention.{ours}.weight": of_heads, "layers.*.attention.wkv_a.weight": of_latent}
+        return {**self.rules, **rotary}
+
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
+        return name.startswith(_prediction_layer(args)) or super().is_leftover(name, args=args)
+
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
+        prefix = _prediction_layer(args)
+        if not (count := sum(name.startswith(prefix) for name in names)):
+            return []
+        return [f"leaves out the {count} tensors of {prefix}*, which predict the token after the next one"]
+
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
+        values = super().arguments(args)
+        values["moe"] |= {name: getattr(args.moe, name) for name in ROUTER}
+        return values | {"q_lora_rank": args.q_lora_rank, "n_dense_layers": args.n_dense_layers}
+
+    def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
+        return super().to_config(args) | {
+            "topk_method": _choice(num_groups=args.moe.num_groups, is_biased=args.moe.expert_bias),
+            "q_lora_rank": args.q_lora_rank or None,
+            "first_k_dense_replace": args.n_dense_layers,
+        }
+
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
+        # transformers derives head_dim; no groups are one group.
+        given = {key: value for key, value in config.items() if key != "head_dim"}
+        given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
+        values = super().from_config(given)
+        if absent := [key for key in ("q_lora_rank", "first_k_dense_replace") if key not in given]:
+            raise ConfigError([f"config.json: {key} is missing" for key in absent])
+        try:
+            dense = Value(given["first_k_dense_replace"], where="config.json: first_k_dense_replace")
+            values["n_dense_layers"] = dense.integer(low=0, high=1024)
+            latent = Value(given["q_lora_rank"], where="config.json: q_lora_rank")
+            values["q_lora_rank"] = 0 if latent.value is None else latent.integer(low=1, high=2**24)
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
+        values["moe"] |= {name: getattr(self.router, name) for name in ROUTER}
+        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router.expert_bias)
+        if given.get("topk_method", wanted) != wanted:
+            found = shorten(repr(given["topk_method"]))
+            raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekHub(_Release):
+    """The format of V3, and of V2 for models with its router."""
+
+    v2: _Release
+
+    def arguments(self, args: DeepSeekV3Args) -> Arguments:
+        return self.v2.arguments(args) if args.moe.score_func == "softmax" else super().arguments(args)
+
+    def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
+        return self.v2.to_config(args) if args.moe.score_func == "softmax" else super().to_config(args)
+
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
+        is_v2 = config.get("model_type") == "deepseek_v2"
+        return self.v2.from_config(config) if is_v2 else super().from_config(config)
+
+
+_COMMON: Arguments = {
+    "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
+    "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES},
+    "moe_keys": _MOE_KEYS,
+}
+HUB = DeepSeekHub(
+    family="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    fixed={"model_type": "deepseek_v3", **_FIXED, "scoring_func": "sigmoid", "norm_topk_prob": True},
+    router=V3_ROUTER,
+    v2=_Release(
+        family="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        fixed={"model_type": "deepseek_v2", **_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
+        router=V2_ROUTER,
+        **_COMMON,
+    ),
+    **_COMMON,
+)

@@ -1,0 +1,73 @@
+"""gpt-oss's format on the Hugging Face hub: the experts of a layer are stacked, gates interleaved with the others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import shorten
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.gpt_oss.model import YARN
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same, transposed
+from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+from torchtitan_clone.models.windowed import WindowedHub
+
+_MLP = "model.layers.*.mlp"
+_PROJECTIONS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+_gate_up, _gate_up_bias = transposed(f"{_MLP}.experts.gate_up_proj"), same(f"{_MLP}.experts.gate_up_proj_bias")
+_RULES: Rules = {
+    **{name: rule for name, rule in DECODER_RULES.items() if "feed_forward" not in name},
+    **{
+        f"layers.*.attention.{ours}.bias": same(f"model.layers.*.self_attn.{theirs}.bias")
+        for ours, theirs in _PROJECTIONS.items()
+    },
+    "layers.*.attention.sinks.weight": same("model.layers.*.self_attn.sinks"),
+    "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
+    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
+    "layers.*.feed_forward.router.bias": same(f"{_MLP}.router.bias"),
+    "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0, interleaved=True),
+    "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),
+    "layers.*.feed_forward.experts.w3": fused(_gate_up, dim=2, index=1, interleaved=True),
+    "layers.*.feed_forward.experts.w1_bias": fused(_gate_up_bias, dim=1, index=0, interleaved=True),
+    "layers.*.feed_forward.experts.w2_bias": same(f"{_MLP}.experts.down_proj_bias"),
+    "layers.*.feed_forward.experts.w3_bias": fused(_gate_up_bias, dim=1, index=1, interleaved=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssHub(WindowedHub, MoEHub):
+    """gpt-oss's format; the experts of the releases are in MXFP4."""
+
+    def to_config(self, args: ModelArgs) -> dict[str, object]:
+        config = super().to_config(args)
+        # Without an entry transformers has that of the releases.
+        return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
+
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
+        quantization = config.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method not in (None, "mxfp4"):
+            rule = 'supports only "mxfp4"; save the weights in bfloat16 with transformers, by dequantize = true'
+            raise ConfigError(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
+        return super().from_config({"swiglu_limit": 7.0, **config})
+
+
+HUB = GptOssHub(
+    family="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fixed={"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+    defaults={
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "head_dim": 64,
+        "rope_theta": 150000.0, "rope_scaling": scaling_to_config(YARN),
+    },
+    keys={**{ours: theirs for ours, theirs in CONFIG_KEYS.items() if ours != "hidden_dim"}, "head_dim": "head_dim"},
+    rules=_RULES,
+    moe_keys={
+        "num_experts": "num_local_experts",
+        "top_k": "num_experts_per_tok",
+        "hidden_dim": "intermediate_size",
+        "swiglu_limit": "swiglu_limit",
+    },
+    pattern=("window", "full"),
+    window=128,
+)  # fmt: skip

@@ -1,0 +1,70 @@
+"""gpt-oss's arguments and blocks: windows, attention sinks and experts with biases. Source: arXiv 2508.10925."""
+
+from dataclasses import dataclass, field
+
+from torchtitan_clone.config.schema import Size
+from torchtitan_clone.models.attention import Attention
+from torchtitan_clone.models.decoder import (
+    Decoder,
+    Heads,
+    Layers,
+    RopeTheta,
+    TransformerBlock,
+    Vocabulary,
+    Width,
+)
+from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.models.windowed import LayerType, Window, WindowedArgs
+
+YARN = RopeScaling(rope_type="yarn", factor=32.0, original_max_seq_len=4096, truncate=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssArgs(WindowedArgs):
+    """Arguments of gpt-oss."""
+
+    dim: Width = 2880
+    n_layers: Layers = 36
+    n_heads: Heads = 64
+    n_kv_heads: Heads | None = 8
+    head_dim: Width = 64  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
+    vocab_size: Vocabulary = 201088
+    rope_theta: RopeTheta = 150000.0
+    rope_scaling: RopeScaling | None = YARN
+    max_seq_len: Size = 131072
+    layer_types: list[LayerType] = field(default_factory=lambda: ["window", "full"])
+    window: Window = 128
+    moe: MoEArgs = field(
+        default_factory=lambda: MoEArgs(num_experts=128, top_k=4, hidden_dim=2880, biases=True, swiglu_limit=7.0)
+    )
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
+    def violations(self) -> list[str]:
+        found = super().violations() + self.moe.violations(dim=self.dim)
+        if self.head_dim % 2:
+            found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
+        if not self.moe.biases or not self.moe.swiglu_limit:
+            given = f"biases = {str(self.moe.biases).lower()}, swiglu_limit = {self.moe.swiglu_limit}"
+            found.append(f"model.args.moe: {given}: gpt_oss has both; set biases to true and swiglu_limit above 0")
+        return found
+
+
+def build(args: GptOssArgs) -> Decoder:
+    """Returns the model."""
+    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
+
+
+def build_block(args: GptOssArgs, _layer: int) -> TransformerBlock:
+    """Returns the block of a layer."""
+    attention = Attention(
+        dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim, bias=True, sinks=True
+    )
+    return TransformerBlock(args, attention=attention, feed_forward=MoE(args.moe, dim=args.dim))

@@ -1,0 +1,35 @@
+"""What differs between the layers of one decoder: which tokens attention sees, and what it knows of positions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchtitan_clone.models.rope import QueryScale, RopeArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """A kind of layers; masks and rotations are computed once for all layers of a kind."""
+
+    positions: RopeArgs | QueryScale | None
+    window: int | None = None
+    """A token attends to itself and to the `window` - 1 tokens before it."""
+    chunk: int | None = None
+    """A token attends to the tokens before it that are in its chunk: documents are divided into chunks of this size,
+    from their first token on, so that a document's result does not depend on what is packed before it."""
+
+    def attended_tokens(self, seq_len: int) -> int:
+        """Returns the most tokens that one token attends to."""
+        return min(seq_len, self.window or seq_len, self.chunk or seq_len)
+
+
+def repeat_pattern(pattern: Sequence[str], kinds: Mapping[str, LayerKind], *, n_layers: int) -> list[LayerKind]:
+    """Returns the kind of each layer: `pattern` names them, and repeats."""
+    return [kinds[pattern[layer % len(pattern)]] for layer in range(n_layers)]
+
+
+def find_pattern_errors(pattern: Sequence[str], *, n_layers: int) -> list[str]:
+    """Returns a sentence where a pattern does not fill the layers."""
+    if pattern and n_layers % len(pattern) == 0:
+        return []
+    rule = f"must divide n_layers {n_layers}; name one kind for every layer, or a pattern that repeats"
+    return [f"model.args.layer_types has {len(pattern)} entries, which {rule}"]

@@ -1,0 +1,65 @@
+"""OLMo 2's and 3's formats on the Hugging Face hub."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.hf import Arguments, DecoderHub
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
+from torchtitan_clone.models.windowed import WindowedHub
+
+_FIXED = {"hidden_act": "silu", "attention_bias": False}
+_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+_RULES: Rules = {
+    **DECODER_RULES,
+    "layers.*.attention_norm.weight": same("model.layers.*.post_attention_layernorm.weight"),
+    "layers.*.ffn_norm.weight": same("model.layers.*.post_feedforward_layernorm.weight"),
+    "layers.*.attention.q_norm.weight": same("model.layers.*.self_attn.q_norm.weight"),
+    "layers.*.attention.k_norm.weight": same("model.layers.*.self_attn.k_norm.weight"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Hub(WindowedHub):
+    """OLMo 3's format: transformers 5 writes the rotary positions of each type of layers."""
+
+    def to_config(self, args: ModelArgs) -> dict[str, object]:
+        config = super().to_config(args)
+        plain = {"rope_type": "default", "rope_theta": args.rope_theta}
+        scaling = config["rope_scaling"]
+        full = {**plain, **scaling} if isinstance(scaling, dict) else plain
+        return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": plain}}
+
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
+        nested = config.get("rope_parameters")
+        if not isinstance(nested, Mapping) or "full_attention" not in nested:
+            return super().from_config(config)
+        values = super().from_config({**config, "rope_parameters": nested["full_attention"]})
+        only = {"rope_type": "default", "rope_theta": values["rope_theta"]}
+        entry = Value(nested.get("sliding_attention") or {}, where="config.json: rope_parameters.sliding_attention")
+        try:
+            if only | {name: value for name, value in entry.plain_entries().items() if value is not None} != only:
+                entry.refuse(f"{self.family} supports only {only}, the theta of full layers without scaling")
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
+        return values
+
+
+HUB = Olmo3Hub(
+    family="olmo3",
+    architecture="Olmo3ForCausalLM",
+    fixed={"model_type": "olmo3", **_FIXED},
+    defaults={**_DEFAULTS, "rope_theta": 500000.0},
+    rules=_RULES,
+    pattern=("window", "window", "window", "full"),
+    window=4096,
+)
+OLMO2_HUB = DecoderHub(
+    family="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fixed={"model_type": "olmo2", **_FIXED},
+    defaults=_DEFAULTS,
+    rules=_RULES,
+)

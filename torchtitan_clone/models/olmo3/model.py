@@ -1,0 +1,70 @@
+"""OLMo 2 and 3: norms after attention and feed-forward, and of queries and keys over all heads.
+
+Source: arXiv 2501.00656 (OLMo 2); OLMo 3 adds windows.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torchtitan_clone.config.schema import Size
+from torchtitan_clone.models.attention import Attention, AttentionMask
+from torchtitan_clone.models.decoder import Decoder, Epsilon, Hidden, ModelArgs, TransformerBlock, Vocabulary
+from torchtitan_clone.models.feed_forward import SwiGLU
+from torchtitan_clone.models.rope import Positions, RopeArgs
+from torchtitan_clone.models.windowed import LayerType, WindowedArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Args(ModelArgs):
+    """Arguments of OLMo 2."""
+
+    hidden_dim: Hidden = 11008
+    vocab_size: Vocabulary = 100352
+    norm_eps: Epsilon = 1e-6
+    max_seq_len: Size = 4096
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        return self.hidden_dim
+
+    def violations(self) -> list[str]:
+        found = []
+        if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
+            rule = "must give heads of an even size; set dim to an even multiple of n_heads"
+            found.append(f"model.args: dim {self.dim} over n_heads {self.n_heads} {rule}")
+        return found + super().violations()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Args(Olmo2Args, WindowedArgs):
+    """Arguments of OLMo 3: three layers with windows, whose rotary positions are not scaled, and a full one."""
+
+    vocab_size: Vocabulary = 100278
+    max_seq_len: Size = 65536
+    layer_types: list[LayerType] = field(default_factory=lambda: ["window", "window", "window", "full"])
+
+    def window_rope_args(self) -> RopeArgs:
+        return RopeArgs(dim=self.head_dim, theta=self.rope_theta)
+
+
+class PostNormBlock(TransformerBlock):
+    """Attention and feed-forward, each with a norm after it and a residual connection around both."""
+
+    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
+        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, rope, mask))
+        return x_BTD + self.ffn_norm(self.feed_forward(x_BTD))
+
+
+def build(args: Olmo2Args) -> Decoder:
+    """Returns the model."""
+    return Decoder(args, build_block=build_block)
+
+
+def build_block(args: Olmo2Args, _layer: int) -> PostNormBlock:
+    """Returns the block of a layer."""
+    attention = Attention(
+        dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
+        qk_norm_eps=args.norm_eps, norm_all_heads=True,
+    )  # fmt: skip
+    return PostNormBlock(args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim))
