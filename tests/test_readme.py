@@ -86,6 +86,8 @@ def shortened(command: str) -> str:
         return f"{command} --seconds=2 --every=1 --revive=0"
     if "benchmarks/checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
+    if "benchmarks/experts.py" in command:
+        return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
     if "hostile_folders.py" in command:
         return f"{command} --count=1 --timeout=120"
     if "fuzz_checkpoint.py" in command:

@@ -31,7 +31,8 @@ WITHOUT_EFFECT = (
     *("model.print_after_conversion", "quantize.*", "float8.*", "mx.*"),  # tune model.converters
     "memory_estimation.disable_fake_mode",
     "parallelism.expert_parallel_comm_backend",
-    "parallelism.pipeline_parallel_expert_parallel_overlap",  # with expert parallelism, which is an error
+    "parallelism.expert_tensor_parallel_degree",  # experts are sharded over the axis of experts, and by FSDP
+    "parallelism.pipeline_parallel_expert_parallel_overlap",  # numbers are the same without
     "checkpoint.enable_ft_dataloader_checkpoints",  # a checkpoint stores the data position of all replica groups
     "activation_checkpoint.memory_budget",  # the mode memory_budget is an error
     "activation_checkpoint.preserve_rng_state",  # no layer uses random numbers
@@ -40,7 +41,6 @@ WITHOUT_EFFECT = (
 """Keys that are ignored, whatever their value."""
 
 _OFF = TorchtitanKey("it is not supported; set it to false")
-_NO_EXPERT = TorchtitanKey("mixture-of-experts models are not supported; set it to 1", (1,))
 _VALIDATION_DATA = "validation uses the documents that data.held_out_fraction holds out; remove the key"
 _HELD_OUT = TorchtitanKey(_VALIDATION_DATA, (), "validation.enable")
 
@@ -71,7 +71,6 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "parallelism.context_parallel_load_balancer": TorchtitanKey(
         'ranks share the work of causal attention as with "headtail"; set it to "headtail"', ("headtail",)
     ),
-    "parallelism.expert_tensor_parallel_degree": _NO_EXPERT,
     "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(
         "selective checkpointing selects matrix products by operation; remove the key", ([], ["moe.router.gate"])

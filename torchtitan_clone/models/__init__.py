@@ -21,7 +21,9 @@ MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def find_model(model: Model) -> ModelSpec:
-    """Returns the family of `model.name`; ConfigError for an unknown name."""
+    """Returns the family of `model.name`, or one related to it that has the flavor; ConfigError for an unknown name."""
     if model.name not in MODELS:
         raise ConfigError([f"model.name = {shown(model.name)}: no such model; known: {', '.join(MODELS)}"])
-    return MODELS[model.name]
+    spec = MODELS[model.name]
+    related = [] if model.flavor in spec.flavors else [MODELS[name] for name in spec.related]
+    return next((other for other in related if model.flavor in other.flavors), spec)

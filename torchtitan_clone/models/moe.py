@@ -279,8 +279,42 @@ def dispatch(x_ND: Tensor, experts_NK: Tensor, *, num_experts: int) -> tuple[Ten
 
 def combine(rows: Tensor, scores_NK: Tensor, positions_NK: Tensor) -> Tensor:
     """Returns [N, D]: the rows of each token, at `positions_NK`, times their scores and summed in the order of K."""
-    rows_NKD = Permute.apply(rows, positions_NK.flatten()).unflatten(0, positions_NK.shape)
-    return (rows_NKD * scores_NK[..., None]).sum(dim=1).to(rows.dtype)
+    return cast("Tensor", _Combine.apply(rows, scores_NK, positions_NK))
+
+
+class _Combine(torch.autograd.Function):
+    """In the type of the scores. A part of the tokens and one of their experts at a time: temporaries stay small."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, scores_NK: Tensor, positions_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, scores_NK, positions_NK)
+        out_ND = rows.new_empty((len(scores_NK), rows.shape[1]))
+        size = _part_size(scores_NK)
+        parts = zip(out_ND.split(size), scores_NK.split(size), positions_NK.split(size), strict=True)
+        for out, scores, positions in parts:
+            total = rows[positions[:, 0]] * scores[:, :1]
+            for k in range(1, scores.shape[1]):
+                total.addcmul_(rows[positions[:, k]], scores[:, k : k + 1])
+            out.copy_(total)
+        return out_ND
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        rows, scores_NK, positions_NK = ctx.saved_tensors
+        grad_rows, grad_scores_NK = torch.empty_like(rows), torch.empty_like(scores_NK)
+        size = _part_size(scores_NK)
+        tensors = (grads[0], scores_NK, positions_NK, grad_scores_NK)
+        for grad, scores, positions, grad_scores in zip(*(each.split(size) for each in tensors), strict=True):
+            grad = grad.to(scores.dtype)
+            for k in range(scores.shape[1]):
+                grad_rows[positions[:, k]] = (grad * scores[:, k : k + 1]).to(rows.dtype)
+                grad_scores[:, k] = (grad * rows[positions[:, k]]).sum(dim=1)
+        return grad_rows, grad_scores_NK, None
+
+
+def _part_size(scores_NK: Tensor) -> int:
+    """Returns how many tokens are combined at a time: all on a GPU, where memory is not mapped anew."""
+    return max(512, len(scores_NK) // 16) if scores_NK.device.type == "cpu" else max(1, len(scores_NK))
 
 
 class _Dispatch(torch.autograd.Function):

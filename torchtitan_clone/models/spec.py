@@ -88,6 +88,8 @@ class ModelSpec:
     """Builds the model, in single-device PyTorch without any parallelism."""
     tensor_plan: Callable[[Any], TensorPlan]
     hugging_face: DecoderHub
+    related: tuple[str, ...] = ()
+    """Names of families whose flavors this name has too, as in torchtitan."""
     initial_std: Callable[[Any, str], float | None] = initial_std
     """Standard deviation of the initial values of the parameter of a name; None: they are one."""
     flops_per_token: FlopsPerToken = dense_flops_per_token

@@ -19,13 +19,25 @@ FLAVORS = {
     "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
 }
 
-SPEC = ModelSpec(name="qwen3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)
+SPEC = ModelSpec(
+    name="qwen3",
+    flavors=FLAVORS,
+    build=build,
+    tensor_plan=tensor_plan,
+    hugging_face=HUB,
+    related=("qwen3_moe",),
+)
 
 MOE_FLAVORS = {
     # 2 of 8 experts with 384 hidden features each: as many active parameters as the dense debug model.
     "debugmodel": Qwen3MoEArgs(
         dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, vocab_size=2048, max_seq_len=8192,
         moe=MoEArgs(num_experts=8, top_k=2, hidden_dim=384),
+    ),
+    # torchtitan's debug model.
+    "debugmodel_moe": Qwen3MoEArgs(
+        dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048, max_seq_len=4096,
+        moe=MoEArgs(num_experts=64, top_k=8, hidden_dim=768),
     ),
     "30B-A3B": Qwen3MoEArgs(
         dim=2048, n_layers=48, n_heads=32, hidden_dim=6144, moe=MoEArgs(num_experts=128, top_k=8, hidden_dim=768)
