@@ -209,8 +209,8 @@ def _mask_of_the_first_micro_batch_is_kept(
 
 
 @_mistake("replicate", engine, "init_weights")
-def _initial_weights_differ_by_rank(init_weights: Any, parameters: object, *, seed: int, std_of: object) -> None:
-    init_weights(parameters, seed=seed + _rank(), std_of=std_of)
+def _initial_weights_differ_by_rank(init_weights: Any, parameters: object, *, seed: int, **more: object) -> None:
+    init_weights(parameters, seed=seed + _rank(), **more)
 
 
 @_mistake("shard", OptimizerContainer, "set_lr_factor")
