@@ -1,15 +1,20 @@
 """Experts on several ranks against the same experts on one."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.runs import train as train_run
 
 # Multiples of 64: the last elements of other sizes take kernels without vectors, which round differently.
 ARGS = MoEArgs(num_experts=8, top_k=2, hidden_dim=64)
@@ -63,3 +68,22 @@ def check_exchange(ranks, one_expert):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_results_equal_those_of_one_rank_to_the_last_bit(ranks, one_expert):
     run_ranks(check_exchange, ranks, ranks, one_expert)
+
+
+def test_a_checkpoint_of_another_number_of_experts_is_refused(corpus, tmp_path):
+    sizes = {"model__args__multiple_of": None, "model__args__hidden_dim": 64, "model__args__moe__hidden_dim": 32}
+    common = {"model__name": "qwen3_moe", "lr_scheduler__warmup_steps": 1, **sizes}
+    argv = options(corpus, tmp_path, training__steps=1, **common)
+    assert train_run(argv, log_folder=tmp_path)[0] == 0
+    changed = options(corpus, tmp_path, training__steps=2, model__args__moe__num_experts=4, **common)
+    code, output = train_run(changed, log_folder=tmp_path)
+    assert code == 2
+    assert "holds checkpoints of another run: model.args.moe.num_experts 8 -> 4; choose another" in output
+    seeded = options(
+        corpus, tmp_path / "other", model__args__moe__num_experts=4,
+        checkpoint__initial_load_path=step_folder(tmp_path / "run" / "checkpoint", 1), **common,
+    )  # fmt: skip
+    code, output = train_run(seeded, log_folder=tmp_path)
+    assert code == 2
+    name = "layers.0.feed_forward.experts.w1"
+    assert re.search(rf"{re.escape(name)}\D*\(?\[?8, 32, 64.*4, 32, 64", output), output

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -203,6 +203,13 @@ def _unwritable(folder: Path, reason: str | None, *, option: str) -> ConfigError
     return ConfigError(f"{option}: nothing can be written to {shown(str(folder))} ({reason}); {remedy}")
 
 
+def _flat(name: str, value: object) -> dict[str, object]:
+    """Returns the values of nested tables by their dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    return {key: found for inner in value for key, found in _flat(f"{name}.{inner}", value[inner]).items()}
+
+
 def _check_folder_is_ours(plan: RunPlan) -> None:
     """A folder with checkpoints belongs to the model and the data it was started with."""
     path = plan.output_folder / CONFIG_FILE
@@ -210,8 +217,8 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
         return
     before = load_config([f"--job.config_file={path}"])
     now = plan.config
-    then = {f"model.args.{k}": v for k, v in vars(find_model(before.model).resolve_args(before.model)).items()}
-    today = {f"model.args.{k}": v for k, v in vars(plan.model_args).items()}
+    then = _flat("model.args", asdict(find_model(before.model).resolve_args(before.model)))
+    today = _flat("model.args", asdict(plan.model_args))
     if not now.checkpoint.allow_data_change:
         then |= {f"training.{name}": getattr(before.training, name) for name in _DATA_OPTIONS}
         today |= {f"training.{name}": getattr(now.training, name) for name in _DATA_OPTIONS}
