@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import shutil
 import struct
@@ -149,8 +150,9 @@ def damage_text_file(folder: Path, source: random.Random) -> str:
     """Replaces a file of text by something else."""
     path = folder / "text" / source.choice(TEXTS)
     done = damage_file(path, source)
-    if path.is_symlink() and path.resolve().name == SECRET:  # a link to a file is fine here
-        shutil.move(path.resolve(), folder / "elsewhere")
+    target = Path(os.path.realpath(path))  # Path.resolve refuses links that go round
+    if path.is_symlink() and target.name == SECRET:  # a link to a file is fine here
+        shutil.move(target, folder / "elsewhere")
         path.unlink()
         path.symlink_to("../elsewhere")
     return done
