@@ -190,3 +190,20 @@ def test_train_configs_resolve_and_train(file, workplace, tmp_path):
     code, output = train(small, log_folder=tmp_path)
     assert code == 0, output
     assert "training is complete: step 3 of 3" in output
+
+
+def test_the_stand_in_does_what_python_does(python, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys\nprint(sys.argv, os.getcwd(), os.environ['WORD'])\nsys.exit(len(sys.argv))\n")
+    found = {}
+    for each in (sys.executable, python):
+        done = execute(
+            f"WORD=x {each} program.py 'a b' c; echo $?; {each} -c 'raise SystemExit(4)'", tmp_path, python=each
+        )
+        found[each] = done.returncode, done.stdout
+    assert found[sys.executable] == found[python] == (4, f"['program.py', 'a b', 'c'] {tmp_path} x\n3\n")
+    program.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen([python, program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(60) == -15

@@ -16,6 +16,7 @@ from benchmarks.fault_kinds import KINDS, Kind
 from benchmarks.fault_scenes import check_against
 from benchmarks.fault_tools import send
 from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
+from torchtitan_clone.testing.attempts import counted_attempts
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
 STEPS = 30
@@ -112,3 +113,12 @@ def test_a_full_disk_and_a_campaign_in_two_parts(material, tmp_path, capsys):
     assert campaign(options, scenes=["small disk"]) == 0
     assert summary in capsys.readouterr().out
     assert [json.loads(line).get("faults") for line in results.read_text().splitlines()] == [None, 1]
+
+
+def test_of_two_attempts_at_a_step_the_one_that_training_went_on_from_counts():
+    """A partition lets group 1 commit step 2 alone; group 0 commits it later, and gives it up."""
+    alone = {"step": 2, "quorum": 8, "time": 2.0, "committed": True}
+    lost = {"step": 2, "quorum": 9, "time": 2.5, "committed": True}
+    first, last = ({"step": step, "quorum": 8 - step % 2, "time": step, "committed": True} for step in (1, 3))
+    records = {"0": [first, lost, {"healed": 2}, last], "1": [first, alone, last]}
+    assert counted_attempts(records) == {1: (1, 7), 2: (2, 8), 3: (3, 7)}

@@ -167,6 +167,32 @@ def test_two_beginnings_of_a_run_are_not_mixed(corpus, tmp_path):
         assert committed == list(range(1, len(committed) + 1))
 
 
+def join_a_complete_run(options, folder):
+    """Returns whether a replica group, alone in its quorum, begins a step of a run that others have completed."""
+    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+
+    recovery_state = RecoveryState(
+        tensors={}, metadata=dict, load_from_peer=print, stream_positions=list, set_stream_positions=print
+    )
+    with rank_of_a_group():
+        context = ReplicaContext(
+            device=torch.device("cpu"), address="127.0.0.1", step=0, parameters={}, outer_weights={},
+            recovery_state=lambda: recovery_state, sum_over_ranks=lambda values: values, is_run_complete=lambda: True,
+            should_stop=lambda: False, identity="", folder=folder / "replica-0",
+        )  # fmt: skip
+        group = TorchFTGroup(options, run=context)
+        begins = group.begin_step()
+        group.close()
+    return begins
+
+
+def test_a_quorum_that_forms_at_once_does_not_train_a_complete_run(corpus, tmp_path):
+    options = FaultTolerance(enable=True, group_size=1)
+    with Cluster(corpus, tmp_path, groups=1) as cluster:
+        env = {"TORCHFT_LIGHTHOUSE": cluster.address}
+        assert collect(start_ranks(join_a_complete_run, 1, options, tmp_path, env=env)) == [False]
+
+
 def train_in_two_parts(options, folder):
     """Trains a replica group with one weight for three steps and, once `folder`/go exists, for three more."""
     from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup

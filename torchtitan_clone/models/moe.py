@@ -5,7 +5,7 @@ Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol, cast
 
 import torch
@@ -93,6 +93,24 @@ class MoEArgs:
         rule = "must be a multiple of 8, because grouped products need rows of a multiple of 16 bytes"
         sizes = {f"{where}.hidden_dim": self.hidden_dim, "model.args.dim": dim}
         return [f"{name} = {size}: {rule}" for name, size in sizes.items() if size % 8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEModelArgs(ModelArgs):
+    """Arguments of a model with a mixture of experts; a base after those that have other defaults."""
+
+    moe: MoEArgs = field(default_factory=MoEArgs)
+
+    @property
+    def num_experts(self) -> int:
+        return self.moe.num_experts
+
+    @property
+    def experts_per_token(self) -> int:
+        return self.moe.top_k
+
+    def violations(self) -> list[str]:
+        return super().violations() + self.moe.violations(dim=self.dim)
 
 
 class Router(nn.Module):
@@ -313,7 +331,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _part_size(scores_NK: Tensor) -> int:
-    """Returns how many tokens are combined at a time: all on a GPU, where memory is not mapped anew."""
+    """Returns how many tokens are combined at a time: all on a GPU, whose allocator keeps its memory."""
     return max(512, len(scores_NK) // 16) if scores_NK.device.type == "cpu" else max(1, len(scores_NK))
 
 

@@ -19,7 +19,7 @@ Attempt = tuple[int, int]
 def counted_attempts(records: Records) -> dict[int, Attempt]:
     """Returns, by step, the attempt that counts: the last one of the last step, and those that it results from.
 
-    Groups that are parted may commit a step at the same time, each in a quorum of its own; one of them gives it up.
+    Groups on both sides of a network partition may commit a step, each in a quorum of its own; one of them gives it up.
     Where all groups of a quorum started from a checkpoint, the last attempt at the step of the checkpoint counts.
     """
     times: dict[Attempt, float] = {}

@@ -1,6 +1,6 @@
 """DeepSeek's arguments and blocks: latent attention, first layers dense, then experts. Source: arXiv 2412.19437."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from torchtitan_clone.config.schema import Range, Size
@@ -9,7 +9,6 @@ from torchtitan_clone.models.decoder import (
     Epsilon,
     Heads,
     Hidden,
-    ModelArgs,
     RopeTheta,
     TransformerBlock,
     Vocabulary,
@@ -17,7 +16,7 @@ from torchtitan_clone.models.decoder import (
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.mla import LatentAttention, LatentSizes
-from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 
 V3_ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=True, expert_bias=True, group_score="sum of best two")
 V2_ROUTER = MoEArgs(score_func="softmax", normalize_scores=False, expert_bias=False, group_score="best")
@@ -26,7 +25,7 @@ ROUTER = ("score_func", "normalize_scores", "expert_bias", "group_score")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekV3Args(ModelArgs):
+class DeepSeekV3Args(MoEModelArgs):
     """Arguments of DeepSeek V3, and of V2, whose router has softmax scores that are not normalized, and no bias."""
 
     dim: Width = 7168
@@ -46,20 +45,11 @@ class DeepSeekV3Args(ModelArgs):
     qk_nope_head_dim: Width = 128
     qk_rope_head_dim: Width = 64
     v_head_dim: Width = 128
-    moe: MoEArgs = field(default_factory=MoEArgs)
 
     @property
     def head_dim(self) -> int:
         """Dimensions of a head with rotary positions."""
         return self.qk_rope_head_dim
-
-    @property
-    def num_experts(self) -> int:
-        return self.moe.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.moe.top_k
 
     @property
     def attention_dim(self) -> float:
@@ -87,7 +77,7 @@ class DeepSeekV3Args(ModelArgs):
         return scaling.growth(scaling.mscale_all_dim) ** 2 if scaling and scaling.rope_type == "yarn" else 1.0
 
     def violations(self) -> list[str]:
-        found = super().violations() + self.moe.violations(dim=self.dim)
+        found = super().violations()
         if self.n_kv_heads not in (None, self.n_heads):
             found.append(
                 f"model.args.n_kv_heads = {self.n_kv_heads}: latent attention has as many as n_heads; unset it"

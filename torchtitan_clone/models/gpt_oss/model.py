@@ -13,7 +13,7 @@ from torchtitan_clone.models.decoder import (
     Vocabulary,
     Width,
 )
-from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.windowed import LayerType, Window, WindowedArgs
 
@@ -21,7 +21,7 @@ YARN = RopeScaling(rope_type="yarn", factor=32.0, original_max_seq_len=4096, tru
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssArgs(WindowedArgs):
+class GptOssArgs(WindowedArgs, MoEModelArgs):
     """Arguments of gpt-oss."""
 
     dim: Width = 2880
@@ -39,16 +39,8 @@ class GptOssArgs(WindowedArgs):
         default_factory=lambda: MoEArgs(num_experts=128, top_k=4, hidden_dim=2880, biases=True, swiglu_limit=7.0)
     )
 
-    @property
-    def num_experts(self) -> int:
-        return self.moe.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.moe.top_k
-
     def violations(self) -> list[str]:
-        found = super().violations() + self.moe.violations(dim=self.dim)
+        found = super().violations()
         if self.head_dim % 2:
             found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
         if not self.moe.biases or not self.moe.swiglu_limit:

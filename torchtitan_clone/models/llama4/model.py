@@ -3,7 +3,7 @@
 Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence; temperature of attention, arXiv 2501.19399.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from torchtitan_clone.config.schema import Range, Size
@@ -13,14 +13,13 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Hidden,
     Layers,
-    ModelArgs,
     TransformerBlock,
     Vocabulary,
     Width,
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.layer_kinds import LayerKind
-from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.models.rope import QueryScale
 
 ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=False, score_inputs=True, num_shared_experts=1)
@@ -31,7 +30,7 @@ FIXED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4Args(ModelArgs):
+class Llama4Args(MoEModelArgs):
     """Arguments of Llama 4."""
 
     dim: Width = 5120
@@ -52,15 +51,6 @@ class Llama4Args(ModelArgs):
     query_scale: Annotated[float, Range(0.0, 1e6)] = 0.1
     """How queries of layers without rotary positions grow with the position, see QueryScale; 0: not at all."""
     query_scale_floor: Size = 8192
-    moe: MoEArgs = field(default_factory=MoEArgs)
-
-    @property
-    def num_experts(self) -> int:
-        return self.moe.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.moe.top_k
 
     @property
     def ffn_hidden_dim(self) -> int:
@@ -80,7 +70,7 @@ class Llama4Args(ModelArgs):
         return [full if self.is_full(layer) else chunked for layer in range(self.n_layers)]
 
     def violations(self) -> list[str]:
-        found = super().violations() + self.moe.violations(dim=self.dim)
+        found = super().violations()
         if self.head_dim % 2:
             found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
         if self.moe_every > self.n_layers:

@@ -16,7 +16,7 @@ from torchtitan_clone.models.decoder import (
     Width,
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,11 @@ class Qwen3Args(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEArgs(Qwen3Args):
+class Qwen3MoEArgs(Qwen3Args, MoEModelArgs):  # pyright: ignore[reportIncompatibleVariableOverride], head_dim is a field
     """Arguments of Qwen3 with a mixture of experts in each layer; `hidden_dim` is unused, and kept for the hub."""
 
     n_kv_heads: Heads | None = 4
     moe: MoEArgs = field(default_factory=lambda: MoEArgs(num_experts=128, top_k=8, hidden_dim=768))
-
-    @property
-    def num_experts(self) -> int:
-        return self.moe.num_experts
-
-    @property
-    def experts_per_token(self) -> int:
-        return self.moe.top_k
-
-    def violations(self) -> list[str]:
-        return super().violations() + self.moe.violations(dim=self.dim)
 
 
 def build(args: Qwen3Args) -> Decoder:
