@@ -92,8 +92,8 @@ PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
 # One run that changes its mesh after every step; successive meshes shard along different dimensions.
 MESHES = (
-    (3, {}), (2, TENSOR), (2, PIPELINE), (1, {}), (4, TENSOR | PIPELINE), (2, {}), (4, REPLICAS),
-    (2, {"parallelism__context_parallel_degree": 2}), (4, {}), (2, REPLICAS),
+    (3, {}), (2, TENSOR), (1, {}), (4, TENSOR | PIPELINE), (4, REPLICAS),
+    (2, {"parallelism__context_parallel_degree": 2}), (2, PIPELINE),
 )  # fmt: skip
 
 

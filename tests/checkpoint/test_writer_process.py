@@ -5,11 +5,11 @@ import resource
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.data.processes import is_alive
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.checkpoint.saving import SaveReport
 from torchtitan_clone.testing.checkpoint_states import (
@@ -94,12 +94,6 @@ def save_forever(folder, pid_file, options):
         for step in range(1, 10_000):
             manager.wait_for_staging()
             manager.save(progress_at(step))
-
-
-def is_alive(pid: int) -> bool:
-    """Returns whether a process runs; a zombie does not."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -21,5 +21,5 @@ def is_alive(pid: int) -> bool:
     """Returns whether a process runs and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter while it is reaped
         return False

@@ -32,8 +32,7 @@ SMALL = {
     "checkpoint__interval": 20,
     "fault_tolerance__stall_factor": 1e6,  # a group that the test stops is not hung
 }
-METHODS = {"synchronous": {}, "local_sgd": {"fault_tolerance__semi_sync_method": "local_sgd"}}
-ROUND = {"synchronous": 1, "local_sgd": 5}
+LOCAL_SGD, ROUND = {"fault_tolerance__semi_sync_method": "local_sgd"}, 5
 
 
 def check(cluster, *, steps: int, unit: int = 1, rows: int = ROWS) -> None:
@@ -56,11 +55,10 @@ def committed_quorums(cluster, group: int, *, start: int) -> dict[int, int]:
     return starts[start]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_steps_of_a_dropped_history_are_forgotten_with_another_lighthouse(corpus, tmp_path, method):
+def test_steps_of_a_dropped_history_are_forgotten_with_another_lighthouse(corpus, tmp_path):
     """Both histories were in the first quorum of their lighthouse. While there is none, a restarted group waits."""
-    steps, unit = 80, ROUND[method]
-    with Cluster(corpus, tmp_path, groups=2, pace=0.02, training__steps=steps, **SMALL, **METHODS[method]) as cluster:
+    steps = 80
+    with Cluster(corpus, tmp_path, groups=2, pace=0.02, training__steps=steps, **SMALL) as cluster:
         cluster.start(0)
         cluster.watch_over(until=lambda: cluster.step_of(0) > 30)
         cluster.kill(0)
@@ -76,18 +74,18 @@ def test_steps_of_a_dropped_history_are_forgotten_with_another_lighthouse(corpus
         assert "waiting for the lighthouse at" in cluster.log_of(0)
         cluster.start_lighthouse_again()
         cluster.watch_over()
-        check(cluster, steps=steps, unit=unit)
+        check(cluster, steps=steps)
         assert cluster.deaths == []
         kept = committed_quorums(cluster, 1, start=0)
         both = set(dropped) & set(kept)
-        assert len(both) * unit > 2
+        assert len(both) > 2
         assert not [number for number in both if dropped[number] == kept[number]]
         joined = min(committed_quorums(cluster, 0, start=1))
         own = {row["step"] for row in cluster.step_rows(0)}
-        assert own == {*range(1, (min(both) - 1) * unit + 1), *range((joined - 1) * unit + 1, steps + 1)}
+        assert own == {*range(1, min(both)), *range(joined, steps + 1)}
         file = tmp_path / "run" / "replica-0" / "metrics.jsonl"
         goodput = [row for row in read_json_lines(file) if row.get("event") == "goodput"][-1]
-        assert goodput["steps_thrown_away"] >= len(both) * unit
+        assert goodput["steps_thrown_away"] >= len(both)
 
 
 def lines_that(cluster, group: int, key: str) -> list[dict]:
@@ -95,11 +93,10 @@ def lines_that(cluster, group: int, key: str) -> list[dict]:
     return [line for line in cluster.records()[f"replica-{group}/rows.rank0.jsonl"] if key in line]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path, method):
+def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path):
     """It has no checkpoint and a lighthouse that knows nobody, while the survivor is suspended."""
-    steps, unit = 80, ROUND[method]
-    changes = {**SMALL, **METHODS[method], "training__steps": steps, "checkpoint__interval": 1000}
+    steps = 80
+    changes = {**SMALL, **LOCAL_SGD, "training__steps": steps, "checkpoint__interval": 1000}
     with Cluster(corpus, tmp_path, groups=2, pace=0.02, **changes) as cluster:
         cluster.start(0)
         cluster.watch_over(until=lambda: cluster.step_of(0) >= 40)
@@ -111,11 +108,11 @@ def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path, met
         cluster.watch_over(until=lambda: waits in cluster.log or cluster.step_of(1) > 60)
         cluster.running[0].signal(signal.SIGCONT)
         cluster.watch_over()
-        check(cluster, steps=steps, unit=unit)
+        check(cluster, steps=steps, unit=ROUND)
         assert cluster.deaths == []
         assert "healed from another replica group" in cluster.log_of(1)
         # The survivor kept its steps.
-        assert sorted(committed_quorums(cluster, 0, start=0)) == list(range(1, steps // unit + 1))
+        assert sorted(committed_quorums(cluster, 0, start=0)) == list(range(1, steps // ROUND + 1))
         assert [row["step"] for row in cluster.step_rows(0)] == list(range(1, steps + 1))
 
 

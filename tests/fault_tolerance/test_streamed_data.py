@@ -28,6 +28,7 @@ def changes(tmp_path_factory):
         "training__local_batch_size": 2,
         "training__steps": STEPS,
         "checkpoint__interval": 20,
+        "model__args__n_layers": 1,
     }
 
 

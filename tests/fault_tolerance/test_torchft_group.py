@@ -19,6 +19,7 @@ SMALL = {
     "training__local_batch_size": 2,
     "training__steps": STEPS,
     "checkpoint__interval": 20,
+    "model__args__n_layers": 1,
 }
 
 

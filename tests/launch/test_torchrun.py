@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.processes import is_alive
 from torchtitan_clone.launch.torchrun import main
 
 REPO = Path(__file__).parents[2]
@@ -70,11 +71,6 @@ def wait_for(*files: Path) -> None:
     """Waits for files with content; pytest's timeout ends a test whose workers hang."""
     while not all(file.exists() and file.read_text() for file in files):
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -141,7 +137,7 @@ def test_workers_do_not_outlive_the_launcher(launch, tmp_path, number, code):
     pids = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
     process.send_signal(number)
     assert finish(process)[0] == code
-    while any(alive(pid) for pid in pids):
+    while any(is_alive(pid) for pid in pids):
         time.sleep(0.05)
 
 

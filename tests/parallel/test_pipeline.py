@@ -75,9 +75,7 @@ SPLIT = "parallelism__module_fqns_per_model_part"
         (4, "GPipe", {**ROWS_4, **REPLICATE_2}),
         pytest.param(4, "InterleavedZeroBubble", ROWS_4, marks=needs_split_backward),
         pytest.param(4, "ZBVZeroBubble", ROWS_2, marks=needs_split_backward),
-        (4, "1F1B", TENSOR_2),
         pytest.param(4, "DualPipeV", TENSOR_2, marks=needs_split_backward),
-        (8, "Interleaved1F1B", {**TENSOR_2, **ROWS_2, "activation_checkpoint__mode": "full"}),
     ],
 )
 def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, schedule, changes):

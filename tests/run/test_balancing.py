@@ -19,7 +19,7 @@ from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import options, rows
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
-STEPS, SKIPPED, RATE = 20, 5, 0.002
+STEPS, SKIPPED, RATE = 20, 3, 0.002
 TERMS = {"batch_balance": 0.02, "sequence_balance": 0.05, "router_z": 0.01}
 MOE = {
     "model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64,
@@ -41,7 +41,7 @@ ZERO_BUBBLE = {
 FULL = {
     "activation_checkpoint__mode": "full", "validation__enable": True, "validation__freq": 2, "validation__steps": 2
 }  # fmt: skip
-SHORT = {"training__steps": 6}
+SHORT = {"training__steps": 4}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 CASES = {
     "micro-batches of 2, recomputed, validated": (1, {"training__local_batch_size": 2, **FULL}),

@@ -103,7 +103,6 @@ def our_logits(argv, state, tokens):
     [
         ("one", {"model__args__tied_embeddings": True}),
         ("fsdp", {"model__args__rope_scaling": SCALING, "model__args__hidden_dim": 100}),
-        ("tensor", {}),
         ("pipeline", {}),
         ("tensor", QWEN3),
         ("fsdp", {**QWEN3, "model__args__tied_embeddings": True}),

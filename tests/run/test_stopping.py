@@ -13,6 +13,7 @@ import pytest
 
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.testing.warm_python import WarmPython
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -131,27 +132,28 @@ def test_a_signal_during_start_up_ends_the_process(corpus, tmp_path, moment):
 
 
 def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path):
-    sizes = {"training__local_batch_size": 4, "training__steps": 40}
+    sizes = {"training__local_batch_size": 4, "training__steps": 24}
     assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
 
-    def start() -> list[subprocess.Popen]:
+    def start(python: Path) -> list[subprocess.Popen]:
         port = free_port()
         argv = [f"--job.config_file={os.devnull}", *options(corpus, tmp_path / "two", **sizes)]
         common = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NO_SETUP": "1"}
-        common |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        common |= {"PYTHON": str(python), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [REPOSITORY / "run_train.sh", *argv]
         nodes = [os.environ | common | {"NODE_RANK": str(node)} for node in range(2)]
         return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in nodes]
 
-    nodes = start()
-    wait_for_step(tmp_path / "two", 5)
-    nodes[1].send_signal(signal.SIGTERM)
-    output, _ = nodes[0].communicate(timeout=60)
-    assert "stopped by a signal to another rank: step" in output
-    assert [node.wait(60) for node in nodes] == [0, 0]
-    nodes = start()
-    output, _ = nodes[0].communicate(timeout=60)
-    assert [node.wait(60) for node in nodes] == [0, 0]
+    with WarmPython(tmp_path / "bin") as python:
+        nodes = start(python.executable)
+        wait_for_step(tmp_path / "two", 5)
+        nodes[1].send_signal(signal.SIGTERM)
+        output, _ = nodes[0].communicate(timeout=60)
+        assert "stopped by a signal to another rank: step" in output
+        assert [node.wait(60) for node in nodes] == [0, 0]
+        nodes = start(python.executable)
+        output, _ = nodes[0].communicate(timeout=60)
+        assert [node.wait(60) for node in nodes] == [0, 0]
     assert "training is complete" in output
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 

@@ -18,7 +18,7 @@ from torchtitan_clone.testing.runs import options, rows
 from torchtitan_clone.testing.sabotage import MISTAKES
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
-STEPS = 5
+STEPS = 3  # with gradients of weights that were trained, and with a momentum
 # Eight rows a step, so that every data degree up to 8 and several micro-batches divide them.
 COMMON: dict[str, object] = {
     "training__steps": STEPS, "training__seq_len": 64, "training__global_batch_size": 8, "training__max_norm": 1e9,
