@@ -125,6 +125,7 @@ class ModelSpec:
         flops = self.layer_flops(args, parameters=self.state_on_meta(args), seq_len=seq_len)[: args.n_layers]
         return [round(100 * each / min(flops)) for each in flops]
 
-    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any) -> dict[str, list[Piece]]:
+    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
         """Returns for each of our tensors, by name, the tensors of the hub that hold its values."""
-        return self.hugging_face.pieces({name: tensor.shape for name, tensor in state.items()}, args=args)
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        return self.hugging_face.pieces(shapes, args=args, prefix=prefix)

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -87,7 +89,7 @@ def open_initial_weights(
     """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
-    pieces = spec.hub_pieces(state, args=model_args)
+    pieces = spec.hub_pieces(state, args=model_args, prefix=spec.hugging_face.prefix(folder.config))
     if not problems:
         warnings += spec.hugging_face.describe_leftovers(folder.entries, args=model_args)
         problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
@@ -126,7 +128,7 @@ def _compare_tensors(
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(spec.hugging_face.is_leftover, args=args)
     extra = [name for name in unknown if name not in scales and not leftover(name)]
-    problems = [f"lacks {_listed(missing)}"] if missing else []
+    problems = [f"lacks {_listed(_by_expert(missing))}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
     for name, ((ours, piece), *_) in wanted.items():
         if folder.stored_as(name) in folder.entries and (
@@ -150,6 +152,22 @@ def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: to
     if found != dtype and not (both_float and entry.item_bytes > 1):
         return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on"
     return None
+
+
+def _by_expert(names: list[str]) -> list[str]:
+    """Returns the names, with those that differ only in the number of the expert as one: experts.{2, 5-7}.w."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+        numbers.setdefault((match[1], match[3]) if match else (name,), []).extend([int(match[2])] if match else [])
+    return [_spans(sorted(found)).join(name) if found else name[0] for name, found in numbers.items()]
+
+
+def _spans(numbers: list[int]) -> str:
+    """Returns ascending numbers as text: 3, or {2, 5-7}."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts) if len(numbers) == 1 else f"{{{', '.join(texts)}}}"
 
 
 def _listed(names: list[str]) -> str:
