@@ -136,6 +136,16 @@ def test_missing_experts_are_named(tmp_path):
     assert str(error.value) == f"{tmp_path}: lacks {', '.join(of_layers)}"
 
 
+def test_another_number_of_experts_is_named(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = replace(ARGS, moe=replace(MOE, num_experts=4))
+    (tmp_path / "config.json").write_text(json.dumps(SPEC.hugging_face.to_config(args)))
+    with pytest.raises(ConfigError) as error:
+        open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=SPEC.state_on_meta(ARGS))
+    rule = "model.args.moe.num_experts is 8, but config.json asks for 4; set model.args.moe.num_experts = 4"
+    assert str(error.value) == f"{tmp_path}: {rule}"
+
+
 def test_published_sizes():
     for flavor, size in {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560}.items():
         args = SPEC.flavors[flavor]

@@ -21,6 +21,7 @@ from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models.hf import Arguments
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
@@ -101,10 +102,10 @@ def open_initial_weights(
 def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
     """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
-        theirs = spec.hugging_face.from_config(folder.config)
+        theirs = _flat(spec.hugging_face.from_config(folder.config))
     except ConfigError as error:
         return error.messages, []
-    ours = spec.hugging_face.arguments(model_args)
+    ours = _flat(spec.hugging_face.arguments(model_args))
     problems: list[str] = []
     warnings: list[str] = []
     for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
@@ -115,6 +116,12 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
         else:
             problems.append(f"{text}; set model.args.{name} = {wanted}")
     return problems, warnings
+
+
+def _flat(arguments: Arguments) -> Arguments:
+    """Returns the arguments with those of experts by their names, as moe.top_k."""
+    others = {name: value for name, value in arguments.items() if name != "moe"}
+    return others | {f"moe.{name}": value for name, value in arguments.get("moe", {}).items()}
 
 
 def _compare_tensors(
@@ -150,7 +157,7 @@ def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: to
     found = entry.torch_dtype
     both_float = found is not None and found.is_floating_point and dtype.is_floating_point
     if found != dtype and not (both_float and entry.item_bytes > 1):
-        return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on"
+        return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on; convert them to bfloat16"
     return None
 
 
