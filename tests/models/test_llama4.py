@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 
+from scripts.convert_from_hf import convert
 from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.checkpoint.hf import open_weight_folder
+from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.decoder import named_state
@@ -81,6 +83,14 @@ def test_the_text_model_of_a_published_folder_is_imported(published):
     assert set(stored) - set(sources) == {name for name in stored if name.startswith(("vision_", "multi_modal_"))}
     for name, users in sources.items():
         assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), stored[name]), name
+
+
+def test_a_published_folder_is_converted_to_a_checkpoint(published, tmp_path, capsys):
+    theirs, folder = published
+    convert(folder, tmp_path, spec=SPEC, dtype=torch.float32)
+    assert re.search("^warning: leaves out the .* which encode images$", capsys.readouterr().err, re.MULTILINE)
+    found = Weights(tmp_path / "step-0").read("layers.3.feed_forward.experts.w2")
+    assert torch.equal(found, theirs.language_model.model.layers[3].feed_forward.experts.down_proj.transpose(1, 2))
 
 
 EXPERTS = "language_model.model.layers.3.feed_forward.experts"
