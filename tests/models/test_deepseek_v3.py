@@ -43,7 +43,7 @@ def test_logits_equal_transformers(args):
     assert_logits_equal(SPEC, args)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["V3", "no query latent", "V2"])
 def test_weights_of_transformers_return_unchanged(name):
     assert_round_trip(SPEC, VARIANTS[name])
 

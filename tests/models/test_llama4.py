@@ -40,9 +40,9 @@ def test_logits_equal_transformers(args):
     assert_logits_equal(SPEC, args)
 
 
-@pytest.mark.parametrize("args", VARIANTS.values(), ids=VARIANTS)
-def test_weights_of_transformers_return_unchanged(args):
-    assert_round_trip(SPEC, args)
+@pytest.mark.parametrize("name", ["experts in every second layer", "experts in every layer"])
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(SPEC, VARIANTS[name])
 
 
 VISION = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from scripts.convert_to_hf import convert
 from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import load_config
@@ -96,3 +97,15 @@ def test_experts_of_four_ranks_are_the_run_in_transformers(runs, name):
         torch.testing.assert_close(theirs.eval()(tokens_BT).logits, ours, rtol=1e-5, atol=1e-5)
     assert theirs.dtype == torch.float32
     assert ours.std() > 0.1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpoints_of_four_ranks_are_converted_to_the_exports(runs, tmp_path, name):
+    folder = runs[name].folder
+    convert(
+        step_folder(folder / "run" / "checkpoint", STEPS), tmp_path / "hf", dtype=torch.float32, hf_assets_path=None
+    )
+    names = sorted(path.name for path in export_of(folder).iterdir())
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == names
+    for file in names:
+        assert (tmp_path / "hf" / file).read_bytes() == (export_of(folder) / file).read_bytes(), file
