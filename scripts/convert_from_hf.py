@@ -37,6 +37,8 @@ def convert(source: Path, folder: Path, *, spec: ModelSpec, dtype: torch.dtype) 
         for name, tensor in spec.state_on_meta(args).items()
     }
     weights = open_initial_weights(source, spec=spec, model_args=args, state=state)
+    for warning in weights.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
 
     def read(name: str) -> torch.Tensor:
         complete = torch.empty_like(state[name], device="cpu")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import DeepseekV2Config, DeepseekV3Config
 
-from tests.models.twins import assert_logits_equal
+from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
@@ -41,6 +41,11 @@ VARIANTS = {
 def test_logits_equal_transformers(args):
     assert args.violations() == []
     assert_logits_equal(SPEC, args)
+
+
+@pytest.mark.parametrize("name", ["V3", "no query latent", "V2"])
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(SPEC, VARIANTS[name])
 
 
 def test_published_sizes():

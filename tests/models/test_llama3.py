@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.models.twins import assert_logits_equal
+from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.rope import RopeScaling
@@ -25,6 +25,10 @@ ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, 
 )
 def test_logits_equal_hugging_face(changes):
     assert_logits_equal(MODELS["llama3"], replace(ARGS, **changes))
+
+
+def test_weights_of_transformers_return_unchanged():
+    assert_round_trip(MODELS["llama3"], ARGS)
 
 
 def test_published_sizes():

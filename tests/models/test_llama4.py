@@ -1,14 +1,23 @@
 """Tests of llama4/model.py, llama4/plan.py and llama4/hf.py against transformers."""
 
+import json
 import re
 from dataclasses import replace
 
 import pytest
-from transformers import Llama4TextConfig
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 
-from tests.models.twins import assert_logits_equal
+from scripts.convert_from_hf import convert
+from tests.models.twins import assert_logits_equal, assert_round_trip
+from torchtitan_clone.checkpoint.hf import open_weight_folder
+from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.decoder import named_state
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["llama4"]
 HUB = SPEC.hugging_face
@@ -29,6 +38,91 @@ VARIANTS = {
 def test_logits_equal_transformers(args):
     assert args.violations() == []
     assert_logits_equal(SPEC, args)
+
+
+@pytest.mark.parametrize("name", ["experts in every second layer", "experts in every layer"])
+def test_weights_of_transformers_return_unchanged(name):
+    assert_round_trip(SPEC, VARIANTS[name])
+
+
+VISION = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
+    "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Returns a model with images, and its folder as the releases have it: text and images in one."""
+    torch.manual_seed(0)
+    config = Llama4Config(text_config=HUB.to_config(ARGS), vision_config=VISION, image_token_index=92)
+    theirs = Llama4ForConditionalGeneration(config).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    folder = tmp_path_factory.mktemp("published")
+    theirs.save_pretrained(folder, max_shard_size="100KB")
+    return theirs, folder
+
+
+def test_the_text_model_of_a_published_folder_is_imported(published):
+    theirs, folder = published
+    args = SPEC.resolve_args(model_of_folder(open_weight_folder(folder), spec=SPEC))
+    assert HUB.arguments(args) == HUB.arguments(ARGS)
+    model = SPEC.build(args)
+    state = {name: tensor.detach() for name, tensor in named_state(model).items()}
+    weights = open_initial_weights(folder, spec=SPEC, model_args=args, state=state)
+    (warning,) = weights.warnings
+    assert re.fullmatch(r"leaves out the \d+ tensors of vision_model.* and multi_modal_projector.*images", warning)
+    weights.fill(state)
+    tokens_BT = torch.randint(0, 90, (2, 100))
+    with torch.no_grad():
+        ours = model(tokens_BT, positions_BT=torch.arange(100).expand(2, 100))
+        torch.testing.assert_close(ours, theirs(tokens_BT).logits, rtol=1e-5, atol=1e-5)
+    stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    sources = sources_of(SPEC.hub_pieces(state, args=args, prefix="language_model."))
+    assert set(stored) - set(sources) == {name for name in stored if name.startswith(("vision_", "multi_modal_"))}
+    for name, users in sources.items():
+        assert torch.equal(assemble_source(users, read=state.get, dtype=torch.float32), stored[name]), name
+
+
+def test_a_published_folder_is_converted_to_a_checkpoint(published, tmp_path, capsys):
+    theirs, folder = published
+    convert(folder, tmp_path, spec=SPEC, dtype=torch.float32)
+    assert re.search("^warning: leaves out the .* which encode images$", capsys.readouterr().err, re.MULTILINE)
+    found = Weights(tmp_path / "step-0").read("layers.3.feed_forward.experts.w2")
+    assert torch.equal(found, theirs.language_model.model.layers[3].feed_forward.experts.down_proj.transpose(1, 2))
+
+
+EXPERTS = "language_model.model.layers.3.feed_forward.experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop(f"{EXPERTS}.down_proj"), rf"lacks {EXPERTS}\.down_proj$"),
+        (
+            lambda state: state.update({f"{EXPERTS}.gate_up_proj": state[f"{EXPERTS}.gate_up_proj"][:6].clone()}),
+            rf"{EXPERTS}.gate_up_proj has shape \[6, 64, 48\], and the model's has \[8, 64, 48\]$",
+        ),
+        (lambda state: state.update(vision=torch.zeros(1)), "holds vision, which llama4 does not have"),
+        (lambda state: state.update({"model.norm.weight": torch.zeros(64)}), "holds model.norm.weight, which"),
+    ],
+)
+def test_other_tensors_of_a_published_folder_are_refused_by_name(published, tmp_path, change, message):
+    _, folder = published
+    state = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=message):
+        open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=SPEC.state_on_meta(ARGS))
+
+
+@pytest.mark.parametrize(("tuning", "scale"), [(4, 0.5), (0, 0.0), (True, 0.5), (False, 0.0)])
+def test_releases_give_the_temperature_as_a_number_or_a_flag(published, tuning, scale):
+    config = json.loads((published[1] / "config.json").read_text())
+    config["text_config"]["attn_temperature_tuning"] = tuning
+    assert HUB.from_config(config)["query_scale"] == scale
 
 
 def test_published_sizes():
@@ -57,6 +151,9 @@ def test_config_round_trips_through_transformers(flavor):
         ({"attention_chunk_size": 0}, "attention_chunk_size = 0"),
         ({"use_qk_norm": 1}, "use_qk_norm = 1: must be true or false"),
         ({"attn_scale": "x"}, "attn_scale"),
+        ({"attn_temperature_tuning": "x"}, 'attn_temperature_tuning = "x": must be true or false'),
+        ({"text_config": [1]}, "config.json: text_config = a list: must be a table"),
+        ({"text_config": {}}, "num_local_experts is missing"),
         ({"num_local_experts": None}, "num_local_experts is missing"),
     ],
 )

@@ -1,17 +1,21 @@
 """The mixture of experts against a loop over tokens, and Qwen3-MoE (moe_hf.py) against transformers."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from tests.models.twins import assert_logits_equal
+from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.moe import MoE, MoEArgs, Router
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
+from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["qwen3_moe"]
 MOE = MoEArgs(num_experts=8, top_k=3, hidden_dim=24)
@@ -107,6 +111,39 @@ def test_scores_are_computed_in_float32():
 )
 def test_logits_equal_transformers(changes):
     assert_logits_equal(SPEC, replace(ARGS, moe=replace(MOE, **changes)))
+
+
+def test_weights_of_transformers_return_unchanged():
+    assert_round_trip(SPEC, ARGS)
+
+
+def test_missing_experts_are_named(tmp_path):
+    state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in SPEC.state_on_meta(ARGS).items()}
+    sources = sources_of(SPEC.hub_pieces(state, args=ARGS))
+    stored = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
+    lost = [f"layers.0.mlp.experts.{index}." for index in (1, 4, 5, 6)] + ["layers.1.mlp.experts.7.up_proj"]
+    save_file(
+        {name: tensor for name, tensor in stored.items() if not any(part in name for part in lost)},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(SPEC.hugging_face.to_config(ARGS)))
+    with pytest.raises(ConfigError) as error:
+        open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=state)
+    of_layers = [
+        *[f"model.layers.0.mlp.experts.{{1, 4-6}}.{name}_proj.weight" for name in ("gate", "down", "up")],
+        "model.layers.1.mlp.experts.7.up_proj.weight",
+    ]
+    assert str(error.value) == f"{tmp_path}: lacks {', '.join(of_layers)}"
+
+
+def test_another_number_of_experts_is_named(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    args = replace(ARGS, moe=replace(MOE, num_experts=4))
+    (tmp_path / "config.json").write_text(json.dumps(SPEC.hugging_face.to_config(args)))
+    with pytest.raises(ConfigError) as error:
+        open_initial_weights(tmp_path, spec=SPEC, model_args=ARGS, state=SPEC.state_on_meta(ARGS))
+    rule = "model.args.moe.num_experts is 8, but config.json asks for 4; set model.args.moe.num_experts = 4"
+    assert str(error.value) == f"{tmp_path}: {rule}"
 
 
 def test_published_sizes():

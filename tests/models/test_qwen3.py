@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.models.twins import assert_logits_equal
+from tests.models.twins import assert_logits_equal, assert_round_trip
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.qwen3.model import Qwen3Args
 
@@ -19,6 +19,10 @@ ARGS = Qwen3Args(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, hidde
 )
 def test_logits_equal_transformers(changes):
     assert_logits_equal(SPEC, replace(ARGS, **changes))
+
+
+def test_weights_of_transformers_return_unchanged():
+    assert_round_trip(SPEC, ARGS)
 
 
 def test_published_sizes():

@@ -51,6 +51,9 @@ def assert_round_trip(spec, args, *, tokens=100):
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.05)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # else zeros
+            torch.nn.init.normal_(buffer, std=0.05)
     model = spec.build(args)
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
     with TemporaryDirectory() as path:

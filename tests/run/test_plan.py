@@ -51,6 +51,17 @@ def test_a_replica_group_shares_checkpoints_and_has_an_output_folder(tmp_path):
     assert plan.output_folder == tmp_path / "a" / "replica-1"
 
 
+@pytest.mark.parametrize(("seq_len", "expected"), [(16, [4, 4]), (4096, [6, 2])])
+def test_stages_have_equal_costs_by_kind_of_layer(seq_len, expected):
+    """Full layers cost more than those with windows where rows are longer than windows."""
+    types = ["window"] * 6 + ["full"] * 2
+    options = ["--model.name=olmo3", "--model.args.n_layers=8", "--model.args.window=16"]
+    options += [f"--model.args.layer_types={types}", f"--training.seq_len={seq_len}"]
+    plan = plan_of(*options, PIPELINE, world_size=2)
+    counts = [sum(name.startswith("layers.") for name in modules) for modules in plan.stages.modules]
+    assert counts == expected
+
+
 def test_phases_change_mesh_stages_and_flops_but_no_batch_size():
     first = plan_of(PIPELINE, "--parallelism.pipeline_parallel_schedule=1F1B", FREEZE, world_size=4)
     assert first.at_step(2) is first

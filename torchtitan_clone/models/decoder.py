@@ -87,6 +87,17 @@ class ModelArgs:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizedHeads(ModelArgs):
+    """Arguments of a model whose heads have a given size instead of dim / n_heads."""
+
+    head_dim: Width = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
+
+    def violations(self) -> list[str]:
+        odd = [f"model.args.head_dim = {self.head_dim} must be even, for rotary positions"] if self.head_dim % 2 else []
+        return super().violations() + odd
+
+
 @runtime_checkable
 class HasBuffers(Protocol):
     """A module whose buffers must be computed after construction on the meta device, on `device` or where they are."""

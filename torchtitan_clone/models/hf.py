@@ -35,9 +35,13 @@ _SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
 _YARN_KEYS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
 """Keys that YaRN may have, with names and defaults of ours."""
 _DEFAULT_ROPE_THETA = 10000.0
-_FLAGS = ("tied_embeddings", "truncate")
-_NUMBERS = ("norm_eps", "factor", "low_freq_factor", "high_freq_factor", *_YARN_KEYS)
-_MOST = {"n_layers": 10_000, "max_seq_len": 2**31, "original_max_seq_len": 2**31}
+_FLAGS = ("tied_embeddings", "truncate", "qk_norm", "normalize_scores")
+_NUMBERS = (
+    "norm_eps", "factor", "low_freq_factor", "high_freq_factor", *_YARN_KEYS, "query_scale", "score_scale",
+    "swiglu_limit",
+)  # fmt: skip
+_TOKENS = ("max_seq_len", "original_max_seq_len", "window", "chunk", "query_scale_floor")
+_MOST = {"n_layers": 10_000, **dict.fromkeys(_TOKENS, 2**31)}
 _LONGEST = 2**24
 """Largest size of a dimension: the elements of a matrix can be counted, and building a model takes seconds."""
 
@@ -60,10 +64,14 @@ class DecoderHub:
         """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
         return self.rules
 
-    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any) -> dict[str, list[Piece]]:
+    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
         """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
         rules = self.rules_of(args)
-        return {name: pieces_of(rules, name, shape=shape) for name, shape in tensors.items()}
+        return {name: pieces_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}
+
+    def prefix(self, config: Mapping[str, object]) -> str:
+        """Returns what the names of all tensors start with in a folder with that config.json."""
+        return ""
 
     def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
         """Returns whether a tensor is redundant: rotary frequencies of old releases, or a tied output weight."""
@@ -100,7 +108,13 @@ class DecoderHub:
 
         A null stands for the default, as in transformers.
         """
-        given = {key: value for key, value in config.items() if value is not None}
+        try:
+            return self.read({key: value for key, value in config.items() if value is not None})
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        """Does the same as from_config(), without nulls; a family with other entries extends it. DocumentError too."""
         known = {*self.defaults, *given, "num_key_value_heads"}
         problems = [f"config.json: {key} is missing" for key in self.keys.values() if key not in known]
         problems += [
@@ -111,15 +125,10 @@ class DecoderHub:
         if problems:
             raise ConfigError(problems)
         given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
-        try:
-            values: Arguments = {
-                ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in self.keys.items()
-            }
-            if "head_dim" not in self.keys:
-                self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
-            return values | self._rope(given)
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
+        values = read_arguments(self.keys, given)
+        if "head_dim" not in self.keys:
+            self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
+        return values | self._rope(given)
 
     def _check_head_dim(self, given: Mapping[str, object], *, size: int, heads: int) -> None:
         if "head_dim" in given and (entry := _entry(given, "head_dim")).integer() not in (0, size // heads):
@@ -169,6 +178,11 @@ def scaling_to_config(scaling: RopeScaling) -> dict[str, object]:
 
 def _entry(config: Mapping[str, object], key: str) -> Value:
     return Value(config[key], where=f"config.json: {key}")
+
+
+def read_arguments(keys: Mapping[str, str], given: Mapping[str, object]) -> Arguments:
+    """Returns the values of our arguments from their keys in config.json. DocumentError."""
+    return {ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in keys.items()}
 
 
 def _read_argument(name: str, entry: Value) -> int | float | bool:

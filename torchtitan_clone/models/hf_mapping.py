@@ -89,12 +89,18 @@ def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
     return pieces
 
 
-def pieces_of(rules: Rules, name: str, *, shape: Sequence[int]) -> list[Piece]:
-    """Returns the pieces of our tensor of that name and shape; KeyError where no rule has it."""
+def pieces_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[Piece]:
+    """Returns the pieces of our tensor of that name and shape, with names after a prefix; KeyError without a rule."""
     match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
     rule = rules[f"layers.*.{match[2]}" if match else name]
     layer = match[1] if match else ""
-    return [replace(piece, source=piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
+    return [replace(piece, source=prefix + piece.source.replace("*", layer)) for piece in rule(tuple(shape))]
+
+
+def swiglu_rules(ours: str, theirs: str) -> Rules:
+    """Returns the rules of a SwiGLU feed-forward from the names of both modules."""
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    return {f"{ours}.{weight}.weight": same(f"{theirs}.{name}.weight") for weight, name in names.items()}
 
 
 DECODER_RULES: Rules = {
@@ -105,9 +111,7 @@ DECODER_RULES: Rules = {
     "layers.*.attention.wv.weight": same("model.layers.*.self_attn.v_proj.weight"),
     "layers.*.attention.wo.weight": same("model.layers.*.self_attn.o_proj.weight"),
     "layers.*.ffn_norm.weight": same("model.layers.*.post_attention_layernorm.weight"),
-    "layers.*.feed_forward.w1.weight": same("model.layers.*.mlp.gate_proj.weight"),
-    "layers.*.feed_forward.w2.weight": same("model.layers.*.mlp.down_proj.weight"),
-    "layers.*.feed_forward.w3.weight": same("model.layers.*.mlp.up_proj.weight"),
+    **swiglu_rules("layers.*.feed_forward", "model.layers.*.mlp"),
     "norm.weight": same("model.norm.weight"),
     "output.weight": same("lm_head.weight"),
 }

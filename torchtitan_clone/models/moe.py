@@ -4,8 +4,7 @@ Source: arXiv 1701.06538; top-k of sigmoid scores in groups, and scores without 
 Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K experts of a token, G groups.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, cast
 
 import torch
@@ -26,13 +25,10 @@ from torchtitan_clone.models.balancing import (
 )
 from torchtitan_clone.models.decoder import Hidden, ModelArgs
 from torchtitan_clone.models.feed_forward import SwiGLU
-from torchtitan_clone.models.spec import DENSE_KEPT, active_parameters, dense_flops_per_token
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm
 from torchtitan_clone.ops.permutation import Permute, inverse
 
-MOE_KEPT = replace(DENSE_KEPT, alternating=DENSE_KEPT.alternating | {torch.ops.torchtitan_clone.grouped_mm.default})
-"""What selective activation checkpointing keeps; products of experts count like others."""
 NumExperts = Annotated[int, Range(1, 2**16)]
 Coefficient = Annotated[float, Range(0.0, 1e6)]
 
@@ -347,11 +343,3 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         (positions_NK,) = ctx.saved_tensors
         return grads[0][positions_NK].sum(dim=1), None, None
-
-
-def moe_flops_per_token(
-    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
-) -> float:
-    """Returns the FLOPs of a model where only K of E experts process a token; see FlopsPerToken."""
-    active = active_parameters(args, parameters)
-    return dense_flops_per_token(args, parameters=active, seq_len=seq_len, frozen_layers=frozen_layers)

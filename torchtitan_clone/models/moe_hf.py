@@ -1,23 +1,35 @@
-"""The format of decoders with a mixture of experts on the Hugging Face hub, where every expert has its own tensors."""
+"""The formats of decoders with a mixture of experts on the Hugging Face hub: experts one by one, or stacked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.models.hf import Arguments, DecoderHub
-from torchtitan_clone.models.hf_mapping import Rules, same, stacked
+from torchtitan_clone.models.hf import Arguments, DecoderHub, read_arguments
+from torchtitan_clone.models.hf_mapping import Rules, fused, same, stacked, transposed
 
+_ROUTER, _EXPERTS = "layers.*.feed_forward.router", "layers.*.feed_forward.experts"
 EXPERT_RULES: Rules = {
-    "layers.*.feed_forward.router.weight": same("model.layers.*.mlp.gate.weight"),
-    "layers.*.feed_forward.router.expert_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
-    "layers.*.feed_forward.router.expert_load": lambda _shape: [],  # not on the hub
-    "layers.*.feed_forward.experts.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
-    "layers.*.feed_forward.experts.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
-    "layers.*.feed_forward.experts.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
+    f"{_ROUTER}.weight": same("model.layers.*.mlp.gate.weight"),
+    f"{_ROUTER}.expert_bias": same("model.layers.*.mlp.gate.e_score_correction_bias"),
+    f"{_ROUTER}.expert_load": lambda _shape: [],  # not on the hub
+    f"{_EXPERTS}.w1": stacked(same, "model.layers.*.mlp.experts.{index}.gate_proj.weight"),
+    f"{_EXPERTS}.w2": stacked(same, "model.layers.*.mlp.experts.{index}.down_proj.weight"),
+    f"{_EXPERTS}.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
 }
 """Rules of a router and of experts that are stored one by one."""
+
+
+def stacked_expert_rules(mlp: str, *, interleaved: bool) -> Rules:
+    """Returns rules of a router and of experts in two tensors: gates are one half of the first, or interleaved."""
+    gate_up = transposed(f"{mlp}.experts.gate_up_proj")
+    return {
+        f"{_ROUTER}.weight": same(f"{mlp}.router.weight"),
+        f"{_ROUTER}.expert_load": EXPERT_RULES[f"{_ROUTER}.expert_load"],
+        f"{_EXPERTS}.w1": fused(gate_up, dim=2, index=0, interleaved=interleaved),
+        f"{_EXPERTS}.w2": transposed(f"{mlp}.experts.down_proj"),
+        f"{_EXPERTS}.w3": fused(gate_up, dim=2, index=1, interleaved=interleaved),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +49,8 @@ class MoEHub(DecoderHub):
         config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
         return config | {alias: config[key] for key, alias in self.aliases.items()}
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        aliased = {key: config[alias] for key, alias in self.aliases.items() if alias in config}
-        given = {key: value for key, value in {**aliased, **config}.items() if value is not None}
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        given = {**{key: given[alias] for key, alias in self.aliases.items() if alias in given}, **given}
         if absent := [key for key in self.moe_keys.values() if key not in given]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
-        try:
-            moe = {
-                ours: _read(ours, Value(given[key], where=f"config.json: {key}")) for ours, key in self.moe_keys.items()
-            }
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
-        return super().from_config(given) | {"moe": moe}
-
-
-def _read(name: str, entry: Value) -> object:
-    if name in ("score_scale", "swiglu_limit"):
-        return entry.number(low=0.0)
-    return entry.flag() if name == "normalize_scores" else entry.integer(low=1, high=2**24)
+        return super().read(given) | {"moe": read_arguments(self.moe_keys, given)}

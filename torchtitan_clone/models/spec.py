@@ -15,14 +15,15 @@ from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, nam
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
+from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers the operator
 from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 
-class FlopsPerToken(Protocol):
-    """Returns the FLOPs of forward and backward for one token; of the first `frozen_layers` blocks forward only."""
+class LayerFlops(Protocol):
+    """Returns the FLOPs of forward and backward of each layer for one token."""
 
-    def __call__(self, args: Any, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int) -> float: ...
+    def __call__(self, args: Any, *, parameters: Mapping[str, Tensor], seq_len: int) -> list[float]: ...
 
 
 class ConvertModel(Protocol):
@@ -43,27 +44,17 @@ class KeptOperations:
 
 _TORCH_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)
 _ATTENTION = frozenset(attention.default for attention in _TORCH_ATTENTION)
-DENSE_KEPT = KeptOperations(
+KEPT = KeptOperations(
     always=frozenset(
         {*_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default}
     ),
-    alternating=frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default}),
-)
-
-
-def dense_flops_per_token(
-    args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
-) -> float:
-    """Returns the FLOPs of a model in which every parameter is used for every token; see FlopsPerToken."""
-    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
-    frozen_blocks = tuple(f"layers.{index}." for index in range(frozen_layers))
-    frozen = sum(size for name, size in sizes.items() if name.startswith(frozen_blocks))
-    attended = [kind.attended_tokens(seq_len) for kind in args.layer_kinds()]
-    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.attention_dim)
-    total = flops(matmul_parameters=sum(sizes.values()) - embedding, attended_tokens=attended)
-    # Backward costs twice the forward.
-    return total - flops(matmul_parameters=frozen, attended_tokens=attended[:frozen_layers]) * 2 / 3
+    alternating=frozenset(
+        {
+            torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
+            torch.ops.torchtitan_clone.grouped_mm.default,
+        }
+    ),
+)  # fmt: skip
 
 
 def active_parameters(args: ModelArgs, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,9 +63,17 @@ def active_parameters(args: ModelArgs, parameters: Mapping[str, Tensor]) -> dict
     return {name: parameter[: share[name]] for name, parameter in parameters.items()}
 
 
-def equal_costs(args: ModelArgs) -> list[int]:
-    """Returns 1 for each layer."""
-    return [1] * args.n_layers
+def layer_flops(args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int) -> list[float]:
+    """Returns the FLOPs of forward and backward of each layer for one token: of parameters, and of attention."""
+    sizes: dict[str, int] = {}
+    for name, parameter in active_parameters(args, parameters).items():
+        layer = name.split(".")[1] if name.startswith("layers.") else ""
+        sizes[layer] = sizes.get(layer, 0) + parameter.numel()
+    flops = partial(training_flops_per_token, n_heads=args.n_heads, head_dim=args.attention_dim)
+    return [
+        flops(matmul_parameters=sizes.get(str(layer), 0), attended_tokens=[kind.attended_tokens(seq_len)])
+        for layer, kind in enumerate(args.layer_kinds())
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +91,8 @@ class ModelSpec:
     """Names of families whose flavors this name has too, as in torchtitan."""
     initial_std: Callable[[Any, str], float | None] = initial_std
     """Standard deviation of the initial values of the parameter of a name; None: they are one."""
-    flops_per_token: FlopsPerToken = dense_flops_per_token
-    kept_operations: KeptOperations = DENSE_KEPT
-    layer_costs: Callable[[Any], Sequence[int]] = equal_costs
-    """Cost of each layer relative to the others, by which pipeline stages are balanced."""
+    layer_flops: LayerFlops = layer_flops
+    kept_operations: KeptOperations = KEPT
     convert: ConvertModel | None = None
     """Replaces modules in place before tensor parallelism is applied; the model is on the meta device."""
     after_step: Callable[[Sequence[Decoder]], None] | None = None
@@ -113,6 +110,22 @@ class ModelSpec:
         with torch.device("meta"):
             return named_state(self.build(args))
 
-    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any) -> dict[str, list[Piece]]:
+    def flops_per_token(
+        self, args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: int, frozen_layers: int
+    ) -> float:
+        """Returns the FLOPs of forward and backward for one token; of the first `frozen_layers` blocks forward only."""
+        layers = self.layer_flops(args, parameters=parameters, seq_len=seq_len)
+        others = sum(parameter.numel() for name, parameter in parameters.items() if not name.startswith("layers."))
+        embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+        # Backward costs twice the forward.
+        return 6.0 * (others - embedding) + sum(layers) - sum(layers[:frozen_layers]) * 2 / 3
+
+    def layer_costs(self, args: ModelArgs, *, seq_len: int) -> list[int]:
+        """Returns the FLOPs of each layer in percent of the cheapest, by which pipeline stages are balanced."""
+        flops = self.layer_flops(args, parameters=self.state_on_meta(args), seq_len=seq_len)[: args.n_layers]
+        return [round(100 * each / min(flops)) for each in flops]
+
+    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
         """Returns for each of our tensors, by name, the tensors of the hub that hold its values."""
-        return self.hugging_face.pieces({name: tensor.shape for name, tensor in state.items()}, args=args)
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        return self.hugging_face.pieces(shapes, args=args, prefix=prefix)

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Range
-from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.documents import Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import Arguments, DecoderHub
+from torchtitan_clone.models.hf import Arguments, DecoderHub, read_arguments
 from torchtitan_clone.models.layer_kinds import LayerKind, find_pattern_errors, repeat_pattern
 from torchtitan_clone.models.rope import RopeArgs
 
@@ -58,16 +57,12 @@ class WindowedHub(DecoderHub):
         types = [_HUB_TYPES[kind] for kind in values["layer_types"]]
         return {**super().to_config(args), "layer_types": types, "sliding_window": values["window"]}
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        values = super().from_config(config)
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        values = super().read(given)
         count = values["n_layers"]
         default = [_HUB_TYPES[self.pattern[layer % len(self.pattern)]] for layer in range(count)]
-        given = {"layer_types": default, "sliding_window": self.window}
-        given |= {key: config[key] for key in given if config.get(key) is not None}
-        entries = {key: Value(value, where=f"config.json: {key}") for key, value in given.items()}
+        entry = Value(given.get("layer_types", default), where="config.json: layer_types")
         ours = {theirs: kind for kind, theirs in _HUB_TYPES.items()}
-        try:
-            types = [ours[entry.choice(*ours)] for entry in entries["layer_types"].items(count=count)]
-            return values | {"layer_types": types, "window": entries["sliding_window"].integer(low=1, high=2**31)}
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
+        types = [ours[each.choice(*ours)] for each in entry.items(count=count)]
+        window = read_arguments({"window": "sliding_window"}, {"sliding_window": self.window, **given})
+        return {**values, "layer_types": types, **window}

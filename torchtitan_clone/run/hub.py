@@ -2,10 +2,12 @@
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models.hf import Arguments
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
@@ -87,7 +90,7 @@ def open_initial_weights(
     """
     folder = open_weight_folder(path)
     problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
-    pieces = spec.hub_pieces(state, args=model_args)
+    pieces = spec.hub_pieces(state, args=model_args, prefix=spec.hugging_face.prefix(folder.config))
     if not problems:
         warnings += spec.hugging_face.describe_leftovers(folder.entries, args=model_args)
         problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
@@ -99,10 +102,10 @@ def open_initial_weights(
 def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
     """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
-        theirs = spec.hugging_face.from_config(folder.config)
+        theirs = _flat(spec.hugging_face.from_config(folder.config))
     except ConfigError as error:
         return error.messages, []
-    ours = spec.hugging_face.arguments(model_args)
+    ours = _flat(spec.hugging_face.arguments(model_args))
     problems: list[str] = []
     warnings: list[str] = []
     for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
@@ -113,6 +116,12 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
         else:
             problems.append(f"{text}; set model.args.{name} = {wanted}")
     return problems, warnings
+
+
+def _flat(arguments: Arguments) -> Arguments:
+    """Returns the arguments with those of experts by their names, as moe.top_k."""
+    others = {name: value for name, value in arguments.items() if name != "moe"}
+    return others | {f"moe.{name}": value for name, value in arguments.get("moe", {}).items()}
 
 
 def _compare_tensors(
@@ -126,7 +135,7 @@ def _compare_tensors(
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(spec.hugging_face.is_leftover, args=args)
     extra = [name for name in unknown if name not in scales and not leftover(name)]
-    problems = [f"lacks {_listed(missing)}"] if missing else []
+    problems = [f"lacks {_listed(_by_expert(missing))}"] if missing else []
     problems += [f"holds {_listed(extra)}, which {spec.name} does not have"] if extra else []
     for name, ((ours, piece), *_) in wanted.items():
         if folder.stored_as(name) in folder.entries and (
@@ -148,8 +157,24 @@ def _mismatch(folder: WeightFolder, name: str, shape: tuple[int, ...], dtype: to
     found = entry.torch_dtype
     both_float = found is not None and found.is_floating_point and dtype.is_floating_point
     if found != dtype and not (both_float and entry.item_bytes > 1):
-        return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on"
+        return f"{entry.name} has type {entry.dtype}; quantized weights cannot be trained on; convert them to bfloat16"
     return None
+
+
+def _by_expert(names: list[str]) -> list[str]:
+    """Returns the names, with those that differ only in the number of the expert as one: experts.{2, 5-7}.w."""
+    numbers: dict[tuple[str, ...], list[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)
+        numbers.setdefault((match[1], match[3]) if match else (name,), []).extend([int(match[2])] if match else [])
+    return [_spans(sorted(found)).join(name) if found else name[0] for name, found in numbers.items()]
+
+
+def _spans(numbers: list[int]) -> str:
+    """Returns ascending numbers as text: 3, or {2, 5-7}."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts) if len(numbers) == 1 else f"{{{', '.join(texts)}}}"
 
 
 def _listed(names: list[str]) -> str:

@@ -130,7 +130,7 @@ def build_plan(
 ) -> RunPlan:
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)
-    stages = resolved_stages(config.parallelism, n_layers=model_args.n_layers, layer_costs=spec.layer_costs(model_args))
+    stages = _stages(config, spec=spec, model_args=model_args)
     return RunPlan(
         config=config,
         folder=run_folder(config.job),
@@ -145,7 +145,8 @@ def build_plan(
 
 
 def _stages(config: Config, *, spec: ModelSpec, model_args: ModelArgs, frozen_layers: int = 0) -> Stages:
-    costs = spec.layer_costs(model_args)
+    pipelined = config.parallelism.pipeline_parallel_degree > 1  # costs take the time of building the model
+    costs = spec.layer_costs(model_args, seq_len=config.training.seq_len) if pipelined else None
     sizes = {"n_layers": model_args.n_layers, "frozen_layers": frozen_layers}
     return resolved_stages(config.parallelism, layer_costs=costs, **sizes)
 

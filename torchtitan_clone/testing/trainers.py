@@ -22,13 +22,20 @@ def open_trainer(
 
     The trainer calls the methods of the wrapped replica group in every step, which shows what a step does.
     """
-    config = load_config(argv)
+    yield from open_trainers([argv], wrap_replica_group=wrap_replica_group)
+
+
+def open_trainers(
+    runs: list[list[str]], *, wrap_replica_group: Callable[[ReplicaGroup], ReplicaGroup] | None = None
+) -> Iterator[Trainer]:
+    """Yields this rank's trainer of each run, one after another, inside one process group."""
     launch = Launch.from_environment()
     device = pick_device(launch)
-    plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
-    run = preflight.prepare(plan, launch=launch)
-    with process_group(config.comm, launch=launch, device=device):
-        yield Trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
+    with process_group(load_config(runs[0]).comm, launch=launch, device=device):
+        for argv in runs:
+            plan = preflight.resolve(load_config(argv), world_size=launch.world_size, device_type=device.type)
+            run = preflight.prepare(plan, launch=launch)
+            yield Trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
 
 
 def full_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from torchtitan_clone.models.deepseek_v3.hf import HUB
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args, build
 from torchtitan_clone.models.deepseek_v3.plan import tensor_plan
-from torchtitan_clone.models.moe import MOE_KEPT, moe_flops_per_token
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
 
@@ -53,6 +52,4 @@ SPEC = ModelSpec(
     build=build,
     tensor_plan=tensor_plan,
     hugging_face=HUB,
-    flops_per_token=moe_flops_per_token,
-    kept_operations=MOE_KEPT,
 )

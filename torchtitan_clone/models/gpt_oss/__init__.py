@@ -3,7 +3,7 @@
 from torchtitan_clone.models.gpt_oss.hf import HUB
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs, build
 from torchtitan_clone.models.gpt_oss.plan import tensor_plan
-from torchtitan_clone.models.moe import MOE_KEPT, MoEArgs, moe_flops_per_token
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.spec import ModelSpec
 
 FLAVORS = {
@@ -24,6 +24,4 @@ SPEC = ModelSpec(
     build=build,
     tensor_plan=tensor_plan,
     hugging_face=HUB,
-    flops_per_token=moe_flops_per_token,
-    kept_operations=MOE_KEPT,
 )

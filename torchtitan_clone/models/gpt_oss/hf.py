@@ -8,13 +8,13 @@ from torchtitan_clone.documents import shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same, transposed
-from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same
+from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 from torchtitan_clone.models.windowed import WindowedHub
 
 _MLP = "model.layers.*.mlp"
 _PROJECTIONS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
-_gate_up, _gate_up_bias = transposed(f"{_MLP}.experts.gate_up_proj"), same(f"{_MLP}.experts.gate_up_proj_bias")
+_gate_up_bias = same(f"{_MLP}.experts.gate_up_proj_bias")
 _RULES: Rules = {
     **{name: rule for name, rule in DECODER_RULES.items() if "feed_forward" not in name},
     **{
@@ -22,12 +22,8 @@ _RULES: Rules = {
         for ours, theirs in _PROJECTIONS.items()
     },
     "layers.*.attention.sinks.weight": same("model.layers.*.self_attn.sinks"),
-    "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
-    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
+    **stacked_expert_rules(_MLP, interleaved=True),
     "layers.*.feed_forward.router.bias": same(f"{_MLP}.router.bias"),
-    "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0, interleaved=True),
-    "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),
-    "layers.*.feed_forward.experts.w3": fused(_gate_up, dim=2, index=1, interleaved=True),
     "layers.*.feed_forward.experts.w1_bias": fused(_gate_up_bias, dim=1, index=0, interleaved=True),
     "layers.*.feed_forward.experts.w2_bias": same(f"{_MLP}.experts.down_proj_bias"),
     "layers.*.feed_forward.experts.w3_bias": fused(_gate_up_bias, dim=1, index=1, interleaved=True),
@@ -43,13 +39,13 @@ class GptOssHub(WindowedHub, MoEHub):
         # Without an entry transformers has that of the releases.
         return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        quantization = config.get("quantization_config")
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        quantization = given.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         if method not in (None, "mxfp4"):
             rule = 'supports only "mxfp4"; save the weights in bfloat16 with transformers, by dequantize = true'
             raise ConfigError(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
-        return super().from_config({"swiglu_limit": 7.0, **config})
+        return super().read({"swiglu_limit": 7.0, **given})
 
 
 HUB = GptOssHub(

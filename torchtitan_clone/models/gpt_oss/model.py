@@ -9,6 +9,7 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Layers,
     RopeTheta,
+    SizedHeads,
     TransformerBlock,
     Vocabulary,
     Width,
@@ -21,7 +22,7 @@ YARN = RopeScaling(rope_type="yarn", factor=32.0, original_max_seq_len=4096, tru
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssArgs(WindowedArgs, MoEModelArgs):
+class GptOssArgs(SizedHeads, WindowedArgs, MoEModelArgs):
     """Arguments of gpt-oss."""
 
     dim: Width = 2880
@@ -41,8 +42,6 @@ class GptOssArgs(WindowedArgs, MoEModelArgs):
 
     def violations(self) -> list[str]:
         found = super().violations()
-        if self.head_dim % 2:
-            found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
         if not self.moe.biases or not self.moe.swiglu_limit:
             given = f"biases = {str(self.moe.biases).lower()}, swiglu_limit = {self.moe.swiglu_limit}"
             found.append(f"model.args.moe: {given}: gpt_oss has both; set biases to true and swiglu_limit above 0")

@@ -5,7 +5,6 @@ from dataclasses import replace
 from torchtitan_clone.models.llama4.hf import HUB
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args, build
 from torchtitan_clone.models.llama4.plan import tensor_plan
-from torchtitan_clone.models.moe import MOE_KEPT, moe_flops_per_token
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
 
@@ -35,6 +34,4 @@ SPEC = ModelSpec(
     build=build,
     tensor_plan=tensor_plan,
     hugging_face=HUB,
-    flops_per_token=moe_flops_per_token,
-    kept_operations=MOE_KEPT,
 )

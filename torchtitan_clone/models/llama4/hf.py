@@ -1,42 +1,17 @@
-"""Llama 4's format on the Hugging Face hub: that of its text model, Llama4ForCausalLM."""
+"""Llama 4's format on the Hugging Face hub: Llama4ForCausalLM. Imports the text model of the published folders."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, rotary_rows, same, transposed
-from torchtitan_clone.models.llama4.model import FIXED, ROUTER, Llama4Args
-from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, swiglu_rules
+from torchtitan_clone.models.llama4.model import Llama4Args
+from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 
 _MLP = "model.layers.*.feed_forward"
-_gate_up = transposed(f"{_MLP}.experts.gate_up_proj")
-_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-_RULES: Rules = {
-    **DECODER_RULES,
-    "layers.*.feed_forward.router.weight": same(f"{_MLP}.router.weight"),
-    "layers.*.feed_forward.router.expert_load": EXPERT_RULES["layers.*.feed_forward.router.expert_load"],
-    "layers.*.feed_forward.experts.w1": fused(_gate_up, dim=2, index=0),
-    "layers.*.feed_forward.experts.w2": transposed(f"{_MLP}.experts.down_proj"),
-    "layers.*.feed_forward.experts.w3": fused(_gate_up, dim=2, index=1),
-}
-_RULES |= {f"layers.*.feed_forward.{ours}.weight": same(f"{_MLP}.{name}.weight") for ours, name in _PROJECTIONS.items()}
-_RULES |= {
-    f"layers.*.feed_forward.shared_experts.{ours}.weight": same(f"{_MLP}.shared_expert.{name}.weight")
-    for ours, name in _PROJECTIONS.items()
-}
-_COUNTS = {
-    "moe_every": "interleave_moe_layer_step",
-    "full_every": "no_rope_layer_interval",
-    "chunk": "attention_chunk_size",
-    "query_scale_floor": "floor_scale",
-}
-_OTHERS = {"qk_norm": "use_qk_norm", "query_scale": "attn_scale"}
-_DEFAULTS = {
-    "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "floor_scale": 8192,
-    "use_qk_norm": True, "attn_scale": 0.1, "attn_temperature_tuning": True,
-}  # fmt: skip
+_IMAGES = ("vision_model.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,36 +27,33 @@ class Llama4Hub(MoEHub):
         }
         return {**self.rules, **rotary}
 
-    def arguments(self, args: Llama4Args) -> Arguments:
-        values = super().arguments(args)
-        values["moe"] |= {name: getattr(args.moe, name) for name in FIXED}
-        return values | {name: getattr(args, name) for name in (*_COUNTS, *_OTHERS)}
+    def prefix(self, config: Mapping[str, object]) -> str:
+        return "language_model." if "text_config" in config else ""
+
+    def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
+        return name.startswith(_IMAGES) or super().is_leftover(name, args=args)
+
+    def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
+        count = sum(name.startswith(_IMAGES) for name in names)
+        where = " and ".join(f"{prefix}*" for prefix in _IMAGES)
+        return [f"leaves out the {count} tensors of {where}, which encode images"] if count else []
 
     def to_config(self, args: Llama4Args) -> dict[str, object]:
-        config = super().to_config(args) | _lists(args)
-        config |= {theirs: getattr(args, ours) for ours, theirs in (*_COUNTS.items(), *_OTHERS.items())}
-        return config | {"attn_temperature_tuning": args.query_scale > 0}
+        return super().to_config(args) | _lists(args) | {"attn_temperature_tuning": args.query_scale > 0}
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        given = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
-        values = super().from_config(given)
-        values["moe"] |= {name: getattr(ROUTER, name) for name in FIXED}
-        entries = {key: Value(given[key], where=f"config.json: {key}") for key in _DEFAULTS}
-        try:
-            values |= {ours: entries[theirs].integer(low=1, high=2**31) for ours, theirs in _COUNTS.items()}
-            values["qk_norm"] = entries["use_qk_norm"].flag()
-            scale = entries["attn_scale"].number(low=0.0)
-            values["query_scale"] = scale if entries["attn_temperature_tuning"].flag() else 0.0
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        if "text_config" in given:
+            return self.from_config(Value(given["text_config"], where="config.json: text_config").plain_entries())
+        values = super().read(given)
+        tuning = Value(given.get("attn_temperature_tuning", True), where="config.json: attn_temperature_tuning")
+        # The first releases have a number.
+        is_tuned = tuning.value > 0 if type(tuning.value) is int else tuning.flag()
         counts = {name: values[name] for name in ("n_layers", "moe_every", "full_every")}
         for key, wanted in _lists(Llama4Args(**counts)).items():
             if given.get(key, wanted) not in (wanted, []):
-                found = shorten(repr(given[key]))
-                raise ConfigError(
-                    f"config.json: {key} = {found}, and llama4 supports only {shorten(repr(wanted))} here"
-                )
-        return values
+                found, rule = shorten(repr(given[key])), f"llama4 supports only {shorten(repr(wanted))} here"
+                raise DocumentError(f"config.json: {key} = {found}, and {rule}")
+        return values | {"query_scale": values["query_scale"] if is_tuned else 0.0}
 
 
 def _lists(args: Llama4Args) -> dict[str, list[object]]:
@@ -100,9 +72,20 @@ HUB = Llama4Hub(
     fixed={"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False},
     defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "head_dim": 128,
-        "rope_theta": 500000.0,
+        "rope_theta": 500000.0, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192, "floor_scale": 8192, "use_qk_norm": True, "attn_scale": 0.1,
     },
-    keys={**CONFIG_KEYS, "hidden_dim": "intermediate_size_mlp", "head_dim": "head_dim"},
-    rules=_RULES,
+    keys={
+        **CONFIG_KEYS, "hidden_dim": "intermediate_size_mlp", "head_dim": "head_dim",
+        "moe_every": "interleave_moe_layer_step", "full_every": "no_rope_layer_interval",
+        "chunk": "attention_chunk_size", "query_scale": "attn_scale", "query_scale_floor": "floor_scale",
+        "qk_norm": "use_qk_norm",
+    },
+    rules={
+        **DECODER_RULES,
+        **swiglu_rules("layers.*.feed_forward", _MLP),
+        **swiglu_rules("layers.*.feed_forward.shared_experts", f"{_MLP}.shared_expert"),
+        **stacked_expert_rules(_MLP, interleaved=False),
+    },
     moe_keys={"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "hidden_dim": "intermediate_size"},
 )  # fmt: skip

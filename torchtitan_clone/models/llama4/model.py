@@ -13,6 +13,7 @@ from torchtitan_clone.models.decoder import (
     Heads,
     Hidden,
     Layers,
+    SizedHeads,
     TransformerBlock,
     Vocabulary,
     Width,
@@ -30,14 +31,13 @@ FIXED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4Args(MoEModelArgs):
+class Llama4Args(SizedHeads, MoEModelArgs):  # pyright: ignore[reportIncompatibleVariableOverride], head_dim is a field
     """Arguments of Llama 4."""
 
     dim: Width = 5120
     n_layers: Layers = 48
     n_heads: Heads = 40
     n_kv_heads: Heads | None = 8
-    head_dim: Width = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
     hidden_dim: Hidden = 16384
     """Hidden size of layers without experts."""
     vocab_size: Vocabulary = 202048
@@ -71,8 +71,6 @@ class Llama4Args(MoEModelArgs):
 
     def violations(self) -> list[str]:
         found = super().violations()
-        if self.head_dim % 2:
-            found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
         if self.moe_every > self.n_layers:
             found.append(f"model.args.moe_every = {self.moe_every}: must be at most n_layers {self.n_layers}")
         return found + [

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.documents import Value
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import Arguments, DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
@@ -32,18 +31,15 @@ class Olmo3Hub(WindowedHub):
         full = {**plain, **scaling} if isinstance(scaling, dict) else plain
         return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": plain}}
 
-    def from_config(self, config: Mapping[str, object]) -> Arguments:
-        nested = config.get("rope_parameters")
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        nested = given.get("rope_parameters")
         if not isinstance(nested, Mapping) or "full_attention" not in nested:
-            return super().from_config(config)
-        values = super().from_config({**config, "rope_parameters": nested["full_attention"]})
+            return super().read(given)
+        values = super().read({**given, "rope_parameters": nested["full_attention"]})
         only = {"rope_type": "default", "rope_theta": values["rope_theta"]}
         entry = Value(nested.get("sliding_attention") or {}, where="config.json: rope_parameters.sliding_attention")
-        try:
-            if only | {name: value for name, value in entry.plain_entries().items() if value is not None} != only:
-                entry.refuse(f"{self.family} supports only {only}, the theta of full layers without scaling")
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
+        if only | {name: value for name, value in entry.plain_entries().items() if value is not None} != only:
+            entry.refuse(f"{self.family} supports only {only}, the theta of full layers without scaling")
         return values
 
 

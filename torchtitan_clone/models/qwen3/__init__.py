@@ -1,6 +1,6 @@
 """Qwen3, dense and with a mixture of experts, and its sizes."""
 
-from torchtitan_clone.models.moe import MOE_KEPT, MoEArgs, moe_flops_per_token
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.qwen3.hf import HUB, MOE_HUB
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs, build
 from torchtitan_clone.models.qwen3.plan import tensor_plan
@@ -53,6 +53,4 @@ MOE_SPEC = ModelSpec(
     build=build,
     tensor_plan=tensor_plan,
     hugging_face=MOE_HUB,
-    flops_per_token=moe_flops_per_token,
-    kept_operations=MOE_KEPT,
 )

@@ -9,21 +9,19 @@ from torchtitan_clone.models.decoder import (
     Epsilon,
     Heads,
     Hidden,
-    ModelArgs,
     RopeTheta,
+    SizedHeads,
     TransformerBlock,
     Vocabulary,
-    Width,
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Args(ModelArgs):
+class Qwen3Args(SizedHeads):
     """Arguments of dense Qwen3."""
 
-    head_dim: Width = 128  # pyright: ignore[reportIncompatibleMethodOverride], a field instead of a property
     hidden_dim: Hidden = 12288
     n_kv_heads: Heads | None = 8
     vocab_size: Vocabulary = 151936
@@ -34,12 +32,6 @@ class Qwen3Args(ModelArgs):
     @property
     def ffn_hidden_dim(self) -> int:
         return self.hidden_dim
-
-    def violations(self) -> list[str]:
-        found = super().violations()
-        if self.head_dim % 2:
-            found.append(f"model.args.head_dim = {self.head_dim} must be even, for rotary positions")
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
