@@ -132,7 +132,7 @@ def test_a_signal_during_start_up_ends_the_process(corpus, tmp_path, moment):
 
 
 def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path):
-    sizes = {"training__local_batch_size": 4, "training__steps": 24}
+    sizes = {"training__local_batch_size": 4, "training__steps": 60}
     assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
 
     def start(python: Path) -> list[subprocess.Popen]:
