@@ -40,11 +40,13 @@ if not rest or (rest[0].startswith("-") and rest[0] != "-m") or "-P" in options:
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 request = dict(words=rest, environment=dict(os.environ), folder=os.getcwd(), executable=sys.argv[0])
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+for number in numbers:
     signal.signal(number, lambda number, _: connection.send(bytes([number])))
 data = json.dumps(request).encode()
 socket.send_fds(connection, [len(data).to_bytes(4, "big")], [0, 1, 2])
 connection.sendall(data)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher blocks them while its workers start
 answer = connection.recv(4)
 code = int.from_bytes(answer, "big", signed=True) if answer else 1
 if code < 0:
