@@ -157,6 +157,16 @@ def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
+def round_as_eager() -> None:
+    """Makes torch.compile round intermediate results as eager execution does, until pytorch/pytorch#150859 is fixed.
+
+    Without it, recomputed activations differ from those of forward, and float8 with a scale per row gives NaN.
+    """
+    from torch._inductor import config
+
+    config.emulate_precision_casts = True
+
+
 def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
     return all_to_all_single_autograd(x, None, None, group)

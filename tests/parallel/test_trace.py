@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
@@ -112,6 +114,21 @@ def exposed_calls(hides):
 @pytest.mark.parametrize("hides", [True, False])
 def test_a_collective_behind_a_product_is_not_exposed(hides):
     assert run_ranks(exposed_calls, 2, hides) == [("world", 1, 0 if hides else 1)] * 2
+
+
+def implicit_calls() -> list[tuple[str, str]]:
+    """Returns the implicit calls of an operator that needs the largest number of all ranks."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=torch.device("cpu")):
+        mesh = init_device_mesh("cpu", (2,))
+        largest = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).amax()
+        with CollectiveTrace({mesh.get_group().group_name: ["world"]}) as trace:
+            largest * 2
+        return [(row["axis"], row["collective"]) for row in trace.rows() if row["implicit"]]
+
+
+def test_implicit_redistributions_are_counted():
+    assert run_ranks(implicit_calls, 2) == [[("world", "all_reduce")]] * 2
 
 
 def test_nothing_is_redistributed_implicitly(corpus, tmp_path):

@@ -60,6 +60,12 @@ FREEZE = "--training.freeze_schedule"
 
 EXPERT = "--parallelism.expert_parallel_degree"
 RULES = [
+    (
+        ["--model.converters=['float8']", f"{CONTEXT}_degree=2", "--training.seq_len=1000"],
+        {},
+        "training.seq_len = 1000: products in float8 over the tokens of one of 2 context-parallel ranks need a "
+        "multiple of 32; set it to 992 or 1024",
+    ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (
         ["--debug.moe_force_load_balance"],

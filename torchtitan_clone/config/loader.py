@@ -84,6 +84,9 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
             if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
                 ignored += 1
                 logger.info("%s is ignored: it has no effect here", text)
+            elif not foreign.is_error:
+                ignored += 1
+                logger.warning("%s is ignored: %s", text, foreign.reason)
             else:
                 unsupported.append(f"{text}: {foreign.reason}")
         elif option not in reported:
@@ -93,7 +96,8 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
 
 
 def _is_known(path: Key) -> bool:
-    return path[0] in TABLES and (len(path) == 1 or path[1] in TABLES[path[0]])
+    is_option = path[0] in TABLES and (len(path) == 1 or path[1] in TABLES[path[0]])
+    return is_option and torchtitan_key(".".join(path)) is None
 
 
 def _unknown(path: Key) -> str:

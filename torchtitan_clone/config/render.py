@@ -58,6 +58,9 @@ def _describe_fields(table: type, *, prefix: str, indent: str = "  ") -> Iterato
     ranges = ranges_of(table)
     for field in fields(table):
         hint = hints[field.name]
+        if is_dataclass(hint):
+            yield from _describe_fields(cast("type", hint), prefix=f"{prefix}{field.name}.")
+            continue
         within = f" {ranges[field.name].describe()}" if field.name in ranges else ""
         yield f"{indent}{prefix}{field.name}  ({describe(hint)}{within}; {_describe_default(field)})"
         yield textwrap.indent(textwrap.fill(docs[field.name], 110), f"{indent}    ")

@@ -89,6 +89,10 @@ class Model:
     """Overrides of the flavor's model arguments, for example --model.args.n_layers=4; validated against the family."""
     hf_assets_path: str | None = None
     """Folder that contains tokenizer.json; unset: the bundled tokenizer with 2,048 tokens."""
+    converters: list[Literal["float8", "quantize.linear.float8"]] = field(
+        default_factory=list[Literal["float8", "quantize.linear.float8"]]
+    )
+    """Conversions of the model: both names compute linear layers in float8 (extra "float8"), as [quantize] says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +364,34 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Linear layers that cast inputs, weights and gradients to float8 before each product."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor or per row; rowwise_with_gw_hp does not cast for the gradients of weights."""
+    filter_fqns: list[str] = field(default_factory=list[str])
+    """Parts of names: linear layers whose name contains one of them are not converted."""
+    emulate: bool = False
+    """Round to float8 and multiply in training.mixed_precision_param, for GPUs without products in float8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeLinear:
+    """Formats of linear layers."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Linear layers in float8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """Training in low precision, for the conversions in model.converters."""
+
+    linear: QuantizeLinear = field(default_factory=QuantizeLinear)
+    """Formats of linear layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Logging of training metrics."""
 
@@ -528,6 +560,7 @@ class Config:
     preemption: Preemption = field(default_factory=Preemption)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)

@@ -17,10 +17,12 @@ class TorchtitanKey:
     """Values that have no effect here; None: all values."""
     tunes: str = ""
     """Key that enables the feature which this key tunes; while it is off, every value is harmless."""
+    is_error: bool = True
+    """False: other values are ignored with the reason as a warning."""
 
     def is_harmless(self, value: object, *, switch: object) -> bool:
         """Returns whether ignoring the value does not change the run; `switch` is the value of the key in `tunes`."""
-        if self.harmless is None or (self.tunes and _is_one_of(switch, (None, False, 1))):
+        if self.harmless is None or (self.tunes and _is_one_of(switch, (None, False, 1, []))):
             return True
         return _is_one_of(value, self.harmless)
 
@@ -28,7 +30,8 @@ class TorchtitanKey:
 WITHOUT_EFFECT = (
     *("job.print_config", "job.print_args"),  # every run writes its config.toml
     "job.use_for_integration_test",
-    *("model.print_after_conversion", "quantize.*", "float8.*", "mx.*"),  # tune model.converters
+    *("model.print_after_conversion", "float8.*", "mx.*", "quantize.linear.mx.*", "quantize.grouped_mm.*"),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",  # numbers are the same without
     "memory_estimation.disable_fake_mode",
     "parallelism.expert_parallel_comm_backend",
     "parallelism.expert_tensor_parallel_degree",  # experts are sharded over the axis of experts, and by FSDP
@@ -52,7 +55,11 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "experimental.*": TorchtitanKey("models and datasets are registered in MODELS and DATASETS; remove the key", ("",)),
     "metrics.save_for_all_ranks": TorchtitanKey("rank 0 writes values reduced over all ranks; set it to false"),
     "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json", ()),
-    "model.converters": TorchtitanKey("quantized training is not supported; set it to []", ([],)),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": TorchtitanKey(
+        "FSDP gathers weights in training.mixed_precision_param, and they are cast afterwards",
+        tunes="model.converters",
+        is_error=False,
+    ),
     "memory_estimation.enable": TorchtitanKey("--comm.mode=fake_backend prints the estimate; set it to false"),
     "optimizer.early_step_in_backward": TorchtitanKey("gradients are clipped before the step; set it to false"),
     "training.gc_debug": TorchtitanKey("garbage collection time is always logged; set it to false"),

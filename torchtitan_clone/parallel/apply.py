@@ -43,7 +43,7 @@ M = TypeVar("M", bound=ParallelModel)
 
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
-    kept_operations: KeptOperations, convert: Callable[[M], None] | None, training: Training, parallelism: Parallelism,
+    kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint, compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
@@ -54,8 +54,7 @@ def apply_parallelism(
     assert isinstance(model, nn.Module)
     modules = set(modules)
     model.keep_modules(modules)
-    if convert is not None:
-        convert(model)
+    convert(model)
     experts = expert_modules(model) if mesh.ep is not None else []
     if mesh.ep is not None:
         apply_expert_parallel(experts, mesh=mesh.ep)

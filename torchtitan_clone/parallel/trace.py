@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -137,7 +138,11 @@ class CollectiveTrace(TorchDispatchMode):
         if self._depth == 0:
             self._layers.stop()
 
-    def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: tuple = (), kwargs: Kwargs = None
+    ) -> object:
+        if DTensor in types:
+            return NotImplemented  # DTensor runs first, and what it communicates for the operator comes here
         name = _name(func)
         result = func(*args, **(kwargs or {}))
         if collective := collective_name(func):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.models import Decoder
 from torchtitan_clone.models.balancing import ExpertLoads
+from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.optim import build_optimizer, build_schedule
@@ -141,7 +142,6 @@ def parallelize_model_parts(plan: RunPlan, *, mesh: Mesh) -> list[Decoder]:
 
 def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
     config = plan.config
-    convert = plan.spec.convert
     with torch.device("meta"):
         model = plan.spec.build(plan.model_args).to(getattr(torch, config.training.dtype))
         model.init_buffers()  # of their own types
@@ -154,13 +154,27 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
         mesh=mesh,
         tensor_plan=plan.spec.tensor_plan(plan.model_args),
         kept_operations=plan.spec.kept_operations,
-        convert=None if convert is None else partial(convert, args=plan.model_args),
+        convert=partial(_convert, plan=plan),
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
     )
     return model
+
+
+def _convert(model: Decoder, *, plan: RunPlan) -> None:
+    """Replaces modules of a stage in place, as the family and the options say."""
+    if plan.spec.convert is not None:
+        plan.spec.convert(model, args=plan.model_args)
+    if plan.config.model.converters:
+        compile = plan.config.compile
+        convert_to_float8(
+            model,
+            options=plan.config.quantize.linear.float8,
+            tensor_degree=plan.degrees.tp,
+            compiled=compile.enable and "model" in compile.components,
+        )
 
 
 def build_plan_forward_backward(

@@ -27,6 +27,7 @@ from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data import Dataset, build_tokenizer, describe_source, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
+from torchtitan_clone.models.float8 import check_float8_products, check_torchao
 from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_interface, pick_device
@@ -124,6 +125,8 @@ def check_start(plan: RunPlan) -> None:
     """Checks what a start needs of this machine and of the run's folder, without reading data. ConfigError."""
     config = plan.config
     check_replica_requirements(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
+    if config.model.converters:
+        check_torchao(must_exist=not config.job.dry_run)
     _check_folder_is_writable(plan.folder, option="job.dump_folder")
     if config.checkpoint.enable and not config.checkpoint.load_only:
         _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
@@ -149,6 +152,8 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     check_interface(config.comm)
     check_start(plan)
     launch.check_peers()
+    if config.model.converters:
+        check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
     if errors := [*find_memory_errors(plan, device=pick_device(launch))]:
         raise ConfigError(errors)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)

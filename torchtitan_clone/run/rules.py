@@ -12,6 +12,7 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.models import ModelArgs
+from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
 from torchtitan_clone.run.phases import phases
@@ -59,6 +60,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *_context(config, heads),
         *_experts(config.parallelism, world_size, args),
         *_balancing(config, args),
+        *_float8(config),
     ]
 
 
@@ -162,6 +164,17 @@ def _context(config: Config, heads: dict[str, int]) -> Iterator[str]:
                 f'divide model.args.{key} {count}; set it to "allgather" or "ring", which leave heads whole, or the '
                 "degree to a divisor."
             )
+
+
+def _float8(config: Config) -> Iterator[str]:
+    """Gradients of weights are products over the tokens that a rank has at once."""
+    degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+    if config.model.converters and seq_len % (unit := MULTIPLE * degree):
+        yield (
+            f"training.seq_len = {seq_len}: products in float8 over the tokens of one of {degree} context-parallel "
+            f"ranks need a multiple of {unit}; set it to {either(nearest_multiples(unit, seq_len))}, or "
+            "model.converters to []."
+        )
 
 
 def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[str]:

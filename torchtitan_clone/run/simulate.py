@@ -52,6 +52,8 @@ def _simulated_batch_size(config: Config, *, stages: int) -> int:
 
 def describe_layouts(plan: RunPlan) -> str:
     """Returns the sharding of rank 0's weights: one line for each layout, with a weight as an example."""
+    # Which needs a package that this machine may lack, and leaves weights as they are.
+    plan = replace(plan, config=replace(plan.config, model=replace(plan.config.model, converters=[])))
     layouts: dict[str, dict[str, str]] = {}
     with _fake_ranks(plan) as mesh:
         for name, weight in named_parameters(parallelize_model_parts(plan, mesh=mesh)).items():

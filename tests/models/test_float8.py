@@ -1,0 +1,120 @@
+"""Tests of float8.py: what is converted, what a converted layer computes, and that a parallel run computes the same."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from torchtitan_clone.config.schema import Float8
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.float8 import convert_to_float8
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.parity import COMMON, largest_difference, relative_difference, train_in_parallel
+from torchtitan_clone.testing.runs import options, rows, train
+
+HAS_TORCHAO = find_spec("torchao") is not None
+needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="the package torchao is not installed (extra float8)")
+
+
+def converted(model, *, tensor_degree=1, **changes):
+    """Converts the model and returns the names of the layers in float8."""
+    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
+    convert_to_float8(model, options=Float8(**changes), tensor_degree=tensor_degree, compiled=False)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
+
+
+def tiny(name="llama3"):
+    spec = MODELS[name]
+    with torch.device("meta"):
+        return spec.build(spec.flavors["debugmodel"])
+
+
+@needs_torchao
+def test_which_layers_are_converted():
+    attention = [f"layers.0.attention.{name}" for name in ("wq", "wk", "wv", "wo")]
+    assert converted(tiny())[:5] == [*attention, "layers.0.feed_forward.w1"]
+    kept = converted(tiny(), filter_fqns=["attention.w", "layers.1"])
+    assert kept[:6] == [f"layers.{layer}.feed_forward.{name}" for layer in (0, 2) for name in ("w1", "w2", "w3")]
+    assert converted(tiny(), tensor_degree=3) == []
+
+
+@needs_torchao
+def test_layers_with_a_forward_of_their_own_and_routers_stay():
+    found = {name.split(".", 2)[2] for name in converted(tiny("deepseek_v3"))}
+    assert "attention.wo" in found
+    assert not any(name.endswith(("wq_a", "wkv_a", "router")) for name in found)
+
+
+def rounded(x, dtype):
+    """Returns x as float8 with one scale holds it."""
+    scale = torch.finfo(dtype).max / x.abs().max()
+    return (x * scale).to(dtype).float() / scale
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@needs_torchao
+@pytest.mark.parametrize("emulate", [False, True])
+def test_products_are_those_of_rounded_matrices(emulate):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=False)})
+    x, grad = torch.randn(32, 64, requires_grad=True), torch.randn(32, 48) * 1e-3
+    assert converted(model, emulate=emulate) == ["layer"]
+    weight = model["layer"].weight
+    out = model["layer"](x)
+    out.backward(grad)
+    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+    x8, weight8, grad8 = rounded(x.detach(), forward), rounded(weight.detach(), forward), rounded(grad, backward)
+    assert distance(out, x8 @ weight8.T) <= 1e-6
+    assert distance(x.grad, grad8 @ weight8) <= 1e-6
+    assert distance(weight.grad, grad8.T @ x8) <= 1e-6
+    assert distance(out, x @ weight.T) >= 1e-2
+
+
+@needs_torchao
+def test_recipes_differ_in_scales_and_in_the_gradient_of_weights():
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 64), torch.randn(48, 64) * torch.logspace(-3, 0, 48)[:, None]
+    found = {}
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=False)})
+        model["layer"].weight.data.copy_(weight)
+        converted(model, recipe_name=recipe)
+        out = model["layer"](x)
+        out.sum().backward()
+        found[recipe] = distance(out, x @ weight.T), distance(model["layer"].weight.grad, torch.ones(32, 48).T @ x)
+    assert found["rowwise"][0] == found["rowwise_with_gw_hp"][0] != found["tensorwise"][0]
+    assert found["rowwise_with_gw_hp"][1] < 0.3 * found["rowwise"][1]
+
+
+@needs_torchao
+def test_tensor_parallel_run_computes_the_same(corpus, tmp_path):
+    changes = {"training__local_batch_size": 8, "training__steps": 2, "model__converters": '["float8"]'}
+    runs = {
+        "one": (1, {}),
+        "many": (2, {"parallelism__tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"}),
+    }
+    found = {}
+    for name, (world_size, others) in runs.items():
+        argv = options(corpus, tmp_path / name, **{**COMMON, **changes, **others})
+        found[name] = run_ranks(train_in_parallel, world_size, argv)
+    (expected_gradients, expected), *_ = found["one"]
+    gradients, weights = zip(*found["many"], strict=True)
+    one, many = ([row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in runs)
+    assert relative_difference(many, one) <= 1e-5
+    assert largest_difference(gradients, expected_gradients) <= 1e-4
+    assert largest_difference(weights, expected) <= 1e-4
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="the package torchao is installed")
+def test_an_error_names_the_package(corpus, tmp_path):
+    code, text = train(options(corpus, tmp_path, model__converters='["float8"]'), log_folder=tmp_path)
+    assert code == 2
+    assert text.count("error: ") == 1
+    assert "the package torchao is not installed; pip install" in text

@@ -1,0 +1,64 @@
+"""Linear layers in float8, by torchao. Source: arXiv 2209.05433."""
+
+import logging
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from torchtitan_clone import torch_compat
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Float8
+
+logger = logging.getLogger("torchtitan_clone")
+
+MULTIPLE = 16
+"""Products in float8 on GPUs take matrices whose sizes are multiples of it."""
+
+_OPTION = 'model.converters = ["float8"]'
+
+
+def check_torchao(*, must_exist: bool) -> None:
+    """Raises ConfigError, or warns, if the package that converts is not installed."""
+    if find_spec("torchao") is not None:
+        return
+    problem = f"{_OPTION}: the package torchao is not installed; "
+    if must_exist:
+        raise ConfigError(f'{problem}pip install "torchtitan_clone[float8]", or set it to []')
+    logger.warning('%sto train, pip install "torchtitan_clone[float8]"', problem)
+
+
+def check_float8_products(options: Float8, *, device: torch.device) -> None:
+    """Raises ConfigError if the GPU has no products in float8; processors have them."""
+    if device.type == "cuda" and not options.emulate and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        rule = f"this GPU has compute capability {found[0]}.{found[1]}, and products in float8 need 8.9"
+        raise ConfigError(f"{_OPTION}: {rule}; set it to [], or to try it out quantize.linear.float8.emulate to true")
+
+
+def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, compiled: bool) -> None:
+    """Replaces linear layers in place; parameters and their names stay the same.
+
+    Not replaced: those that a filter names, those with a forward of their own, and those of which the matrix on one of
+    `tensor_degree` ranks may have a size that products in float8 do not take.
+    """
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other GPUs than are here
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        return (
+            type(module) is nn.Linear
+            and all(size % (MULTIPLE * tensor_degree) == 0 for size in module.weight.shape)
+            and not any(part in name for part in options.filter_fqns)
+        )
+
+    if compiled and options.recipe_name == "rowwise":
+        torch_compat.round_as_eager()
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    converted = [name for name in linear if is_converted(model.get_submodule(name), name)]
+    config = replace(Float8LinearConfig.from_recipe_name(options.recipe_name), emulate=options.emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+    logger.info("float8 %s: converted %d of %d linear layers", options.recipe_name, len(converted), len(linear))
