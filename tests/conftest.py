@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_clone.testing.runs import make_corpus, make_short_documents
+from torchtitan_clone.testing.warm_python import WarmPython
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,13 @@ def corpus(tmp_path_factory):
 def short_documents(tmp_path_factory):
     """Returns short documents, so that attention is masked; rows of the other corpus rarely hold two documents."""
     return make_short_documents(tmp_path_factory.mktemp("short") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory):
+    """Returns an interpreter that starts commands sooner."""
+    with WarmPython(tmp_path_factory.mktemp("python") / "bin") as warm:
+        yield warm.executable
 
 
 LONG = (

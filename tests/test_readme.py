@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_clone.testing.runs import make_corpus, train
-from torchtitan_clone.testing.warm_python import WarmPython
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted(ROOT.glob("docs/**/*.md"))]
@@ -97,13 +96,6 @@ def shortened(command: str) -> str:
     if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Returns an interpreter that starts commands sooner."""
-    with WarmPython(tmp_path_factory.mktemp("python") / "bin") as warm:
-        yield warm.executable
 
 
 def environment_of(folder: Path, *, python: Path | str) -> dict[str, str]:

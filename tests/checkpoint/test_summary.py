@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from torchtitan_clone.testing.checkpoint_states import SHAPES, save
@@ -10,14 +9,12 @@ from torchtitan_clone.testing.checkpoint_states import SHAPES, save
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 
 
-def checkpoint_script(*arguments):
-    """Runs the script; returns its exit code and output."""
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+def test_the_script_lists_verifies_shows_and_prunes(tmp_path, python):
+    def checkpoint_script(*arguments):
+        command = [python, SCRIPT, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
 
-
-def test_the_script_lists_verifies_shows_and_prunes(tmp_path):
     save(tmp_path, [5, 10, 15], world_size=2)
     code, text = checkpoint_script("list", tmp_path)
     assert (code, text.count("complete")) == (0, 3)

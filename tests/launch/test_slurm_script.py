@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ REPLICA_GROUPS = {
 
 
 @pytest.fixture
-def submit(corpus, tmp_path):
+def submit(corpus, tmp_path, python):
     """Runs submit.py --dry-run with these options on top of a minimal run."""
     file = tmp_path / "empty.toml"
     file.write_text("")
@@ -29,7 +28,7 @@ def submit(corpus, tmp_path):
     def run(*, lighthouse: str = "", **changes: object) -> subprocess.CompletedProcess[str]:
         sizes = {"training__local_batch_size": 2, "training__steps": 100, "checkpoint__interval": 20}
         argv = options(corpus, folder, job__config_file=file, **(sizes | changes))
-        command = [sys.executable, REPOSITORY / "scripts" / "slurm" / "submit.py", *argv, "--dry-run"]
+        command = [python, REPOSITORY / "scripts" / "slurm" / "submit.py", *argv, "--dry-run"]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TORCHFT_LIGHTHOUSE": lighthouse}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

@@ -13,7 +13,6 @@ import pytest
 
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.testing.warm_python import WarmPython
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -76,14 +75,14 @@ def test_a_run_stops_when_its_time_is_up(corpus, tmp_path):
     def run(**changes):
         return options(corpus, tmp_path, checkpoint__interval=50, checkpoint__keep_latest_k=1, **changes)
 
-    assert train(run(training__steps=2), world_size=2, log_folder=tmp_path)[0] == 0
-    ledger = [row for row in rows(tmp_path) if row.get("event") == "goodput"][-1]
-    limit = 2 * ledger["start_up_seconds"] + 4
-    longer = run(training__steps=1_000_000, training__max_seconds=limit, metrics__log_freq=10)
-    code, output = train(longer, world_size=2, log_folder=tmp_path)
-    assert code == 0
-    (step,) = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
-    assert 2 < int(step) < 1_000_000
+    found, limit = [], 2.0
+    while not found:  # a machine may need longer for its start
+        longer = run(training__steps=1_000_000, training__max_seconds=limit, metrics__log_freq=10)
+        code, output = train(longer, world_size=2, log_folder=tmp_path)
+        assert code == 0
+        found = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
+        limit *= 2
+    assert 2 < int(found[0]) < 1_000_000
 
 
 def test_time_for_a_step_and_a_save_is_left():
@@ -131,11 +130,11 @@ def test_a_signal_during_start_up_ends_the_process(corpus, tmp_path, moment):
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path):
+def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path, python):
     sizes = {"training__local_batch_size": 4, "training__steps": 60}
     assert train(options(corpus, tmp_path / "one", **sizes), world_size=2, log_folder=tmp_path)[0] == 0
 
-    def start(python: Path) -> list[subprocess.Popen]:
+    def start() -> list[subprocess.Popen]:
         port = free_port()
         argv = [f"--job.config_file={os.devnull}", *options(corpus, tmp_path / "two", **sizes)]
         common = {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NO_SETUP": "1"}
@@ -144,16 +143,15 @@ def test_two_nodes_train_as_one_node_and_stop_together(corpus, tmp_path):
         nodes = [os.environ | common | {"NODE_RANK": str(node)} for node in range(2)]
         return [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in nodes]
 
-    with WarmPython(tmp_path / "bin") as python:
-        nodes = start(python.executable)
-        wait_for_step(tmp_path / "two", 5)
-        nodes[1].send_signal(signal.SIGTERM)
-        output, _ = nodes[0].communicate(timeout=60)
-        assert "stopped by a signal to another rank: step" in output
-        assert [node.wait(60) for node in nodes] == [0, 0]
-        nodes = start(python.executable)
-        output, _ = nodes[0].communicate(timeout=60)
-        assert [node.wait(60) for node in nodes] == [0, 0]
+    nodes = start()
+    wait_for_step(tmp_path / "two", 5)
+    nodes[1].send_signal(signal.SIGTERM)
+    output, _ = nodes[0].communicate(timeout=60)
+    assert "stopped by a signal to another rank: step" in output
+    assert [node.wait(60) for node in nodes] == [0, 0]
+    nodes = start()
+    output, _ = nodes[0].communicate(timeout=60)
+    assert [node.wait(60) for node in nodes] == [0, 0]
     assert "training is complete" in output
     assert losses(tmp_path / "two") == losses(tmp_path / "one")
 

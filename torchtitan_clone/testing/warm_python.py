@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -117,6 +118,8 @@ def _run(streams: list[Stream], request: dict) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    # Processes that the command starts come from the same forkserver.
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None
     words = request["words"]
     sys.executable = request["executable"]
     is_module = words[0] == "-m"
