@@ -1,6 +1,6 @@
-"""Multi-token prediction in runs: on changing meshes, in validation and in the simulation. Tests of mtp.py.
+"""Tests of mtp.py: multi-token prediction on changing meshes, in validation and in the simulation.
 
-The parity matrix compares every kind of mesh with the equations of the report, see plain_loop.py.
+The parity matrix compares every kind of mesh with the equations of the report.
 """
 
 import re
