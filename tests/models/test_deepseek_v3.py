@@ -12,6 +12,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DeepseekV3ForCausal
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTrainedModel
 
 from tests.models.twins import assert_logits_equal, assert_round_trip
+from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.data.packing import pack
 from torchtitan_clone.models import MODELS
@@ -19,7 +20,7 @@ from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
-from torchtitan_clone.run.hub import open_initial_weights
+from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["deepseek_v3"]
 HUB = SPEC.hugging_face
@@ -234,6 +235,7 @@ def test_multi_token_prediction_of_the_hub(tmp_path):
     shared = {name: torch.ones_like(tensors[name]) for name in copies}
     state, warnings = imported(written(tmp_path / "complete", tensors | shared, args), args)
     assert warnings == ()
+    assert model_of_folder(open_weight_folder(tmp_path / "complete"), spec=SPEC).args["mtp_depth"] == 2
     assert torch.equal(state["tok_embeddings.weight"], tensors["model.embed_tokens.weight"])
     for name, users in sources_of(SPEC.hub_pieces(state, args=args)).items():
         found = assemble_source(users, read=state.__getitem__, dtype=torch.float32)
