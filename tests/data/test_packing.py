@@ -65,6 +65,24 @@ def test_padding_rows_have_no_targets(document_masking):
     assert batch.num_targets == (unpadded.targets_BT[0] != IGNORE_INDEX).sum()
 
 
+@pytest.mark.parametrize("document_masking", [True, False])
+@pytest.mark.parametrize(("seq_len", "depth"), [(1, 2), (2, 1), (64, 1), (64, 3)])
+def test_later_targets_are_tokens_of_the_same_row_and_document(seq_len, depth, document_masking):
+    rows = random_rows(8, seq_len, seed=3)
+    batch = pack(rows, eos_id=EOS, document_masking=document_masking, padding=1, mtp_depth=depth)
+    assert batch.num_targets == pack(rows, eos_id=EOS, document_masking=document_masking, padding=1).num_targets
+    for row, found_KT in zip(rows[:-1].tolist(), batch.mtp_targets_BKT, strict=False):
+        for k, position in itertools.product(range(1, depth + 1), range(seq_len)):
+            following = row[position : position + k + 2]  # the token, and all up to the target
+            is_counted = len(following) == k + 2 and not (document_masking and EOS in following[:-1])
+            expected = following[-1] if is_counted else IGNORE_INDEX
+            assert found_KT[k - 1, position] == expected, (row, k, position)
+    assert (batch.mtp_targets_BKT[-1] == IGNORE_INDEX).all()
+    index_T = torch.tensor([seq_len - 1, 0])
+    assert torch.equal(batch.select_tokens(index_T).mtp_targets_BKT, batch.mtp_targets_BKT[:, :, index_T])
+    assert torch.equal(batch.microbatches(3)[1].mtp_targets_BKT, batch.mtp_targets_BKT[3:6])
+
+
 def test_microbatches_concatenate_to_the_batch():
     batch = pack(random_rows(7, 16, seed=2), eos_id=EOS, document_masking=True)
     microbatches = batch.microbatches(3)

@@ -245,7 +245,7 @@ class WeightFolder:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
         needed: dict[Path, list[tuple[str, Piece]]] = {}
         for name in tensors:
-            for piece in pieces[name]:
+            for piece in (piece for piece in pieces[name] if not piece.is_copy):
                 needed.setdefault(self.files[self.stored_as(piece.source)], []).append((name, piece))
         boxes = {name: local_shard_and_offset(tensor) for name, tensor in tensors.items()}
         for path, parts in needed.items():

@@ -54,6 +54,8 @@ class LoaderOptions:
     seq_len: int
     document_masking: bool
     """Restart positions at every document, and do not predict the first token of a document from the previous one."""
+    mtp_depth: int = 0
+    """Depths of multi-token prediction that the batches have targets for."""
     rank: int = 0
     num_ranks: int = 1
     token_indices: Tensor | None = None
@@ -214,7 +216,8 @@ class ValidationLoader:
 
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
-    batch = pack(rows, eos_id=eos_id, document_masking=options.document_masking, padding=padding)
+    choices = {"document_masking": options.document_masking, "mtp_depth": options.mtp_depth}
+    batch = pack(rows, eos_id=eos_id, padding=padding, **choices)
     if options.token_indices is not None:
         batch = batch.select_tokens(options.token_indices)
     return batch.pin_memory() if torch.cuda.is_available() else batch

@@ -1,6 +1,6 @@
 """Packs rows of token ids into the batches that a model consumes.
 
-Shapes: B rows of the batch, T tokens of a row (seq_len).
+Shapes: B rows of the batch, T tokens of a row (seq_len), K depths of multi-token prediction.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,8 @@ class Batch:
     documents_BT: Tensor | None
     """int32; 0, 1, 2, ... for the documents of a row, always for the full row; None without document masking."""
     num_targets: int
+    mtp_targets_BKT: Tensor | None = None
+    """int64; of depth k the token k after the target, or IGNORE_INDEX; None without multi-token prediction."""
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
@@ -37,7 +39,7 @@ class Batch:
 
     def select_tokens(self, index_T: Tensor) -> "Batch":
         """Returns the batch with only these tokens of every row, and the documents of all tokens."""
-        selected = self._map(lambda tensor: tensor[:, index_T])
+        selected = self._map(lambda tensor: tensor[..., index_T])
         return replace(selected, documents_BT=self.documents_BT)._recount()
 
     def to(self, device: torch.device) -> "Batch":
@@ -56,7 +58,7 @@ class Batch:
         return replace(self, num_targets=int((self.targets_BT != IGNORE_INDEX).sum()))
 
 
-def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0) -> Batch:
+def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0, mtp_depth: int = 0) -> Batch:
     """Builds a batch from rows [B, T + 1] of token ids, in which eos_id ends a document.
 
     The last `padding` rows have no targets. With document masking neither has eos_id, because the token after it
@@ -74,10 +76,22 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
         documents_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
         positions_BT -= np.maximum.accumulate(np.where(starts_BT, positions_BT, 0), axis=1)
     targets_BT[len(targets_BT) - padding :] = IGNORE_INDEX
+    mtp_targets_BKT = _mtp_targets(targets_BT, depth=mtp_depth) if mtp_depth else None
     return Batch(
         tokens_BT=torch.from_numpy(tokens_BT),
         targets_BT=torch.from_numpy(targets_BT),
         positions_BT=torch.from_numpy(positions_BT),
         documents_BT=None if documents_BT is None else torch.from_numpy(documents_BT),
         num_targets=int(np.count_nonzero(targets_BT != IGNORE_INDEX)),
+        mtp_targets_BKT=None if mtp_targets_BKT is None else torch.from_numpy(mtp_targets_BKT),
     )
+
+
+def _mtp_targets(targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
+    """Returns the targets of each depth [B, K, T]: those of later positions of the same row and document."""
+    found = [targets_BT]
+    for _ in range(depth):
+        following_BT = np.full_like(targets_BT, IGNORE_INDEX)
+        following_BT[:, :-1] = found[-1][:, 1:]
+        found.append(np.where(targets_BT == IGNORE_INDEX, IGNORE_INDEX, following_BT))
+    return np.stack(found[1:], axis=1)

@@ -1,4 +1,7 @@
-"""The decoder of all families. Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms."""
+"""The decoder of all families.
+
+Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms, K depths of multi-token prediction.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +61,11 @@ class ModelArgs:
         return 0
 
     @property
+    def mtp_depth(self) -> int:
+        """Depths of multi-token prediction, whose layers follow the others; 0 without."""
+        return 0
+
+    @property
     def attention_dim(self) -> float:
         """Mean of the dimensions of a head's keys and values."""
         return self.head_dim
@@ -72,7 +80,7 @@ class ModelArgs:
 
     def layer_kinds(self) -> Sequence[LayerKind]:
         """Returns the kind of each layer; a family whose layers differ overrides it."""
-        return [LayerKind(positions=self.rope_args())] * self.n_layers
+        return [LayerKind(positions=self.rope_args())] * (self.n_layers + self.mtp_depth)
 
     def violations(self) -> list[str]:
         """Returns one sentence for each invalid value."""
@@ -143,18 +151,22 @@ class OutputProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(args.vocab_size, args.dim))
         nn.init.normal_(self.weight, std=args.dim**-0.5)
 
-    def forward(self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
-        """Returns logits [B, T, V], or the loss."""
+    def forward(
+        self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, loss_fn: LossFn | None = None,
+        later: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Tensor:  # fmt: skip
+        """Returns logits [B, T, V], or the loss; with hidden states and targets of `later` tokens losses [1 + K]."""
         if loss_fn is None or targets_BT is None:
             return F.linear(hidden_BTD, self.weight)
-        return loss_fn(hidden_BTD, self.weight, targets_BT)
+        losses = [loss_fn(hidden, self.weight, targets) for hidden, targets in ((hidden_BTD, targets_BT), *later)]
+        return torch.stack(losses) if later else losses[0]
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
     `auxiliary`: coefficients of loss terms by name; blocks return a sum over this rank's tokens for each, in order;
-    tensor parallelism shards tokens too.
+    tensor parallelism shards tokens too. Before them come the losses of the depths of multi-token prediction.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -173,7 +185,7 @@ class Decoder(nn.Module):
         self.auxiliary: Mapping[str, float] = auxiliary or {}
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.attention_mask = DocumentMask()
-        self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers + args.mtp_depth)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = OutputProjection(args)
         if args.tied_embeddings:
@@ -202,32 +214,61 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor | None = None,
         targets_BT: Tensor | None = None,
+        mtp_targets_BKT: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits [B, T, V], or with `loss_fn` the loss, or with auxiliary terms [1 + A]: the loss, their sums.
 
-        `documents_BT` numbers the documents of a row; None: attention is causal only. Other stages than the last return
-        hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the tokens.
+        `documents_BT` numbers the documents of a row; None: attention is causal only. Without `mtp_targets_BKT` the
+        layers of multi-token prediction do not run, and their terms are zero. Other stages than the last return
+        hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the tokens; the embeddings of the
+        tokens of each depth follow the hidden states: [B + K B, T, D].
         """
         ropes = [rotary(positions_BT) for rotary in self.rotary]
         masks = [
             self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk)
             for window, chunk in self._reaches
         ]
-        h_BTD = self.tok_embeddings(tokens_BT) if self.tok_embeddings is not None else tokens_BT
+        contexts = [(ropes[rope], masks[mask]) for rope, mask in self._kinds]
+        later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
+        h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary), device=h_BTD.device)
-        for name, layer in self.layers.items():
-            rope, mask = self._kinds[int(name)]
-            h_BTD = layer(h_BTD, ropes[rope], masks[mask])
-            if not isinstance(h_BTD, Tensor):
-                h_BTD, layer_sums_A = h_BTD
-                sums_A = sums_A + layer_sums_A
+        for name in [name for name in self.layers if int(name) < self.args.n_layers]:
+            h_BTD, sums_A = self._run_layer(name, h_BTD, *contexts[int(name)], sums_A=sums_A)
         h_BTD = self.norm(h_BTD) if self.norm is not None else h_BTD
         if self.output is None:
+            h_BTD = torch.cat((h_BTD, *embedded)) if embedded else h_BTD
             return h_BTD if sums_A is None else (h_BTD, sums_A)
-        out = self.output(h_BTD, targets_BT, loss_fn)
-        return out if loss_fn is None or sums_A is None else torch.cat((out[None], sums_A))
+        states = [h_BTD]
+        for index, embedded_BTD in enumerate(embedded, self.args.n_layers):
+            inputs = (states[-1], *contexts[index], embedded_BTD)
+            h_BTD, sums_A = self._run_layer(str(index), *inputs, sums_A=sums_A)
+            states.append(h_BTD)
+        out = self.output(states[0], targets_BT, loss_fn, list(zip(states[1:], later_BKT, strict=True)))
+        if loss_fn is None or sums_A is None:
+            return out
+        return torch.cat((out.view(-1), sums_A[len(embedded) :]))
+
+    def _embed(self, tokens_BT: Tensor, targets_BT: Tensor | None, later_BKT: list[Tensor]) -> Sequence[Tensor]:
+        """Returns the embeddings of the tokens and of those that each depth reads, or the same of the stage before."""
+        if not later_BKT:
+            return [tokens_BT if self.tok_embeddings is None else self.tok_embeddings(tokens_BT)]
+        if self.tok_embeddings is None:
+            return tokens_BT.chunk(1 + len(later_BKT))
+        assert targets_BT is not None
+        # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one: what
+        # reads it has no target.
+        tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
+        return self.tok_embeddings(tokens).chunk(1 + len(later_BKT))
+
+    def _run_layer(self, name: str, *inputs: object, sums_A: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the hidden states of a layer, and the sums with those of its terms added."""
+        out = self.layers[name](*inputs)
+        if isinstance(out, Tensor):
+            return out, sums_A
+        assert sums_A is not None
+        return out[0], sums_A + F.pad(out[1], (self.args.mtp_depth, 0))
 
     @property
     def is_tied(self) -> bool:
@@ -247,7 +288,9 @@ class Decoder(nn.Module):
     def fsdp_groups(self) -> list[FSDPGroup]:
         """Returns the groups in which FSDP shards this model, in forward order; a shared weight is in one group."""
         ends = tuple(module for module in (self.norm, self.output) if module is not None)
-        groups = [FSDPGroup(modules=(block,), is_block=True) for block in self.layers.values()]
+        # Validation does not run the layers of multi-token prediction, so that nothing may prefetch their weights.
+        blocks = {name: int(name) < self.args.n_layers for name in self.layers}
+        groups = [FSDPGroup(modules=(self.layers[name],), is_block=is_block) for name, is_block in blocks.items()]
         if self.tok_embeddings is not None and self.is_tied:
             ends = (self.tok_embeddings, *ends)
         elif self.tok_embeddings is not None:

@@ -17,6 +17,11 @@ def same(name: str) -> Rule:
     return lambda shape: [Piece(source=name, shape=shape)]
 
 
+def repeated(name: str, *copies: str) -> Rule:
+    """One tensor of the hub, which releases repeat under other names."""
+    return lambda shape: [Piece(source=each, shape=shape, is_copy=each in copies) for each in (name, *copies)]
+
+
 def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
     """One tensor of the hub for each {index} of our first dimension, mapped by `rule`, as "experts.{index}.weight"."""
 

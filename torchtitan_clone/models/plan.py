@@ -105,6 +105,13 @@ def post_norm_styles() -> dict[str, ParallelStyle]:
     return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
 
 
+def prediction_styles() -> dict[str, ParallelStyle]:
+    """Returns styles for what a layer of multi-token prediction has besides its block; each rank has its own tokens."""
+    norm = SequenceParallel(use_local_output=True)
+    styles = {"enorm": norm, "hnorm": norm, "eh_proj": Replicated(), "norm": SequenceParallel()}
+    return {f"layers.*.{name}": style for name, style in styles.items()}
+
+
 def moe_styles(*, has_shared_experts: bool, dense_layers: Iterable[int] = ()) -> dict[str, ParallelStyle]:
     """Returns styles for a decoder whose feed-forward is a mixture of experts, except in `dense_layers`."""
     styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}

@@ -118,7 +118,8 @@ class ModelSpec:
         others = sum(parameter.numel() for name, parameter in parameters.items() if not name.startswith("layers."))
         embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
         # Backward costs twice the forward.
-        return 6.0 * (others - embedding) + sum(layers) - sum(layers[:frozen_layers]) * 2 / 3
+        again = args.mtp_depth * args.vocab_size * args.dim  # the output projection, in multi-token prediction
+        return 6.0 * (others - embedding + again) + sum(layers) - sum(layers[:frozen_layers]) * 2 / 3
 
     def layer_costs(self, args: ModelArgs, *, seq_len: int) -> list[int]:
         """Returns the FLOPs of each layer in percent of the cheapest, by which pipeline stages are balanced."""

@@ -25,7 +25,8 @@ class Sliceable(Protocol):
 class Piece:
     """A source of this name and shape, of which `target[to] == source[of].transpose(*transpose)`.
 
-    Without `of` it is all of the source, without `to` all of the target.
+    Without `of` it is all of the source, without `to` all of the target. A copy repeats values of another source: it is
+    written, but need not be there to be read.
     """
 
     source: str
@@ -33,6 +34,7 @@ class Piece:
     of: Index = ()
     to: Index = ()
     transpose: tuple[int, int] | None = None
+    is_copy: bool = False
 
     @property
     def is_complete(self) -> bool:

@@ -1,4 +1,4 @@
-"""Runs forward and backward of one step. Legend: B batch, T tokens, A auxiliary terms of the model."""
+"""Runs forward and backward of one step. Legend: B batch, T tokens, A auxiliary terms of the model, K depths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ class Rows(Protocol):
     def documents_BT(self) -> Tensor | None: ...
     @property
     def targets_BT(self) -> Tensor: ...
+    @property
+    def mtp_targets_BKT(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
                 model.set_requires_gradient_sync(is_last)
             sums = model(
                 rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT,
-                targets_BT=rows.targets_BT, loss_fn=loss_fn,
+                targets_BT=rows.targets_BT, mtp_targets_BKT=rows.mtp_targets_BKT, loss_fn=loss_fn,
             )  # fmt: skip
             mean = objective.add(sums)
             if torch.is_grad_enabled():

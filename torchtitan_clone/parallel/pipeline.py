@@ -1,7 +1,7 @@
 """Pipeline parallelism: spreads the layers of the model over ranks, through which micro-batches pass in turn.
 
 Importing torch.distributed.pipelining takes half a second, so only pipelines import this file.
-Legend: B batch rows, T tokens, D model, A auxiliary terms of the model.
+Legend: B batch rows, T tokens, D model, A auxiliary terms of the model, K depths of multi-token prediction.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ def build_pipelined_forward_backward(
     count = len(stages.ranks)
 
     @cache  # torch's schedules keep the buffers of their first use
-    def schedule_for(rows: int, tokens: int, trains: bool) -> PipelineSchedule:
+    def schedule_for(rows: int, tokens: int, depth: int, trains: bool) -> PipelineSchedule:
         def inputs_of(stage: int) -> tuple[Tensor, ...]:
             """Returns meta tensors like the inputs of a stage; of stage `count`, like the output of the last one."""
             if stage == 0:
@@ -52,7 +52,7 @@ def build_pipelined_forward_backward(
             empty = partial(torch.empty, device="meta", requires_grad=trains and stage > frozen_stages)
             if stage == count:
                 return (empty((1 + terms,) if terms else ()),)
-            hidden_BTD = empty(size, tokens // mesh.tp.size(), dim, dtype=dtype)
+            hidden_BTD = empty(size * (1 + depth), tokens // mesh.tp.size(), dim, dtype=dtype)
             return (hidden_BTD, empty(terms)) if terms else (hidden_BTD,)
 
         pipeline_stages: list[PipelineStage] = [
@@ -68,13 +68,15 @@ def build_pipelined_forward_backward(
         trains = torch.is_grad_enabled()
         objective.begin_step(num_targets=num_targets)
         for rows in microbatches:
-            schedule = schedule_for(*rows.tokens_BT.shape, trains)
+            later_BKT = rows.mtp_targets_BKT
+            schedule = schedule_for(*rows.tokens_BT.shape, 0 if later_BKT is None else later_BKT.shape[1], trains)
             step = schedule.step if trains else schedule.eval
+            optional = {"documents_BT": rows.documents_BT, "mtp_targets_BKT": later_BKT}
             # The schedule splits only tensors into micro-batches, not None.
-            documents: dict[str, Any] = {} if rows.documents_BT is None else {"documents_BT": rows.documents_BT}
+            given: dict[str, Any] = {name: tensor for name, tensor in optional.items() if tensor is not None}
             step(
                 rows.tokens_BT, target=rows.targets_BT, return_outputs=False, positions_BT=rows.positions_BT,
-                targets_BT=rows.targets_BT, loss_fn=loss_fn, **documents,
+                targets_BT=rows.targets_BT, loss_fn=loss_fn, **given,
             )  # fmt: skip
             objective.end_pass()
         return objective.output()

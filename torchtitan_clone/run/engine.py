@@ -12,6 +12,7 @@ from torchtitan_clone.models import Decoder
 from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
+from torchtitan_clone.models.mtp import MTP_LOSS
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
@@ -72,10 +73,12 @@ class Engine:
 
     def sums(self, output: StepOutput) -> list[float]:
         """Returns this rank's share of what a step computed."""
-        loss = output.loss.item() if self.mesh.is_loss_leader else 0.0
-        # Ranks of the tp axis compute the same loss, and auxiliary terms of different tokens.
+        is_leader = self.mesh.is_loss_leader
+        loss = output.loss.item() if is_leader else 0.0
+        # Ranks of the tp axis compute the same losses, and other auxiliary terms of different tokens.
         has_terms = self.mesh.pp.get_local_rank() == self.plan.loss_rank
-        auxiliary = [term.item() if has_terms else 0.0 for term in output.auxiliary.values()]
+        counts = {name: is_leader if name.startswith(MTP_LOSS) else has_terms for name in output.auxiliary}
+        auxiliary = [term.item() if counts[name] else 0.0 for name, term in output.auxiliary.items()]
         return [loss, *auxiliary, *self._loads.own()]
 
     def totals(self, sums: Sequence[float]) -> StepTotals:

@@ -29,6 +29,8 @@ logger = logging.getLogger("torchtitan_clone")
 EXPORT_FOLDER = "hf"
 """Folder of the exports in the run's folder."""
 _MAY_DIFFER_SILENTLY = {"max_seq_len"}
+_MAY_BE_LESS = {"mtp_depth"}
+"""Arguments that may be smaller than those of a folder, whose other tensors are left out then."""
 _MAY_DIFFER = {"rope_theta", "rope_scaling"}
 """Arguments that are changed on purpose to train with longer sequences."""
 
@@ -109,6 +111,8 @@ def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: Mod
     problems: list[str] = []
     warnings: list[str] = []
     for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
+        if name in _MAY_BE_LESS and ours[name] < theirs[name]:
+            continue
         now, wanted = ("unset" if value is None else toml_like(value) for value in (ours[name], theirs[name]))
         text = f"model.args.{name} is {now}, but {CONFIG_FILE} asks for {wanted}"
         if name in _MAY_DIFFER:
@@ -129,8 +133,8 @@ def _compare_tensors(
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)
-    stored = dict.fromkeys(folder.stored_as(name) for name in wanted)
-    missing = [name for name in stored if name not in folder.entries]
+    stored = {folder.stored_as(name): piece for name, ((_, piece), *_) in wanted.items()}
+    missing = [name for name, piece in stored.items() if name not in folder.entries and not piece.is_copy]
     unknown = [name for name in folder.entries if name not in stored]
     scales = {scales.name: name for name in wanted if (scales := folder.scales_of(name)) is not None}
     leftover = partial(spec.hugging_face.is_leftover, args=args)

@@ -1,6 +1,7 @@
 """The loaders that one rank of a phase reads its batches from."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def open_loaders(
     options = LoaderOptions(
         seq_len=config.training.seq_len,
         document_masking=config.training.document_masking,
+        mtp_depth=plan.model_args.mtp_depth,
         rank=batch_rank(plan.degrees, rank=rank),
         num_ranks=plan.degrees.data,
         token_indices=tokens_of_rank(plan, rank=rank),
@@ -43,7 +45,7 @@ def open_loaders(
     if not config.validation.enable:
         return loader, None
     rows = config.validation.local_batch_size * plan.degrees.data
-    return loader, ValidationLoader(dataset, options=options, global_batch_size=rows)
+    return loader, ValidationLoader(dataset, options=replace(options, mtp_depth=0), global_batch_size=rows)
 
 
 def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:

@@ -148,7 +148,10 @@ def _stages(config: Config, *, spec: ModelSpec, model_args: ModelArgs, frozen_la
     pipelined = config.parallelism.pipeline_parallel_degree > 1  # costs take the time of building the model
     costs = spec.layer_costs(model_args, seq_len=config.training.seq_len) if pipelined else None
     sizes = {"n_layers": model_args.n_layers, "frozen_layers": frozen_layers}
-    return resolved_stages(config.parallelism, layer_costs=costs, **sizes)
+    stages = resolved_stages(config.parallelism, layer_costs=costs, **sizes)
+    # The layers of multi-token prediction need the final hidden states.
+    after = [f"layers.{model_args.n_layers + depth}" for depth in range(model_args.mtp_depth)]
+    return replace(stages, modules=(*stages.modules[:-1], (*stages.modules[-1], *after)))
 
 
 def _describe_pipeline(config: Config, *, stages: Stages) -> str:

@@ -110,12 +110,14 @@ def _fake_batch(plan: RunPlan) -> Batch:
     training = plan.config.training
     documents_BT = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int32)
     tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // plan.degrees.cp, dtype=torch.int64)
+    depth = plan.model_args.mtp_depth
     return Batch(
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT,
         positions_BT=tokens_BT,
         documents_BT=documents_BT if training.document_masking else None,
         num_targets=tokens_BT.numel(),
+        mtp_targets_BKT=torch.stack([tokens_BT] * depth, dim=1) if depth else None,
     )
 
 

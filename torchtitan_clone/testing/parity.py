@@ -39,6 +39,7 @@ class Reference:
     """What one device computes."""
 
     losses: list[float]
+    """Of each step, and after it those of the depths of multi-token prediction."""
     grad_norms: list[float]
     gradients: dict[str, Tensor]
     """Of step 1, after clipping."""
@@ -85,8 +86,9 @@ def compare(
     gradients, weights = zip(*answers, strict=True)
     logged = [row for row in rows(folder / "many") if "loss" in row]
     assert len(logged) == STEPS
+    terms = [name for name in logged[0] if name.startswith("auxiliary/mtp_loss")]
     return Difference(
-        loss=relative_difference([row["loss"] for row in logged], expected.losses),
+        loss=relative_difference([row[name] for row in logged for name in ("loss", *terms)], expected.losses),
         grad_norm=relative_difference([row["grad_norm"] for row in logged], expected.grad_norms),
         gradient=largest_difference(gradients, expected.gradients),
         weight=largest_difference(weights, expected.weights),
@@ -122,10 +124,14 @@ def train_plainly(argv: list[str]) -> Reference:
             gradients.update({name: p.grad.clone() for name, p in loop.parameters.items() if p.grad is not None})
 
     loop.optimizer.register_step_pre_hook(keep_gradients)
-    numbers = [loop.train_step(step) for step in range(1, STEPS + 1)]
+    losses, grad_norms = [], []
+    for step in range(1, STEPS + 1):
+        loss, norm = loop.train_step(step)
+        losses += [loss, *(each.item() for each in loop.mtp_losses)]
+        grad_norms.append(norm)
     return Reference(
-        losses=[loss for loss, _ in numbers],
-        grad_norms=[norm for _, norm in numbers],
+        losses=losses,
+        grad_norms=grad_norms,
         gradients=gradients,
         weights=full_copies(loop.parameters.items()),
     )

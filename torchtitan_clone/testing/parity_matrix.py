@@ -40,6 +40,8 @@ LATENT = {
     "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
     "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
 }  # fmt: skip
+# Two depths, of which the documents of a few tokens have fewer targets.
+PREDICTION = LATENT | {"model__args__mtp_depth": 2}
 # A window shorter than most documents, and stretched rotary positions in the full layer only.
 OLMO3 = {
     "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
@@ -121,6 +123,33 @@ def expert_cases() -> dict[str, Case]:
     return cases
 
 
+def prediction_cases() -> dict[str, Case]:
+    """Returns the cases of multi-token prediction by name."""
+    cases: dict[str, Case] = {}
+    axes_of_cases = (
+        (), *((axis,) for axis in DEGREES), ("replicate", "shard"), ("tensor", "context"), ("tensor", "pipeline"),
+        ("context", "pipeline"), ("shard", "tensor", "pipeline"),
+    )  # fmt: skip
+    for axes in axes_of_cases:
+        cases[f"{' x '.join(axes) or 'one rank'}, prediction"] = axes_case(axes, **PREDICTION)
+    for axes in (("shard",), ("shard", "tensor"), ("shard", "pipeline"), ("tensor", "context")):
+        cases[f"{' x '.join(axes)}, prediction, experts over 2"] = axes_case(axes, **PREDICTION, **{EXPERT: 2})
+    for name, features in (("full ac", FEATURES["full ac"]), ("selective ac", SELECTIVE), ("compiled", COMPILED)):
+        for axis in ("shard", "tensor"):
+            cases[f"{axis}, prediction, {name}"] = axes_case((axis,), **PREDICTION, **features)
+    for name in ("unmasked", "tied"):
+        cases[f"shard, prediction, {name}"] = axes_case(("shard",), **PREDICTION, **FEATURES[name])
+    for method, name in product(METHODS, ("masked", "unmasked")):
+        option = {"parallelism__context_parallel_rotate_method": method} | FEATURES[name]
+        cases[f"context, prediction, {method} {name}"] = axes_case(("context",), **PREDICTION, **option)
+    for schedule in SCHEDULES:
+        option = {"parallelism__pipeline_parallel_schedule": schedule}
+        cases[f"pipeline, prediction, {schedule}"] = axes_case(("pipeline",), **PREDICTION, **option)
+    for name in ("accumulated", "prefetch 2", "offloaded"):
+        cases[f"shard, prediction, {name}"] = axes_case(("shard",), **PREDICTION | EXPERT_FEATURES[name])
+    return cases
+
+
 def all_cases() -> dict[str, Case]:
     """Returns every case by name."""
     cases = expert_cases()
@@ -144,6 +173,7 @@ def all_cases() -> dict[str, Case]:
     for method in METHODS:
         option = {"parallelism__context_parallel_rotate_method": method}
         cases[f"context, latent, {method}"] = axes_case(("context",), **LATENT, **option)
+    cases |= prediction_cases()
     for family, model in PATTERNS.items():
         for axes in ((), *((axis,) for axis in DEGREES), ("shard", "tensor", "pipeline"), ("tensor", "context")):
             cases[f"{' x '.join(axes) or 'one rank'}, {family}"] = axes_case(axes, **model)
@@ -195,8 +225,8 @@ QUICK = (
     "one rank", "replicate", "shard, prefetch 2", "pipeline, 5 layers", "replicate x shard", "tensor x pipeline",
     "pipeline x context", "tensor x context", "replicate x context", "shard x tensor x pipeline, masked",
     "shard x tensor x context, tied", "shard x pipeline, ZBVZeroBubble", "shard, accumulated", "tensor, compiled",
-    "tensor, vocabulary 2051", "shard 3", "tensor, feed-forward 171", "shard x tensor, clipped", "pipeline, qwen3",
-    "context, qwen3", "shard x tensor, qwen3 tied", "tensor, latent", "context, latent, alltoall",
+    "tensor, vocabulary 2051", "shard 3", "tensor, feed-forward 171", "shard x tensor, clipped", "pipeline, prediction",
+    "context, qwen3", "shard x tensor, qwen3 tied", "tensor, latent", "context, prediction, alltoall masked",
     "shard x tensor, llama4 experts over 2", "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3",
     "tensor, gpt_oss full ac", "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked",
     "tensor x context, experts over 2, forced",

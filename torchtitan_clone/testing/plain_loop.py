@@ -5,12 +5,14 @@ It trains the same model from the same initial weights on the same batches with 
 """
 
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.data import Batch
 from torchtitan_clone.models.moe import force_load_balance
 from torchtitan_clone.optim import build_schedule
 from torchtitan_clone.parallel.init_weights import init_weights
@@ -52,7 +54,15 @@ class PlainLoop:
         self._max_norm = config.training.max_norm
         self._lr_factor = build_schedule(config.lr_scheduler, steps=self.steps)
         self._forward = torch.compile(self.model) if config.compile.enable else self.model
+        self._args = plan.model_args
+        self._final_BTD = torch.empty(0)  # of the last forward
+        cast("nn.Module", self.model.norm).register_forward_hook(self._keep_final)
+        self.mtp_losses: list[Tensor] = []
+        """Of the last step, by depth."""
         self._is_bf16 = plan.config.training.mixed_precision_param == "bfloat16"
+
+    def _keep_final(self, _module: nn.Module, _args: object, out_BTD: Tensor) -> None:
+        self._final_BTD = out_BTD
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Trains the step of this number, which must follow the last; returns its loss and gradient norm."""
@@ -62,8 +72,36 @@ class PlainLoop:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             logits = self._forward(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets_BT.flatten())
-        loss.backward()
+            self.mtp_losses = self._mtp_losses(batch)
+        weight = getattr(self._args, "mtp_loss_weight", 0.0)
+        (loss + weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm.item()
+
+    def _mtp_losses(self, batch: Batch) -> list[Tensor]:
+        """Returns the loss of each depth of multi-token prediction, term by term of the report's equations 21 to 24.
+
+        The sum over the positions of which the predicted token is in their document, over the targets of the next one.
+        """
+        model: Any = self.model
+        length = batch.tokens_BT.shape[1]
+        # As if each row was followed by its last target and then by padding.
+        row = torch.cat((batch.tokens_BT, batch.targets_BT[:, -1:].clamp_min(0)), dim=1)
+        documents = torch.zeros_like(batch.tokens_BT) if batch.documents_BT is None else batch.documents_BT
+        documents = torch.cat((documents, documents[:, -1:]), dim=1)
+        documents[:, -1] += batch.targets_BT[:, -1] < 0
+        mask = model.attention_mask(batch.documents_BT, batch.positions_BT, window=None, chunk=None)
+        rope, states, losses = model.rotary[0](batch.positions_BT), self._final_BTD, []
+        for k in range(1, self._args.mtp_depth + 1):
+            block = model.layers[str(self._args.n_layers + k - 1)]
+            embedded = model.tok_embeddings(F.pad(row[:, k:], (0, k))[:, :length])
+            x = block.eh_proj(torch.cat((block.enorm(embedded), block.hnorm(states)), dim=-1))
+            x = x + block.attention(block.attention_norm(x), rope, mask)
+            states = block.norm(x + block.feed_forward(block.ffn_norm(x)))
+            log_probs = model.output(states[:, : length - k]).float().log_softmax(dim=-1)
+            of_target = log_probs.gather(2, row[:, k + 1 :, None])[..., 0]
+            is_counted = documents[:, k + 1 :] == documents[:, : length - k]
+            losses.append(-of_target[is_counted].sum() / batch.num_targets)
+        return losses

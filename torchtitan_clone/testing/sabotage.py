@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -15,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
-from torchtitan_clone.data import Batch
+from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.ops import blockwise_attention, cross_entropy
@@ -172,6 +173,11 @@ def _all_ranks_read_the_same_rows(_: object, *__: object, **___: object) -> int:
 @_mistake("context", Batch, "select_tokens")
 def _positions_count_from_the_start_of_each_shard(select: Any, batch: Batch, index_T: Tensor) -> Batch:
     return replace(select(batch, index_T), positions_BT=batch.positions_BT[:, : len(index_T)].contiguous())
+
+
+@_mistake("context, prediction, ring masked", packing, "_mtp_targets")
+def _later_targets_lie_in_other_documents(_: object, targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
+    return np.stack([np.roll(targets_BT, -1 - each, axis=1) for each in range(depth)], axis=1)
 
 
 @_mistake("context", blockwise_attention, "document_starts")

@@ -1,5 +1,6 @@
 """The formats of DeepSeek V3 and V2 on the Hugging Face hub."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
-from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, same
+from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, repeated, rotary_rows, same
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
@@ -28,15 +29,20 @@ _SHARED_EXPERTS: Rules = {
     f"layers.*.feed_forward.shared_experts.{ours}.weight": same(f"model.layers.*.mlp.shared_experts.{theirs}.weight")
     for ours, theirs in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items()
 }
+_PREDICTION_RULES: Rules = {
+    f"layers.*.{ours}.weight": same(f"model.layers.*.{theirs}.weight")
+    for ours, theirs in {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}.items()
+}
 _LATENT = {"q_norm": "q_a_layernorm", "wq_a": "q_a_proj", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
 _LATENT_RULES: Rules = {
     f"layers.*.attention.{ours}.weight": same(f"{_ATTENTION}.{theirs}.weight") for ours, theirs in _LATENT.items()
 }
 
 
-def _prediction_layer(args: ModelArgs) -> str:
-    """Returns the prefix of the hub's names of the layer of multi-token prediction, which follows the last one."""
-    return f"model.layers.{args.n_layers}."
+def _is_omitted(name: str, args: ModelArgs) -> bool:
+    """Whether a tensor is of a layer of multi-token prediction, which follow the others, that the model lacks."""
+    found = re.match(r"model\.layers\.(\d{1,9})\.", name)
+    return found is not None and int(found[1]) >= args.n_layers + args.mtp_depth
 
 
 def _choice(*, num_groups: int, is_biased: bool) -> str:
@@ -59,27 +65,37 @@ class _Release(MoEHub):
         of_heads = rotary_rows(f"{_ATTENTION}.{queries}.weight", plain=sizes.nope, rotary=sizes.rope)
         of_latent = rotary_rows(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", plain=sizes.kv_latent, rotary=sizes.rope)
         rotary = {f"layers.*.attention.{ours}.weight": of_heads, "layers.*.attention.wkv_a.weight": of_latent}
-        return {**self.rules, **rotary}
+        layers = [f"model.layers.{args.n_layers + depth}." for depth in range(args.mtp_depth)]
+        shared = {
+            "tok_embeddings.weight": repeated(
+                "model.embed_tokens.weight", *(f"{each}embed_tokens.weight" for each in layers)
+            ),
+            "output.weight": repeated("lm_head.weight", *(f"{each}shared_head.head.weight" for each in layers)),
+        }
+        return {**self.rules, **rotary, **shared}
 
     def is_leftover(self, name: str, *, args: ModelArgs) -> bool:
-        return name.startswith(_prediction_layer(args)) or super().is_leftover(name, args=args)
+        return _is_omitted(name, args) or super().is_leftover(name, args=args)
 
     def describe_leftovers(self, names: Iterable[str], *, args: ModelArgs) -> list[str]:
-        prefix = _prediction_layer(args)
-        if not (count := sum(name.startswith(prefix) for name in names)):
+        if not (count := sum(_is_omitted(name, args) for name in names)):
             return []
-        return [f"leaves out the {count} tensors of {prefix}*, which predict the token after the next one"]
+        where = f"model.layers.{args.n_layers + args.mtp_depth} and later"
+        what = "which predict tokens after the next one; model.args.mtp_depth is how many layers are kept"
+        return [f"leaves out the {count} tensors of {where}, {what}"]
 
     def arguments(self, args: DeepSeekV3Args) -> Arguments:
         values = super().arguments(args)
         values["moe"] |= {name: getattr(args.moe, name) for name in ROUTER}
-        return values | {"q_lora_rank": args.q_lora_rank, "n_dense_layers": args.n_dense_layers}
+        others = ("q_lora_rank", "n_dense_layers", "mtp_depth")
+        return values | {name: getattr(args, name) for name in others}
 
     def to_config(self, args: DeepSeekV3Args) -> dict[str, object]:
         return super().to_config(args) | {
             "topk_method": _choice(num_groups=args.moe.num_groups, is_biased=args.moe.expert_bias),
             "q_lora_rank": args.q_lora_rank or None,
             "first_k_dense_replace": args.n_dense_layers,
+            "num_nextn_predict_layers": args.mtp_depth,
         }
 
     def from_config(self, config: Mapping[str, object]) -> Arguments:
@@ -92,6 +108,8 @@ class _Release(MoEHub):
         try:
             dense = Value(given["first_k_dense_replace"], where="config.json: first_k_dense_replace")
             values["n_dense_layers"] = dense.integer(low=0, high=1024)
+            depth = Value(given.get("num_nextn_predict_layers") or 0, where="config.json: num_nextn_predict_layers")
+            values["mtp_depth"] = depth.integer(low=0, high=64)
             latent = Value(given["q_lora_rank"], where="config.json: q_lora_rank")
             values["q_lora_rank"] = 0 if latent.value is None else latent.integer(low=1, high=2**24)
         except DocumentError as error:
@@ -124,7 +142,7 @@ class DeepSeekHub(_Release):
 _COMMON: Arguments = {
     "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
-    "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES},
+    "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES, **_PREDICTION_RULES},
     "moe_keys": _MOE_KEYS,
 }
 HUB = DeepSeekHub(

@@ -16,7 +16,8 @@ from torchtitan_clone.models.decoder import (
 )
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.mla import LatentAttention, LatentSizes
-from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
+from torchtitan_clone.models.moe import MoE, MoEArgs
+from torchtitan_clone.models.mtp import PredictingModelArgs, PredictionBlock
 
 V3_ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=True, expert_bias=True, group_score="sum of best two")
 V2_ROUTER = MoEArgs(score_func="softmax", normalize_scores=False, expert_bias=False, group_score="best")
@@ -25,7 +26,7 @@ ROUTER = ("score_func", "normalize_scores", "expert_bias", "group_score")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekV3Args(MoEModelArgs):
+class DeepSeekV3Args(PredictingModelArgs):
     """Arguments of DeepSeek V3, and of V2, whose router has softmax scores that are not normalized, and no bias."""
 
     dim: Width = 7168
@@ -108,7 +109,7 @@ class DeepSeekV3Args(MoEModelArgs):
 
 def build(args: DeepSeekV3Args) -> Decoder:
     """Returns the model."""
-    return Decoder(args, build_block=build_block, auxiliary=args.moe.auxiliary)
+    return Decoder(args, build_block=build_block, auxiliary=args.auxiliary)
 
 
 def build_block(args: DeepSeekV3Args, layer: int) -> TransformerBlock:
@@ -116,4 +117,5 @@ def build_block(args: DeepSeekV3Args, layer: int) -> TransformerBlock:
     attention = LatentAttention(args.latent_sizes, dim=args.dim, n_heads=args.n_heads, score_scale=args.score_scale)
     is_dense = layer < args.n_dense_layers
     feed_forward = SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim) if is_dense else MoE(args.moe, dim=args.dim)
-    return TransformerBlock(args, attention=attention, feed_forward=feed_forward)
+    kind = TransformerBlock if layer < args.n_layers else PredictionBlock
+    return kind(args, attention=attention, feed_forward=feed_forward)
