@@ -82,7 +82,7 @@ def test_a_run_stops_when_its_time_is_up(corpus, tmp_path):
         assert code == 0
         found = re.findall(r"stopped by training.max_seconds: step (\d+) is saved", output)
         limit *= 2
-    assert 2 < int(found[0]) < 1_000_000
+    assert 0 < int(found[0]) < 1_000_000
 
 
 def test_time_for_a_step_and_a_save_is_left():
