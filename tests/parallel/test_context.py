@@ -72,10 +72,7 @@ def test_ranks_share_every_token_and_the_work(degree, method):
         assert len({sum(indices) for indices in tokens}) == 1
 
 
-CP, TP, REPLICATE = (
-    f"parallelism__{name}"
-    for name in ("context_parallel_degree", "tensor_parallel_degree", "data_parallel_replicate_degree")
-)
+CP, TP = "parallelism__context_parallel_degree", "parallelism__tensor_parallel_degree"
 METHOD, ROWS = "parallelism__context_parallel_rotate_method", "training__local_batch_size"
 MODE, OPTION = "activation_checkpoint__mode", "activation_checkpoint__selective_ac_option"
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
@@ -92,12 +89,9 @@ COMBINATIONS = {
     },
     # The last row has no targets: the last micro-batch consists of it and gives this rank no gradient.
     "accumulate": (2, {CP: 2, METHOD: "ring", ROWS: 1}),
-    "fsdp": (4, {CP: 2, METHOD: "ring", ROWS: 2}),
-    "hsdp": (4, {CP: 2, REPLICATE: 2, METHOD: "alltoall"}),
     "tp alltoall": (4, {CP: 2, TP: 2, METHOD: "alltoall", **SPLIT_HEADS}),
     "fsdp tp tied": (8, {CP: 2, TP: 2, "model__args__tied_embeddings": True}),
     "full ac": (2, {CP: 2, METHOD: "ring", MODE: "full"}),
-    "selective op": (2, {CP: 2, MODE: "selective", OPTION: "op"}),
     "selective op alltoall": (
         2, {CP: 2, METHOD: "alltoall", MODE: "selective", OPTION: "op"},
     ),

@@ -52,7 +52,7 @@ class RoutedDecoder(nn.Module):
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCABULARY, bias=False)
 
-    def forward(self, tokens_BT, sums_A=None, *, positions_BT, documents_BT=None, targets_BT=None, loss_fn=None):
+    def forward(self, tokens_BT, sums_A=None, *, targets_BT=None, loss_fn=None, **_):
         h_BTD = tokens_BT if self.tok_embeddings is None else self.tok_embeddings(tokens_BT)
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary))
@@ -82,7 +82,11 @@ def loss_sum(hidden_BTD, weight_VD, targets_BT):
 def batch(first, last):
     tokens_BT = torch.randint(VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))[first:last]
     return SimpleNamespace(
-        tokens_BT=tokens_BT, targets_BT=tokens_BT.roll(1, 1), positions_BT=tokens_BT, documents_BT=None
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT.roll(1, 1),
+        positions_BT=tokens_BT,
+        documents_BT=None,
+        mtp_targets_BKT=None,
     )
 
 

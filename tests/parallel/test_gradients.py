@@ -121,7 +121,6 @@ def check_gradients(argv, *, world_size, run=parallel_gradients):
         (2, {"parallelism__tensor_parallel_degree": 2, "model__args__vocab_size": 2051, **TIED}),
         (4, {"parallelism__tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"}),
         (4, {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_replicate_degree": 2}),
-        (2, {"training__local_batch_size": 2, "compile__enable": True, "compile__backend": "aot_eager"}),
     ],
     ids=[
         "whole",
@@ -136,7 +135,6 @@ def check_gradients(argv, *, world_size, run=parallel_gradients):
         "tp tied uneven",
         "fsdp tp",
         "hsdp tp",
-        "2 compiled",
     ],
 )
 def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, changes):

@@ -6,8 +6,6 @@ Tests of engine.py, and of run_state.py and replicas.py in recovery.
 import pytest
 import torch
 
-from torchtitan_clone.testing.cluster import Cluster
-from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows, train
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
@@ -85,21 +83,6 @@ def test_buffers_are_exported_and_imported(corpus, trained, tmp_path):
     changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": weights}
     check_buffers(options(corpus, tmp_path, **BUFFERED, **changes), world_size=1, updates=3)
     check_buffers(options(corpus, tmp_path, **BUFFERED, **TENSOR, **changes), world_size=2, updates=3)
-
-
-def test_a_replica_group_that_returns_recovers_the_buffers(corpus, tmp_path):
-    changes = {"model__name": "buffered", "model__args__n_layers": 4, "training__steps": 40,
-               "training__global_batch_size": 8,  "checkpoint__enable": False}  # fmt: skip
-    single = options(corpus, tmp_path / "single", **changes, training__local_batch_size=2)
-    assert train(single, log_folder=tmp_path)[0] == 0
-    expected = losses(tmp_path / "single")
-    with Cluster(corpus, tmp_path / "cluster", groups=2, pace=0.05, **changes) as cluster:
-        cluster.start_all(faults=[Fault(kind="kill", place="forward", step=8, group=1)]).watch_over()
-        assert "healed from another replica group" in cluster.log
-        assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
-        # The loss depends on the buffers of both groups.
-        for step, loss in cluster.losses.items():
-            assert loss == pytest.approx(expected[step], rel=1e-4), f"step {step}"
 
 
 def poisoned_run(argv):

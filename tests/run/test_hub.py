@@ -104,7 +104,6 @@ def our_logits(argv, state, tokens):
         ("one", {"model__args__tied_embeddings": True}),
         ("fsdp", {"model__args__rope_scaling": SCALING, "model__args__hidden_dim": 100}),
         ("pipeline", {}),
-        ("tensor", QWEN3),
         ("fsdp", {**QWEN3, "model__args__tied_embeddings": True}),
         # Rows of blocks that neither axis divides.
         ("fsdp and tensor", {"model__args__hidden_dim": 101}),

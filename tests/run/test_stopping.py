@@ -48,7 +48,7 @@ def test_a_signal_ends_a_validation(corpus, tmp_path):
 
 def test_a_step_that_would_outlast_the_deadline_is_interrupted(corpus, tmp_path):
     def run(name, **changes):
-        sizes = {"training__local_batch_size": 1, "training__global_batch_size": 96, "training__steps": 3}
+        sizes = {"training__local_batch_size": 1, "training__global_batch_size": 64, "training__steps": 3}
         return options(corpus, tmp_path / name, **sizes, **changes)
 
     assert train(run("uninterrupted"), world_size=2, log_folder=tmp_path)[0] == 0

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.overlay import shown
@@ -123,7 +123,9 @@ class ModelSpec:
 
     def layer_costs(self, args: ModelArgs, *, seq_len: int) -> list[int]:
         """Returns the FLOPs of each layer in percent of the cheapest, by which pipeline stages are balanced."""
-        flops = self.layer_flops(args, parameters=self.state_on_meta(args), seq_len=seq_len)[: args.n_layers]
+        state = self.state_on_meta(args)
+        parameters = {name: tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)}
+        flops = self.layer_flops(args, parameters=parameters, seq_len=seq_len)[: args.n_layers]
         return [round(100 * each / min(flops)) for each in flops]
 
     def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
