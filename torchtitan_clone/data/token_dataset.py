@@ -12,6 +12,7 @@ from itertools import count
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.formats import TokenArray
 from torchtitan_clone.data.row_reader import BatchSlice, DatasetIdentity, HeldOutRows, RowChunk, RowReader, StreamState
 from torchtitan_clone.data.token_store import Split, TokenStore, corrupt_store_error
 
@@ -71,7 +72,7 @@ class TokenDataset:
             rows = self._rows(tokens, indices=np.minimum(indices, num_rows - 1), seq_len=batch_slice.seq_len)
             yield rows, int(np.count_nonzero(indices >= num_rows))
 
-    def _rows(self, tokens: np.ndarray, *, indices: np.ndarray, seq_len: int) -> np.ndarray:
+    def _rows(self, tokens: np.ndarray | TokenArray, *, indices: np.ndarray, seq_len: int) -> np.ndarray:
         rows = np.stack([tokens[start : start + seq_len + 1] for start in (indices * seq_len).tolist()])
         vocab_size = self.store.meta.vocab_size
         if (highest := rows.max()) >= vocab_size:
