@@ -8,7 +8,6 @@ Everything is written to partial/ under a lock, and renamed after all of it is o
 does not exist. What is killed therefore continues after the last finished part.
 """
 
-import fcntl
 import logging
 import os
 import shutil
@@ -53,6 +52,7 @@ from torchtitan_clone.data.token_store import (
     commit,
     dtype_of_ids,
     is_held_out,
+    locked,
     open_store,
     unit_hash,
     write_meta,
@@ -166,7 +166,7 @@ class _Preparation:
 
     def prepare(self) -> TokenStore:
         """Returns the store, and makes it first if it does not exist."""
-        with _locked(self._work_dir / "lock", source=self.source):
+        with locked(self._work_dir / "lock", name=self.source.name):
             key = self._key(source_fingerprint(self.source, listing=self._work_dir / "files.json"))
             folder = self.cache / "stores" / digest_of(asdict(key))[:16]
             shutil.rmtree(self._partial, ignore_errors=True)
@@ -177,13 +177,13 @@ class _Preparation:
                 commit(self._partial, folder)
                 self._report(meta, seconds=time.perf_counter() - start)
             shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
-            return open_store(folder, key=key, files=self.source.files)
+            return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
 
     def prepare_parts(self, chosen: slice) -> bool:
         """Makes some of the parts; returns whether now all exist."""
         if holds_tokens(self.source.files):
             return chosen.start == 0  # no parts: they are read in place
-        with _locked(self._work_dir / f"lock{self.owner}", source=self.source):
+        with locked(self._work_dir / f"lock{self.owner}", name=self.source.name):
             parts = self._parts(self.data.held_out_fraction)
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
@@ -361,20 +361,6 @@ def _total(stores: Sequence[TokenStore], name: str) -> dict[str, int]:
 
 def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
     return BadRows(limit=limit, count=meta.bad_rows, first=meta.first_bad_rows)
-
-
-@contextmanager
-def _locked(path: Path, *, source: Source) -> Iterator[None]:
-    """Holds a lock of a source; the kernel releases it even if this process is killed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not wait at a pipe
-    with os.fdopen(os.open(path, flags, 0o666), "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that prepares %s", source.name)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[_Document, int]]:

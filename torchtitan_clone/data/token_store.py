@@ -8,10 +8,14 @@ The key is a hash of everything that determines the content. Token ids that anot
 such a store has *.added and segments.json instead of *.tokens, see formats.
 """
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -22,6 +26,8 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.formats import Segment, TokenArray, map_bytes, read_segments
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
+
+logger = logging.getLogger("torchtitan_clone")
 
 Split = Literal["train", "validation"]
 FORMAT = 1
@@ -64,6 +70,14 @@ class TokenStore:
     files: tuple[Path, ...] = ()
     segments: dict[Split, list[Segment]] = field(default_factory=dict[Split, list[Segment]])
     """Where in `files` the tokens of each split are, if they are read in place."""
+    packing: str = "concatenate"
+    """How documents become rows: data.packing."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the documents and their packing."""
+        name = self.meta.source_fingerprint
+        return name if self.packing == "concatenate" else f"{name} {self.packing}"
 
     @property
     def dtype(self) -> str:
@@ -141,7 +155,23 @@ def commit(prepared: Path, folder: Path) -> None:
     sync_folder(folder.parent)
 
 
-def open_store(folder: Path, *, key: StoreKey, files: tuple[Path, ...] = ()) -> TokenStore:
+@contextmanager
+def locked(path: Path, *, name: str) -> Iterator[None]:
+    """Holds the lock of what is prepared; the kernel releases it even if this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not wait at a pipe
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that prepares %s", name)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def open_store(
+    folder: Path, *, key: StoreKey, files: tuple[Path, ...] = (), packing: str = "concatenate"
+) -> TokenStore:
     """Opens the store of a key after comparing it with its files; ConfigError if they do not agree.
 
     `files` are those of the source, of which a store without tokens says where they are.
@@ -151,7 +181,7 @@ def open_store(folder: Path, *, key: StoreKey, files: tuple[Path, ...] = ()) -> 
         if changed := [name for name, value in asdict(key).items() if getattr(meta, name) != value]:
             raise DocumentError(f"meta.json: it is that of another store, with another {', '.join(changed)}")
         segments = read_segments(folder / SEGMENTS_FILE, files=files) if (folder / SEGMENTS_FILE).exists() else {}
-        store = TokenStore(folder=folder, meta=meta, files=files, segments=segments)
+        store = TokenStore(folder=folder, meta=meta, files=files, segments=segments, packing=packing)
         for split in get_args(Split):
             _check_tokens(store, split)
             _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
