@@ -12,6 +12,7 @@ from tests.data.test_formats import open_ids, random_documents, write_arrow, wri
 from torchtitan_clone.config import Config, ConfigError
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.data import open_dataset
 from torchtitan_clone.data.best_fit import best_fit, divide
 from torchtitan_clone.ops import IGNORE_INDEX
 
@@ -105,8 +106,13 @@ def test_rows_are_packed_once_and_are_other_data(tmp_path):
         train_loader(whole)
 
 
+def test_streamed_documents_are_not_packed():
+    training = Training(dataset="org/name")
+    with pytest.raises(ConfigError, match=r"data\.packing = .* streamed, .* set it to"):
+        open_dataset(training=training, data=Data(packing="best_fit"), tokenizer=TOKENIZER)
+
+
 def test_padding_needs_masks_of_documents():
     wrong = Config(data=Data(packing="best_fit"), training=Training(document_masking=False))
     (error,) = find_config_errors(wrong, device_type="cpu")
     assert error.startswith('data.packing = "best_fit": ')
-    assert TOKENIZER.eos_id == 0

@@ -83,7 +83,7 @@ def write_shards(folder, documents):
 def write_arrow(folder, documents):
     rows = {"input_ids": documents, "n": list(range(len(documents)))}
     datasets.Dataset.from_dict(rows).save_to_disk(folder, num_shards=2)
-    return folder
+    return write(folder, {"cache-1.arrow": b"a result that is kept"})
 
 
 def write_parquet(folder, documents):

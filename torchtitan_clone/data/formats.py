@@ -124,11 +124,12 @@ def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]
 
     A folder holds token ids if it has nothing else but metadata, or if one directly in it is named "train".
     """
-    found = [path for path in files if path.suffix in TOKEN_FILES and not path.name.startswith("cache-")]
+    found = [path for path in files if path.suffix in TOKEN_FILES]
     is_named = any(path.parent == root and "train" in path.stem for path in found)
-    if not found or not (is_named or all(path in found or _METADATA.search(path.name) for path in files)):
+    if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
         return ()
-    return tuple(path for path in files if path in found or path.suffix == ".idx")
+    # cache-*.arrow: results that `datasets` keeps beside the data.
+    return tuple(path for path in files if path.suffix in (*TOKEN_FILES, ".idx") and path.name[:6] != "cache-")
 
 
 def with_companions(path: Path) -> tuple[Path, ...]:
@@ -143,7 +144,7 @@ def with_companions(path: Path) -> tuple[Path, ...]:
 
 def holds_tokens(files: Sequence[Path]) -> bool:
     """Returns whether the files of a source are token ids that are read in place."""
-    return all(path.suffix in (*TOKEN_FILES, ".idx") for path in files)
+    return bool(files) and all(path.suffix in (*TOKEN_FILES, ".idx") for path in files)
 
 
 @dataclass(frozen=True, kw_only=True)

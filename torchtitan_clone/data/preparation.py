@@ -172,11 +172,11 @@ class _Preparation:
             shutil.rmtree(self._partial, ignore_errors=True)
             if not folder.exists():
                 start = time.perf_counter()
-                with self._written():
+                with _removed_on_error(self._partial):
                     meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
                 commit(self._partial, folder)
-                self._report(meta, seconds=time.perf_counter() - start)
-            shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
+                shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
+                _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
             return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
 
     def prepare_parts(self, chosen: slice) -> bool:
@@ -197,22 +197,6 @@ class _Preparation:
             eos_id=self.tokenizer.eos_id,
             held_out_fraction=self.data.held_out_fraction,
         )
-
-    @contextmanager
-    def _written(self) -> Iterator[None]:
-        """Removes the folder in progress after an error."""
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            raise
-
-    def _report(self, meta: StoreMeta, *, seconds: float) -> None:
-        found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
-        found += f"{meta.tokens['validation']:,} tokens held out"
-        logger.info("prepared %s in %.1f s: %s", meta.source, seconds, found)
-        if meta.bad_rows:
-            logger.warning("skipped %s", _bad_rows(meta, limit=self.data.max_bad_rows).report())
 
     def _index(self, key: StoreKey) -> StoreMeta:
         """Writes where the tokens of files are that are read in place."""
@@ -306,29 +290,21 @@ class _Preparation:
         if 0 < len(missing) < len(parts):
             logger.info("preparing %s: %d of %d parts exist", self.source.name, len(parts) - len(missing), len(parts))
         batches = (batch for part in missing for batch in _batches(part, limit=self.data.max_bad_rows))
-        encode = self._join_ids if has_token_rows(self.source.files, column=self.source.text_key) else self._encode
-        with self._written(), _progress(self.source) as report, closing(encode(batches)) as encoded:
+        with (
+            _removed_on_error(self._partial),
+            _progress(self.source) as report,
+            closing(self._encode(batches)) as encoded,
+        ):
             for part, batches_of_part in groupby(encoded, key=lambda batch: batch[0].part):
                 self._write_part(part, batches_of_part, report=report)
 
-    def _encode(self, batches: Iterator[tuple[list[str], _Label]]) -> Generator[_Encoded, None, None]:
-        return encode_batches(
-            batches,
-            tokenizer=self.tokenizer,
-            dtype=dtype_of_ids(self.tokenizer.vocab_size),
-            num_processes=resolved_processes(self.data),
-        )
-
-    def _join_ids(self, batches: Iterator[tuple[list[np.ndarray], _Label]]) -> Generator[_Encoded, None, None]:
-        """Ends documents of token ids with the end-of-text token where they do not."""
-        eos = np.array([self.tokenizer.eos_id])
-        dtype = dtype_of_ids(self.tokenizer.vocab_size)
-        for documents, label in batches:
-            complete = [ids if ids[-1] == eos[0] else np.concatenate([ids, eos]) for ids in documents]
-            lengths = np.array([len(ids) for ids in complete], dtype=np.int64)
-            tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
-            check_ids(tokens, vocab_size=self.tokenizer.vocab_size, path=label.part.source.root)
-            yield label, tokens.astype(dtype), lengths
+    def _encode(self, batches: Iterator[tuple[list[Any], _Label]]) -> Generator[_Encoded, None, None]:
+        tokenizer, dtype = self.tokenizer, dtype_of_ids(self.tokenizer.vocab_size)
+        if has_token_rows(self.source.files, column=self.source.text_key):
+            return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
+        wanted = self.data.prepare_processes
+        num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
+        return encode_batches(batches, tokenizer=tokenizer, dtype=dtype, num_processes=num_processes)
 
     def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, report: Callable[[int], None]) -> None:
         shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
@@ -350,9 +326,33 @@ class _Preparation:
         commit(self._partial, part.folder)
 
 
-def resolved_processes(data: Data) -> int:
-    """Returns the number of processes that tokenize."""
-    return data.prepare_processes if data.prepare_processes > 0 else len(os.sched_getaffinity(0))
+def _join_ids(
+    batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str
+) -> Generator[_Encoded, None, None]:
+    """Ends documents of token ids with the end-of-text token where they do not."""
+    for documents, label in batches:
+        complete = [ids if ids[-1] == tokenizer.eos_id else np.append(ids, tokenizer.eos_id) for ids in documents]
+        lengths = np.array([len(ids) for ids in complete], dtype=np.int64)
+        tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
+        check_ids(tokens, vocab_size=tokenizer.vocab_size, path=label.part.source.root)
+        yield label, tokens.astype(dtype), lengths
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
+    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
+    found += f"{meta.tokens['validation']:,} tokens held out"
+    logger.info("prepared %s in %.1f s: %s", meta.source, seconds, found)
+    if meta.bad_rows:
+        logger.warning("skipped %s", _bad_rows(meta, limit=limit).report())
 
 
 def _total(stores: Sequence[TokenStore], name: str) -> dict[str, int]:
