@@ -164,16 +164,24 @@ class _Preparation:
     def _partial(self) -> Path:
         return self._work_dir / f"partial{self.owner}"
 
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Holds the lock, and removes what is incomplete in the end, as after a killed process."""
+        with locked(self._work_dir / f"lock{self.owner}", name=self.source.name):
+            try:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                yield
+            finally:
+                shutil.rmtree(self._partial, ignore_errors=True)
+
     def prepare(self) -> TokenStore:
         """Returns the store, and makes it first if it does not exist."""
-        with locked(self._work_dir / "lock", name=self.source.name):
+        with self._working():
             key = self._key(source_fingerprint(self.source, listing=self._work_dir / "files.json"))
             folder = self.cache / "stores" / digest_of(asdict(key))[:16]
-            shutil.rmtree(self._partial, ignore_errors=True)
             if not folder.exists():
                 start = time.perf_counter()
-                with _removed_on_error(self._partial):
-                    meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
+                meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
                 commit(self._partial, folder)
                 shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
                 _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
@@ -183,7 +191,7 @@ class _Preparation:
         """Makes some of the parts; returns whether now all exist."""
         if holds_tokens(self.source.files):
             return chosen.start == 0  # no parts: they are read in place
-        with locked(self._work_dir / f"lock{self.owner}", name=self.source.name):
+        with self._working():
             parts = self._parts(self.data.held_out_fraction)
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
@@ -269,19 +277,19 @@ class _Preparation:
         parts: list[_Part] = []
         files: list[Path] = []
         entries: list[tuple[str, int, int]] = []
-        before = 0
+        before = size = 0
         for file in self.source.files:
             status = file.stat()
             files.append(file)
             entries.append((file.relative_to(self.source.root).as_posix(), status.st_size, status.st_mtime_ns))
-            size = sum(size for _, size, _ in entries)
+            size += status.st_size
             if size >= self.part_bytes or file == self.source.files[-1]:
                 key = self._key(digest_of([entries, self.source.text_key]))
                 key = replace(key, held_out_fraction=held_out_fraction)
                 folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
                 source = replace(self.source, files=tuple(files))
                 parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder))
-                files, entries, before = [], [], before + size
+                files, entries, before, size = [], [], before + size, 0
         return parts
 
     def _make_parts(self, parts: Sequence[_Part]) -> None:
@@ -290,24 +298,11 @@ class _Preparation:
         if 0 < len(missing) < len(parts):
             logger.info("preparing %s: %d of %d parts exist", self.source.name, len(parts) - len(missing), len(parts))
         batches = (batch for part in missing for batch in _batches(part, limit=self.data.max_bad_rows))
-        with (
-            _removed_on_error(self._partial),
-            _progress(self.source) as report,
-            closing(self._encode(batches)) as encoded,
-        ):
+        with _progress(self.source) as report, closing(_encode(batches, preparation=self)) as encoded:
             for part, batches_of_part in groupby(encoded, key=lambda batch: batch[0].part):
                 self._write_part(part, batches_of_part, report=report)
 
-    def _encode(self, batches: Iterator[tuple[list[Any], _Label]]) -> Generator[_Encoded, None, None]:
-        tokenizer, dtype = self.tokenizer, dtype_of_ids(self.tokenizer.vocab_size)
-        if has_token_rows(self.source.files, column=self.source.text_key):
-            return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
-        wanted = self.data.prepare_processes
-        num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
-        return encode_batches(batches, tokenizer=tokenizer, dtype=dtype, num_processes=num_processes)
-
     def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, report: Callable[[int], None]) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)  # left by a killed process
         self._partial.mkdir()
         train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
         bad_rows = BadRows(limit=0)
@@ -326,6 +321,18 @@ class _Preparation:
         commit(self._partial, part.folder)
 
 
+def _encode(
+    batches: Iterator[tuple[list[Any], _Label]], *, preparation: _Preparation
+) -> Generator[_Encoded, None, None]:
+    tokenizer, source = preparation.tokenizer, preparation.source
+    dtype = dtype_of_ids(tokenizer.vocab_size)
+    if has_token_rows(source.files, column=source.text_key):
+        return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
+    wanted = preparation.data.prepare_processes
+    num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
+    return encode_batches(batches, tokenizer=tokenizer, dtype=dtype, num_processes=num_processes)
+
+
 def _join_ids(
     batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str
 ) -> Generator[_Encoded, None, None]:
@@ -336,15 +343,6 @@ def _join_ids(
         tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
         check_ids(tokens, vocab_size=tokenizer.vocab_size, path=label.part.source.root)
         yield label, tokens.astype(dtype), lengths
-
-
-@contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
