@@ -16,6 +16,7 @@ from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.formats import TokenArray, TokenFiles, select_token_files
 from torchtitan_clone.ops import IGNORE_INDEX
 
 EOS = TOKENIZER.eos_id
@@ -208,7 +209,7 @@ REFUSED = {
     "a negative length": (damaged_index(lambda idx: put(idx, 34, "<i", -5)), "do not follow one another"),
     "a pointer": (damaged_index(lambda idx: put(idx, 34 + 80 + 8, "<q", 2**50)), "do not follow one another"),
     "documents that decrease": (damaged_index(lambda idx: put(idx, 34 + 240 + 8, "<q", 25)), "do not reach from"),
-    "a text of NumPy": ({"a.npy": b"\x93NUMPY\1\0\x10\0not a header    "}, "not a file of NumPy"),
+    "a text of NumPy": ({"a.npy": b"\x93NUMPY\1\0\x10\0not a header    "}, "NumPy's header 'not a header' is not"),
     "an empty arrow file": ({"a.arrow": b""}, "not a complete Arrow stream"),
     "something else": ({"a.arrow": bytes(range(256))}, "not a complete Arrow stream"),
 }  # fmt: skip
@@ -229,7 +230,7 @@ def test_damaged_files_are_one_error(tmp_path, name):
 )
 def test_other_arrays_are_refused(tmp_path, array):
     numpy_file(tmp_path / "ids" / "a.npy", array)
-    with pytest.raises(ConfigError, match=r"a\.npy: an array of .* not of integers in one dimension"):
+    with pytest.raises(ConfigError, match=r"a\.npy: NumPy's header .* is not that of integers in one dimension"):
         open_ids(tmp_path / "ids", cache=tmp_path / "cache")
 
 
@@ -261,3 +262,28 @@ def test_a_hostile_list_of_segments_is_one_error(tmp_path, change):
     (store.folder / "segments.json").write_text(json.dumps({"train": [change], "validation": []}))
     with pytest.raises(ConfigError, match=r"is corrupt .*delete that folder"):
         open_ids(folder, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["megatron of sequences", "llm.c", "numpy", "arrow"])
+def test_changed_bytes_are_one_error_or_other_ids(tmp_path, name):
+    folder = WRITERS[name](tmp_path / "ids", random_documents(20))
+    files = select_token_files(sorted(folder.rglob("*.*")), root=folder)
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        path = files[generator.integers(len(files))]
+        before = path.read_bytes()
+        content = bytearray(before)
+        place = int(generator.integers(min(len(content), generator.choice([64, 2000]))))
+        content[place : place + 8] = generator.choice([b"\xff" * 8, bytes(8), b"\0\0\0\x80" * 2, b"}", b""])
+        path.write_bytes(bytes(content))
+        ids = TokenFiles(files=files, root=folder, column="input_ids", vocab_size=2048, eos_id=EOS)
+        try:
+            for split in ids.index(held_out_fraction=0.1).values():
+                tokens = TokenArray(split.segments, files=files, added=split.added, eos_id=EOS)
+                assert len(tokens[:]) == split.offsets[-1]
+                assert (np.diff(split.offsets) > 0).all()
+        except ConfigError:
+            refused += 1
+        path.write_bytes(before)
+    assert refused > 10

@@ -37,6 +37,7 @@ MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8:
 LLMC_HEADER_BYTES = 1024
 LLMC_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Type of the ids by the first two numbers of the header: magic number and version."""
+_NUMPY_HEADER = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': \w+, 'shape': \(([0-9]{1,18}),\), \} *\n")
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _CHUNK = 1 << 24
 _OPEN_FILES = 128
@@ -298,7 +299,7 @@ def _read_stream(path: Path, *, number: int, raw_dtype: str) -> Iterator[tuple[S
     start, dtype, count = 0, raw_dtype, None
     magic, version, stated = struct.unpack("<3i", content[:12].tobytes().ljust(12, b"\0"))
     if content[:6].tobytes() == b"\x93NUMPY":
-        start, dtype, count = _numpy_header(path)
+        start, dtype, count = _numpy_header(content)
     elif path.suffix == ".bin" and (magic, version) in LLMC_DTYPES:
         start, dtype, count = LLMC_HEADER_BYTES, LLMC_DTYPES[magic, version], stated
     item = np.dtype(dtype).itemsize
@@ -314,19 +315,15 @@ def _read_stream(path: Path, *, number: int, raw_dtype: str) -> Iterator[tuple[S
         yield Segment(file=number, start=start, dtype=dtype, tokens=count), None
 
 
-def _numpy_header(path: Path) -> tuple[int, str, int]:
-    """Returns the offset, type and number of ids."""
-    with open_regular(path, follow_links=True) as file:
-        try:
-            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-            shape, _, dtype = read[np.lib.format.read_magic(file)](file)
-        except (KeyError, ValueError, EOFError) as error:
-            raise DocumentError(f"not a file of NumPy ({shorten(str(error))})") from error
-        if len(shape) != 1 or dtype.name not in _INTEGERS or dtype.byteorder == ">":
-            raise DocumentError(
-                f"an array of {shorten(str(dtype))} with shape {shape}, not of integers in one dimension"
-            )
-        return file.tell(), dtype.name, shape[0]
+def _numpy_header(content: np.ndarray) -> tuple[int, str, int]:
+    """Returns the offset, type and number of ids. numpy.lib.format would evaluate the header as an expression."""
+    start = 10 + int.from_bytes(content[8:10].tobytes(), "little")
+    header = content[10:start].tobytes()
+    found = _NUMPY_HEADER.fullmatch(header)
+    if found is None:
+        shown = shorten(header.decode("latin-1").strip())
+        raise DocumentError(f"NumPy's header {shown!r} is not that of integers in one dimension")
+    return start, np.dtype(found[1].decode()).name, int(found[2])
 
 
 def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segment, np.ndarray | None]]:
@@ -341,7 +338,7 @@ def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segme
             batch.validate(full=True)
             if segment := _arrow_segment(batch.column(column), file=file, number=number):
                 yield segment
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
         raise DocumentError(f"not a complete Arrow stream ({shorten(str(error))})") from error
 
 
@@ -388,7 +385,7 @@ def has_token_rows(files: Sequence[Path], *, column: str) -> bool:
         return False
     try:
         schema = pyarrow.parquet.read_schema(files[0])
-    except (pyarrow.ArrowException, OSError):
+    except (pyarrow.ArrowException, OSError, UnicodeError):
         return False  # reported when it is read
     return schema.names.count(column) == 1 and is_list_of_ids(schema.field(column).type)
 
@@ -410,7 +407,7 @@ def read_token_rows(files: Sequence[Path], *, column: str) -> Iterator[tuple[np.
                         refuse(path, "documents or ids are missing (null); remove them")
                     if len(row.values):
                         yield row.values.to_numpy(), done
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
             refuse(path, f"not a complete parquet file ({shorten(str(error))}); replace the file")
 
 
