@@ -63,6 +63,9 @@ def _find_training_errors(config: Config) -> Iterator[str]:
     if config.compile.enable and not config.compile.components:
         rule = "compile.enable is true but no component is selected"
         yield f"compile.components = []: {rule}; add model or loss, or set compile.enable to false."
+    if config.data.packing == "best_fit" and not config.training.document_masking:
+        rule = "documents that are packed together must not see one another, nor the padding"
+        yield f'data.packing = "best_fit": {rule}; set training.document_masking to true, or packing to "concatenate".'
     if config.validation.enable and config.data.held_out_fraction == 0:
         rule = "data.held_out_fraction = 0 holds out no documents"
         yield f"validation.enable = true: {rule}; set data.held_out_fraction to 0.01, or validation.enable to false."

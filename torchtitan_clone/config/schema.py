@@ -166,6 +166,9 @@ class Data:
     """Number of processes that tokenize a new dataset; -1: one per CPU core."""
     held_out_fraction: Fraction = 0.01
     """Fraction of documents, selected by hash, that is held out for validation; 0 holds out none."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """How local documents become sequences. concatenate: joined, and cut every seq_len tokens; best_fit: packed whole,
+    so that only longer ones are cut, which requires training.document_masking."""
     max_bad_rows: StepsOrZero = 0
     """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 

@@ -21,11 +21,11 @@ from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data.packing import Batch, pack
+from torchtitan_clone.data.preparation import prepare_store
 from torchtitan_clone.data.row_reader import Dataset, RowChunk, RowReader, StreamPosition, StreamState, slice_of_rank
 from torchtitan_clone.data.sources import find_source, hub_id
 from torchtitan_clone.data.streaming import merge_positions, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
-from torchtitan_clone.data.token_store import prepare_store
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.data.unnamed_semaphores import UnnamedContext
 from torchtitan_clone.documents import DocumentError, Value

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+from torchtitan_clone.data.formats import select_token_files, with_companions
 from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
 
@@ -162,7 +163,8 @@ def _path_source(path: Path, *, option: str, text_key: str) -> Source:
             f"{option}: no such file or folder (current folder: {Path.cwd()}); set it to an existing one."
         )
     is_folder = os.path.isdir(path)
-    files = tuple(_files_below(path)) if is_folder else (path,)
+    below = _files_below(path) if is_folder else []
+    files = (select_token_files(below, root=path) or tuple(below)) if is_folder else with_companions(path)
     if problems := [f"{option}: {problem}" for file in files if (problem := _find_file_error(file))]:
         raise ConfigError(problems)
     return Source(name=str(path), root=path if is_folder else path.parent, files=files, text_key=text_key)

@@ -182,6 +182,9 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
             f"training.dataset = {toml_like(dataset)}: streaming from the Hugging Face hub needs the package datasets; "
             'run `pip install "torchtitan_clone[data]"`, or set training.dataset_path to local files.'
         ) from error
+    if data.packing != "concatenate":
+        rule = f"the documents of {dataset} are streamed, and only stored ones are packed"
+        raise ConfigError(f'data.packing = "{data.packing}": {rule}; set it to "concatenate".')
     name, _, configuration = dataset.partition(":")
     try:
         builder = datasets.load_dataset_builder(name, configuration or None)

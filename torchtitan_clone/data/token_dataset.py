@@ -12,6 +12,7 @@ from itertools import count
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.best_fit import Rows, open_rows
 from torchtitan_clone.data.row_reader import BatchSlice, DatasetIdentity, HeldOutRows, RowChunk, RowReader, StreamState
 from torchtitan_clone.data.token_store import Split, TokenStore, corrupt_store_error
 
@@ -28,7 +29,7 @@ class TokenDataset:
     def identity(self) -> DatasetIdentity:
         meta = self.store.meta
         return DatasetIdentity(
-            data=meta.source_fingerprint,
+            data=self.store.fingerprint,
             tokenizer=meta.tokenizer_fingerprint,
             eos_id=meta.eos_id,
             held_out_fraction=meta.held_out_fraction,
@@ -48,7 +49,7 @@ class TokenDataset:
 
     def _num_rows(self, split: Split, *, seq_len: int, remedy: str) -> int:
         meta = self.store.meta
-        if num_rows := max(0, meta.tokens[split] - 1) // seq_len:
+        if num_rows := len(open_rows(self.store, split, seq_len=seq_len)):
             return num_rows
         raise ConfigError(
             f"training.seq_len = {seq_len}: a sequence takes training.seq_len + 1 = {seq_len + 1:,} tokens, and the "
@@ -59,20 +60,20 @@ class TokenDataset:
     def _read_train(
         self, rows: range, *, batch_slice: BatchSlice, num_rows: int, seed: int, samples: int
     ) -> Iterator[RowChunk]:
-        tokens = self.store.tokens("train")
+        stored = open_rows(self.store, "train", seq_len=batch_slice.seq_len)
         for first in count(samples, batch_slice.global_batch_size):
             indices = rows_of_samples(np.arange(first + rows.start, first + rows.stop), num_rows=num_rows, seed=seed)
-            yield self._rows(tokens, indices=indices, seq_len=batch_slice.seq_len), None
+            yield self._rows(stored, indices=indices), None
 
     def _read_validation(self, batch_slice: BatchSlice, *, num_rows: int) -> Iterator[tuple[np.ndarray, int]]:
-        tokens = self.store.tokens("validation")
+        stored = open_rows(self.store, "validation", seq_len=batch_slice.seq_len)
         for first in range(0, num_rows, batch_slice.global_batch_size):
             indices = first + np.array(batch_slice.rows)
-            rows = self._rows(tokens, indices=np.minimum(indices, num_rows - 1), seq_len=batch_slice.seq_len)
+            rows = self._rows(stored, indices=np.minimum(indices, num_rows - 1))
             yield rows, int(np.count_nonzero(indices >= num_rows))
 
-    def _rows(self, tokens: np.ndarray, *, indices: np.ndarray, seq_len: int) -> np.ndarray:
-        rows = np.stack([tokens[start : start + seq_len + 1] for start in (indices * seq_len).tolist()])
+    def _rows(self, stored: Rows, *, indices: np.ndarray) -> np.ndarray:
+        rows = stored.read(indices)
         vocab_size = self.store.meta.vocab_size
         if (highest := rows.max()) >= vocab_size:
             reason = f"it holds token id {highest}, and the tokenizer has {vocab_size} ids"

@@ -3,10 +3,9 @@
     <cache>/stores/<key>/{train,validation}.tokens      token ids, eos after every document (uint16 or uint32)
                          {train,validation}.offsets     start of each document, and the end of the last (int64)
                          meta.json                      what the store was made from, and the size of each file
-    <cache>/sources/<source>/lock, files.json, partial/   per source: lock, hashes of its files, store in progress
 
-The key is a hash of everything that determines the content. A store is written to partial/ under the source's lock and
-renamed into place after all of it is on disk, so that it is complete or does not exist.
+The key is a hash of everything that determines the content. Token ids that another program wrote stay where they are:
+such a store has *.added and segments.json instead of *.tokens, see formats.
 """
 
 import fcntl
@@ -15,31 +14,25 @@ import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.schema import Data
-from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
-from torchtitan_clone.data.sources import BadRows, Source, digest_of, read_documents, source_fingerprint
-from torchtitan_clone.data.tokenizer import Tokenizer
-from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json, shorten
+from torchtitan_clone.data.formats import Segment, TokenArray, map_bytes, read_segments
+from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
 Split = Literal["train", "validation"]
 FORMAT = 1
-BATCH_CHARACTERS = 1 << 19
-LOG_SECONDS = 10.0
+META_FILE = "meta.json"
+SEGMENTS_FILE = "segments.json"
 CHECKED_DOCUMENTS = 64
 """Documents of each split whose end is looked at when a store is opened."""
 _MAX_TEXT = 1 << 20
@@ -74,163 +67,56 @@ class TokenStore:
 
     folder: Path
     meta: StoreMeta
+    files: tuple[Path, ...] = ()
+    segments: dict[Split, list[Segment]] = field(default_factory=dict[Split, list[Segment]])
+    """Where in `files` the tokens of each split are, if they are read in place."""
+    packing: str = "concatenate"
+    """How documents become rows: data.packing."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the documents and their packing."""
+        name = self.meta.source_fingerprint
+        return name if self.packing == "concatenate" else f"{name} {self.packing}"
 
     @property
     def dtype(self) -> str:
-        """Type of a token id."""
-        return _dtype(self.meta.vocab_size)
+        """Type of a token id in the files of the store."""
+        return dtype_of_ids(self.meta.vocab_size)
 
-    def tokens(self, split: Split) -> np.ndarray:
-        return _map(self.folder / f"{split}.tokens", dtype=self.dtype)
+    def tokens(self, split: Split) -> np.ndarray | TokenArray:
+        """Returns the tokens of a split, as an array that can be sliced."""
+        if self.segments:
+            added = self._map(f"{split}.added", dtype="int64")
+            return TokenArray(self.segments[split], files=self.files, added=added, eos_id=self.meta.eos_id)
+        return self._map(f"{split}.tokens", dtype=self.dtype)
 
     def offsets(self, split: Split) -> np.ndarray:
-        return _map(self.folder / f"{split}.offsets", dtype="int64")
+        return self._map(f"{split}.offsets", dtype="int64")
+
+    def _map(self, name: str, *, dtype: str) -> np.ndarray:
+        return map_bytes(self.folder / name, follow_links=False).view(dtype)
 
 
-def _dtype(vocab_size: int) -> str:
+def dtype_of_ids(vocab_size: int) -> str:
+    """Returns the smallest type of a token id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def _map(path: Path, *, dtype: str) -> np.ndarray:
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
-            return np.empty(0, dtype=dtype)
-        return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
+def is_held_out(document: str | np.ndarray, *, fraction: float) -> bool:
+    """Returns whether a document is for validation; depends on its content only, so copies are in the same split."""
+    return fraction > 0 and unit_hash(document) <= fraction
 
 
-def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data) -> TokenStore:
-    """Returns the store of a source, and makes it first if it does not exist.
-
-    Call it before process groups start: it can take long, and the other processes of the node wait for it. ConfigError
-    if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
-    """
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(user_cache, "torchtitan_clone") if data.cache_folder is None else Path(data.cache_folder)
-    work_dir = cache / "sources" / digest_of([source.name, str(source.root.resolve())])[:16]
-    try:
-        with _locked(work_dir, source=source):
-            key = StoreKey(
-                format=FORMAT,
-                source_fingerprint=source_fingerprint(source, listing=work_dir / "files.json"),
-                tokenizer_fingerprint=tokenizer.fingerprint,
-                vocab_size=tokenizer.vocab_size,
-                eos_id=tokenizer.eos_id,
-                held_out_fraction=data.held_out_fraction,
-            )
-            folder = cache / "stores" / digest_of(asdict(key))[:16]
-            shutil.rmtree(work_dir / "partial", ignore_errors=True)
-            if not folder.exists():
-                _make_store(source, tokenizer=tokenizer, data=data, key=key, folder=work_dir / "partial")
-                _commit(work_dir / "partial", folder)
-        store = _open_store(folder, key=key)
-    except TokenizerProcessError as error:
-        remedy = "correct the tokenizer (model.hf_assets_path), or lower data.prepare_processes if memory is short"
-        raise ConfigError(f"{source.name} cannot be tokenized: {shorten(str(error))}; {remedy}.") from error
-    except OSError as error:
-        raise ConfigError(
-            f"data.cache_folder = {toml_like(str(cache))}: preparing {source.name} there failed: {error}; set it to a "
-            "folder that can be written, with enough space."
-        ) from error
-    _bad_rows(store.meta, limit=data.max_bad_rows).check()
-    return store
+def unit_hash(document: str | np.ndarray) -> float:
+    """Returns a hash in [0, 1] of a document's text or token ids."""
+    content = document.encode() if isinstance(document, str) else document.astype("<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 
-def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
-    return BadRows(limit=limit, count=meta.bad_rows, first=meta.first_bad_rows)
+class SplitWriter:
+    """Writes the tokens and offsets of a split."""
 
-
-@contextmanager
-def _locked(work_dir: Path, *, source: Source) -> Iterator[None]:
-    """Holds the lock of a source; the kernel releases it even if this process is killed."""
-    work_dir.mkdir(parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not wait at a pipe
-    with os.fdopen(os.open(work_dir / "lock", flags, 0o666), "wb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that prepares %s", source.name)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _make_store(source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, folder: Path) -> None:
-    folder.mkdir()
-    start = time.perf_counter()
-    write = partial(_write_splits, source, tokenizer=tokenizer, data=data, key=key, folder=folder)
-    try:
-        meta = write(held_out_fraction=data.held_out_fraction)
-        if data.held_out_fraction and min(meta.documents.values()) == 0 and max(meta.documents.values()) > 1:
-            # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
-            documents = read_documents(source, bad_rows=BadRows(limit=data.max_bad_rows))
-            meta = write(held_out_fraction=min(_hash(text) for text, _ in documents))
-        if not meta.documents["train"]:  # there is only one document, or copies of one
-            meta = write(held_out_fraction=0.0)
-        if not meta.documents["train"]:
-            reason = f"training data {source.name}: no text in {source.root}"
-            raise ConfigError(f"{reason}; set training.dataset_path to text files.")
-        write_atomically(folder / "meta.json", json.dumps(asdict(meta), indent=2).encode())
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
-    found += f"{meta.tokens['validation']:,} tokens held out"
-    logger.info("prepared %s in %.1f s: %s", meta.source, time.perf_counter() - start, found)
-    if meta.bad_rows:
-        logger.warning("skipped %s", _bad_rows(meta, limit=data.max_bad_rows).report())
-
-
-def _write_splits(
-    source: Source, *, tokenizer: Tokenizer, data: Data, key: StoreKey, folder: Path, held_out_fraction: float
-) -> StoreMeta:
-    bad_rows = BadRows(limit=data.max_bad_rows)
-    encoded = encode_batches(
-        _batches(read_documents(source, bad_rows=bad_rows), held_out_fraction=held_out_fraction),
-        tokenizer=tokenizer,
-        dtype=_dtype(tokenizer.vocab_size),
-        num_processes=data.prepare_processes if data.prepare_processes > 0 else len(os.sched_getaffinity(0)),
-    )
-    train = _SplitWriter(folder, "train")
-    validation = _SplitWriter(folder, "validation")
-    with closing(train), closing(validation), _progress(source) as report, closing(encoded):
-        for (held_out, bytes_read), tokens, lengths in encoded:
-            train.append(tokens[np.repeat(~held_out, lengths)], lengths[~held_out])
-            validation.append(tokens[np.repeat(held_out, lengths)], lengths[held_out])
-            report(bytes_read)
-    return StoreMeta(
-        **asdict(key),
-        source=f"{source.name} ({source.root})",
-        tokens={"train": train.tokens, "validation": validation.tokens},
-        documents={"train": train.documents, "validation": validation.documents},
-        bad_rows=bad_rows.count,
-        first_bad_rows=bad_rows.first,
-    )
-
-
-def _batches(
-    documents: Iterator[tuple[str, int]], *, held_out_fraction: float
-) -> Iterator[tuple[list[str], tuple[np.ndarray, int]]]:
-    """Yields texts for one process, which of them are held out, and the bytes of the source read so far."""
-    while batch := list(_take_characters(documents, BATCH_CHARACTERS)):
-        held_out = np.array([is_held_out(text, fraction=held_out_fraction) for text, _ in batch])
-        yield [text for text, _ in batch], (held_out, batch[-1][1])
-
-
-def _take_characters(documents: Iterator[tuple[str, int]], size: int) -> Iterator[tuple[str, int]]:
-    while size > 0 and (document := next(documents, None)):
-        size -= len(document[0])
-        yield document
-
-
-def is_held_out(text: str, *, fraction: float) -> bool:
-    """Returns whether a document is for validation; depends on its text only, so copies are in the same split."""
-    return fraction > 0 and _hash(text) <= fraction
-
-
-def _hash(text: str) -> float:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-class _SplitWriter:
     def __init__(self, folder: Path, split: Split) -> None:
         self._tokens = (folder / f"{split}.tokens").open("wb")
         self._offsets = (folder / f"{split}.offsets").open("wb")
@@ -239,7 +125,7 @@ class _SplitWriter:
         self.documents = 0
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        self._tokens.write(tokens.tobytes())
+        self._tokens.write(tokens.data)
         self._offsets.write((self.tokens + np.cumsum(lengths)).tobytes())
         self.tokens += len(tokens)
         self.documents += len(lengths)
@@ -251,26 +137,13 @@ class _SplitWriter:
             file.close()
 
 
-@contextmanager
-def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """Yields a function that reports the bytes read so far: a progress bar on a terminal, else log messages."""
-    from tqdm import tqdm
-
-    total = sum(file.stat().st_size for file in source.files)
-    last_log = time.monotonic()
-
-    def report(bytes_read: int) -> None:
-        nonlocal last_log
-        bar.update(bytes_read - bar.n)
-        if bar.disable and time.monotonic() - last_log > LOG_SECONDS:
-            last_log = time.monotonic()
-            logger.info("preparing %s: %.0f %% of %.1f MB", source.name, 100 * bytes_read / total, total / 1e6)
-
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"preparing {source.name}", disable=None) as bar:
-        yield report
+def write_meta(meta: StoreMeta, *, folder: Path) -> None:
+    """Completes the content of a store."""
+    write_atomically(folder / META_FILE, json.dumps(asdict(meta), indent=2).encode())
 
 
-def _commit(prepared: Path, folder: Path) -> None:
+def commit(prepared: Path, folder: Path) -> None:
+    """Renames a folder whose files are on disk, unless another process has made the same one."""
     sync_folder(prepared)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -278,19 +151,39 @@ def _commit(prepared: Path, folder: Path) -> None:
     except OSError:
         if not folder.exists():
             raise
-        shutil.rmtree(prepared)  # the same content, prepared at the same time from another path
+        shutil.rmtree(prepared)  # the same content, prepared at the same time
     sync_folder(folder.parent)
 
 
-def _open_store(folder: Path, *, key: StoreKey) -> TokenStore:
-    """Opens the store of a key after comparing it with its files; ConfigError if they do not agree."""
+@contextmanager
+def locked(path: Path, *, name: str) -> Iterator[None]:
+    """Holds the lock of what is prepared; the kernel releases it even if this process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # does not wait at a pipe
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that prepares %s", name)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def open_store(
+    folder: Path, *, key: StoreKey, files: tuple[Path, ...] = (), packing: str = "concatenate"
+) -> TokenStore:
+    """Opens the store of a key after comparing it with its files; ConfigError if they do not agree.
+
+    `files` are those of the source, of which a store without tokens says where they are.
+    """
     try:
-        meta = _read_meta(folder / "meta.json")
+        meta = _read_meta(folder / META_FILE)
         if changed := [name for name, value in asdict(key).items() if getattr(meta, name) != value]:
             raise DocumentError(f"meta.json: it is that of another store, with another {', '.join(changed)}")
-        store = TokenStore(folder=folder, meta=meta)
+        segments = read_segments(folder / SEGMENTS_FILE, files=files) if (folder / SEGMENTS_FILE).exists() else {}
+        store = TokenStore(folder=folder, meta=meta, files=files, segments=segments, packing=packing)
         for split in get_args(Split):
-            _check_size(folder / f"{split}.tokens", expected=meta.tokens[split] * np.dtype(store.dtype).itemsize)
+            _check_tokens(store, split)
             _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
             _check_documents(store, split)
     except (FileNotFoundError, DocumentError) as error:
@@ -319,6 +212,14 @@ def _counts(table: Value) -> dict[str, int]:
     return {split: count.integer() for split, count in table.table(*get_args(Split)).items()}
 
 
+def _check_tokens(store: TokenStore, split: Split) -> None:
+    expected = store.meta.tokens[split]
+    if not store.segments:
+        _check_size(store.folder / f"{split}.tokens", expected=expected * np.dtype(store.dtype).itemsize)
+    elif (found := len(store.tokens(split))) != expected:
+        raise DocumentError(f"{SEGMENTS_FILE}: the {split} split has {found:,} tokens, not {expected:,}")
+
+
 def _check_size(path: Path, *, expected: int) -> None:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -335,7 +236,7 @@ def _check_documents(store: TokenStore, split: Split) -> None:
     starts, ends = offsets[chosen - 1], offsets[chosen]
     if not np.all((starts >= 0) & (starts < ends) & (ends <= len(tokens))):
         raise DocumentError(f"{split}.offsets does not increase")
-    if not np.all(tokens[ends - 1] == store.meta.eos_id):
+    if any(tokens[end - 1 : end][0] != store.meta.eos_id for end in ends.tolist()):
         raise DocumentError(f"{split}.tokens does not hold the documents of {split}.offsets")
 
 

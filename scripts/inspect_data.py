@@ -1,0 +1,41 @@
+"""Shows what a run trains on, from its folder or its options, without starting it.
+
+    python scripts/inspect_data.py documents --training.dataset_path=my_text
+    python scripts/inspect_data.py rows --folder=outputs/debug_model --step=3 --row=0 --row=5
+
+`rows` prints the text of rows of a global batch (without --row, of all), `documents` the lengths of the documents.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.run.inspection import inspect_run
+
+
+def main(words: list[str] | None = None) -> int:
+    """Parses the command line and prints; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("action", choices=["rows", "documents"])
+    parser.add_argument("--folder", type=Path, help="folder of a run, which has config.toml")
+    parser.add_argument("--step", type=int, default=1, help="rows: the optimizer step, from 1")
+    parser.add_argument("--row", type=int, action="append", default=[], help="rows: index in the global batch, from 0")
+    options, words = parser.parse_known_args(words)
+    try:
+        run = inspect_run(options.folder, words=words)
+        documents = run.describe_documents() if options.action == "documents" else None
+        for line in documents or run.describe_rows(options.step, rows=options.row):
+            print(line)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Tokenizes the data of a run before it starts, alone or as one of several tasks.
+
+    python scripts/prepare_data.py --training.dataset_path=my_text
+    sbatch --array=0-15 --wrap "python scripts/prepare_data.py --job.config_file=my_run.toml"
+
+Options of the run are given as to run_train.sh. A file of at least --part_mib, or several smaller ones together, are a
+part. Task i of n makes the parts i, i + n, ...; --task and --tasks default to those of a Slurm array. The task that
+finishes last joins the parts. After a kill, the same command continues: finished parts are not made again.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.preparation import PART_BYTES, prepare_parts, prepare_store
+from torchtitan_clone.data.sources import find_source, hub_id
+
+
+def array_task() -> tuple[int, int]:
+    """Returns the index and the number of tasks of this Slurm array; one task where there is none."""
+    first, last, step, task = (
+        int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", default))
+        for name, default in (("MIN", 0), ("MAX", 0), ("STEP", 1), ("ID", 0))
+    )
+    return (task - first) // step, (last - first) // step + 1
+
+
+def main(words: list[str] | None = None) -> int:
+    """Parses the command line and prepares the data; returns the exit code."""
+    task, tasks = array_task()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--task", type=int, default=task, help="which part of the work, from 0")
+    parser.add_argument("--tasks", type=int, default=tasks, help="number of tasks")
+    parser.add_argument("--part_mib", type=float, default=PART_BYTES / 2**20, help="size of a part, in MiB of text")
+    options, words = parser.parse_known_args(words)
+    if not 0 <= options.task < options.tasks:
+        parser.error(f"--task={options.task}: must be from 0 to {options.tasks - 1} for --tasks={options.tasks}")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        config = load_config(words)
+        if dataset := hub_id(config.training):
+            raise ConfigError(f"training.dataset = {dataset}: it is streamed, and tokenized while it trains.")
+        source = find_source(config.training)
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        part_bytes = max(1, int(options.part_mib * 2**20))
+        if options.tasks > 1 and not prepare_parts(
+            source, tokenizer=tokenizer, data=config.data, task=options.task, tasks=options.tasks, part_bytes=part_bytes
+        ):
+            print(f"task {options.task} of {options.tasks} is done; others are not")
+            return 0
+        store = prepare_store(source, tokenizer=tokenizer, data=config.data, part_bytes=part_bytes)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{sum(store.meta.tokens.values()):,} tokens in {store.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Token ids of other programs are read in place, as the documents that they are, and checked before."""
+
+import itertools
+import json
+import pickle
+import struct
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.corpora import TOKENIZER, open_corpus, write
+from tests.data.loaders import next_batches, rows_of, train_loader
+from tests.data.test_tokenizer import word_level
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.formats import TokenArray, TokenFiles, select_token_files
+from torchtitan_clone.ops import IGNORE_INDEX
+
+EOS = TOKENIZER.eos_id
+
+
+def random_documents(count: int, *, seed: int = 0, eos: bool = True) -> list[list[int]]:
+    """Returns documents of 1 to 40 ids, with or without the end-of-text token."""
+    generator = np.random.default_rng(seed)
+    found = [generator.integers(1, 2048, generator.integers(1, 41)).tolist() for _ in range(count)]
+    return [[*ids, EOS] for ids in found] if eos else found
+
+
+def megatron(documents: list[list[int]], *, dtype: str = "uint16", sequences_of_document: int = 1) -> dict[str, bytes]:
+    """Returns the content of .bin and .idx, as megatron/core/datasets/indexed_dataset.py writes them."""
+    codes = {"int32": 4, "int64": 5, "uint16": 8}
+    sequences = [list(each) for document in documents for each in np.array_split(document, sequences_of_document)]
+    lengths = np.array([len(each) for each in sequences], dtype=np.int32)
+    pointers = np.dtype(dtype).itemsize * np.concatenate([[0], np.cumsum(lengths[:-1])]).astype(np.int64)
+    indices = np.arange(0, len(sequences) + 1, sequences_of_document, dtype=np.int64)
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, codes[dtype], len(sequences), len(indices))
+    return {
+        ".bin": np.array(list(itertools.chain(*sequences)), dtype=dtype).tobytes(),
+        ".idx": header + lengths.tobytes() + pointers.tobytes() + indices.tobytes(),
+    }
+
+
+def stream(documents: list[list[int]], *, dtype: str = "uint16") -> bytes:
+    return np.array(list(itertools.chain(*documents)), dtype=dtype).tobytes()
+
+
+def llm_c(documents: list[list[int]], *, magic: int = 20240520, version: int = 1, dtype: str = "uint16") -> bytes:
+    content = stream(documents, dtype=dtype)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(content) // np.dtype(dtype).itemsize
+    return header.tobytes() + content
+
+
+def numpy_file(path, array) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array)
+
+
+def write_megatron(folder, documents, **options):
+    return write(folder, {f"text_document{suffix}": each for suffix, each in megatron(documents, **options).items()})
+
+
+def write_olmo(folder, documents):
+    half = len(documents) // 2
+    parts = {"part-0/00000.npy": stream(documents[:half]), "part-1/00000.npy": stream(documents[half:])}
+    return write(folder, {**parts, "part-0/00000.csv.gz": b"metadata"})
+
+
+def write_numpy(folder, documents):
+    numpy_file(folder / "a.npy", np.frombuffer(stream(documents, dtype="uint32"), dtype=np.uint32))
+    return folder
+
+
+def write_shards(folder, documents):
+    """A document may continue in the next file."""
+    ids = list(itertools.chain(*documents))
+    cut = len(ids) // 2 + 1
+    return write(folder, {"fineweb_train_1.bin": llm_c([ids[:cut]]), "fineweb_train_2.bin": llm_c([ids[cut:]])})
+
+
+def write_arrow(folder, documents):
+    rows = {"input_ids": documents, "n": list(range(len(documents)))}
+    datasets.Dataset.from_dict(rows).save_to_disk(folder, num_shards=2)
+    return write(folder, {"cache-1.arrow": b"a result that is kept"})
+
+
+def write_parquet(folder, documents):
+    table = pyarrow.table({"input_ids": pyarrow.array(documents, type=pyarrow.list_(pyarrow.int32()))})
+    folder.mkdir(parents=True)
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=7)
+    return folder
+
+
+WRITERS = {
+    "megatron": write_megatron,
+    "megatron of sequences": lambda folder, documents: write_megatron(folder, documents, sequences_of_document=3),
+    "megatron of int32": lambda folder, documents: write_megatron(folder, documents, dtype="int32"),
+    "nanoGPT": lambda folder, documents: write(folder, {"train.bin": stream(documents), "prepare.py": "1"}),
+    "llm.c": write_shards,
+    "olmo": write_olmo,
+    "numpy": write_numpy,
+    "arrow": write_arrow,
+}
+IN_DOCUMENTS = ["megatron", "megatron of sequences", "megatron of int32", "arrow"]
+
+
+def open_ids(folder, *, cache, **options):
+    return open_corpus(folder, cache=cache, text_key="input_ids", **options)
+
+
+def documents_of(store, split) -> list[list[int]]:
+    tokens, offsets = store.tokens(split), store.offsets(split)
+    return [tokens[start:end].tolist() for start, end in itertools.pairwise(offsets)]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_documents_are_read_in_place(tmp_path, name):
+    documents = random_documents(90)
+    dataset = open_ids(WRITERS[name](tmp_path / "ids", documents), cache=tmp_path / "cache")
+    assert documents_of(dataset.store, "train") == documents[:81]
+    assert documents_of(dataset.store, "validation") == documents[81:]
+    assert not list((tmp_path / "cache").rglob("*.tokens"))
+    # The same rows as those of a store that has the tokens itself.
+    ids = list(itertools.chain(*documents[:81]))
+    rows = {tuple(ids[start : start + 16]) for start in range(0, len(ids) - 16, 16)}
+    batches = next_batches(train_loader(pickle.loads(pickle.dumps(dataset))), 2)
+    assert {tuple(row) for row in rows_of(batches).tolist()} <= rows
+    assert all((batch.targets_BT[batch.tokens_BT == EOS] == IGNORE_INDEX).all() for batch in batches)
+
+
+@pytest.mark.parametrize("name", [*IN_DOCUMENTS, "parquet"])
+def test_documents_end_where_the_index_says(tmp_path, name):
+    """Without an end-of-text token in the files, and in some of them."""
+    documents = random_documents(60, eos=False)
+    documents[7].append(EOS)
+    expected = [ids if ids[-1] == EOS else [*ids, EOS] for ids in documents]
+    folder = {**WRITERS, "parquet": write_parquet}[name](tmp_path / "ids", documents)
+    store = open_ids(folder, cache=tmp_path / "cache").store
+    found = documents_of(store, "train") + documents_of(store, "validation")
+    assert sorted(found) == sorted(expected) if name == "parquet" else found == expected
+    tokens = store.tokens("train")
+    complete = tokens[:].tolist()
+    for start, stop in itertools.combinations(range(0, len(complete) + 1, 37), 2):
+        assert tokens[start:stop].tolist() == complete[start:stop]
+
+
+def test_a_stream_without_an_end_and_ids_of_four_bytes(tmp_path):
+    tokenizer = build_tokenizer(word_level(tmp_path, {"a": 0, "b": 70_000}, config={"eos_token": "<end>"}))
+    documents = [[0, 70_000, tokenizer.eos_id], [70_000, 0]]
+    for name, content in {
+        "a.npy": stream(documents, dtype="uint32"),
+        "b.bin": llm_c(documents, magic=20240801, version=7, dtype="uint32"),
+    }.items():
+        path = write(tmp_path / name, {name: content}) / name
+        store = open_corpus(path, cache=tmp_path / "cache", tokenizer=tokenizer, held_out_fraction=0.0).store
+        assert documents_of(store, "train") == [documents[0], [*documents[1], tokenizer.eos_id]]
+
+
+@pytest.mark.parametrize(
+    "names", [("train.bin", "val.bin"), ("x_train_1.bin", "x_val_0.bin"), ("train/a.npy", "test/a.npy")]
+)
+def test_files_named_so_are_held_out(tmp_path, names):
+    train, validation = random_documents(20), random_documents(5, seed=1)
+    folder = write(tmp_path / "ids", dict(zip(names, (stream(train), stream(validation)), strict=True)))
+    paths = [folder, folder / names[0]] if names[0] == "train.bin" else [folder]
+    for path in paths:
+        store = open_ids(path, cache=tmp_path / "cache").store
+        assert documents_of(store, "train") == train
+        assert documents_of(store, "validation") == validation
+
+
+def test_other_content_of_the_files_is_other_data(tmp_path):
+    first, second = random_documents(40), random_documents(40, seed=1)
+    folder = write_megatron(tmp_path / "ids", first)
+    before = open_ids(folder, cache=tmp_path / "cache")
+    write_megatron(tmp_path / "ids", second)
+    after = open_ids(folder / "text_document.idx", cache=tmp_path / "cache")
+    assert before.identity != after.identity
+    assert documents_of(after.store, "train") + documents_of(after.store, "validation") == second
+
+
+def damaged_index(change):
+    parts = megatron(random_documents(20))
+    return {"a.bin": parts[".bin"], "a.idx": change(bytearray(parts[".idx"]))}
+
+
+def put(content: bytearray, offset: int, kind: str, value: int) -> bytes:
+    struct.pack_into(kind, content, offset, value)
+    return bytes(content)
+
+
+LARGE = [[1, 2048, EOS], [5, EOS]]
+REFUSED = {
+    "an id outside the vocabulary": ({"a.bin": stream(LARGE)}, r"a\.bin: token id 2048, .* ids 0 to 2047; set model"),
+    "a negative id": ({f"a{k}": v for k, v in megatron([[1, -2, 3]] * 9, dtype="int32").items()}, "token id -2"),
+    "an odd size": ({"a.bin": stream(random_documents(9)) + b"\0"}, "bytes, not 0 and .* ids of type uint16"),
+    "ids of four bytes": ({"a.npy": stream(random_documents(9), dtype="uint32")}, "every second id is 0"),
+    "a header of more ids": ({"a.bin": llm_c(random_documents(9))[:-2]}, "bytes, not 1,024 and .* ids of type uint16"),
+    "an index of less": ({"a.bin": b"12", "a.idx": megatron(random_documents(9))[".idx"]}, "2 bytes, and a.idx states"),
+    "a short index": ({"a.bin": b"", "a.idx": b"MMIDIDX"}, "a.idx has 7 bytes, fewer than its header"),
+    "another magic number": (damaged_index(lambda idx: put(idx, 0, "<B", 7)), "a.idx is not an index of Megatron"),
+    "a version": (damaged_index(lambda idx: put(idx, 9, "<Q", 2)), "is not an index of Megatron .version 1"),
+    "numbers with fractions": (damaged_index(lambda idx: put(idx, 17, "<B", 6)), "a.idx states the type 6; known"),
+    "more sequences": (damaged_index(lambda idx: put(idx, 18, "<Q", 2**40)), "a.idx has .* and states"),
+    "a truncated index": (damaged_index(lambda idx: bytes(idx[:-8])), "a.idx has .* and states"),
+    "a negative length": (damaged_index(lambda idx: put(idx, 34, "<i", -5)), "do not follow one another"),
+    "a pointer": (damaged_index(lambda idx: put(idx, 34 + 80 + 8, "<q", 2**50)), "do not follow one another"),
+    "documents that decrease": (damaged_index(lambda idx: put(idx, 34 + 240 + 8, "<q", 25)), "do not reach from"),
+    "a text of NumPy": ({"a.npy": b"\x93NUMPY\1\0\x10\0not a header    "}, "NumPy's header 'not a header' is not"),
+    "an empty arrow file": ({"a.arrow": b""}, "not a complete Arrow stream"),
+    "something else": ({"a.arrow": bytes(range(256))}, "not a complete Arrow stream"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_damaged_files_are_one_error(tmp_path, name):
+    files, complaint = REFUSED[name]
+    write(tmp_path / "ids", files)
+    with pytest.raises(ConfigError, match=complaint) as error:
+        open_ids(tmp_path / "ids", cache=tmp_path / "cache")
+    assert len(error.value.messages) == 1
+    assert not list((tmp_path / "cache").rglob("partial"))
+
+
+@pytest.mark.parametrize(
+    "array", [np.ones(9), np.ones((3, 3), dtype=int), np.array([object()])], ids=["float", "2-D", "object"]
+)
+def test_other_arrays_are_refused(tmp_path, array):
+    numpy_file(tmp_path / "ids" / "a.npy", array)
+    with pytest.raises(ConfigError, match=r"a\.npy: NumPy's header .* is not that of integers in one dimension"):
+        open_ids(tmp_path / "ids", cache=tmp_path / "cache")
+
+
+def test_tables_without_ids_in_the_column_are_refused(tmp_path):
+    arrow = write_arrow(tmp_path / "arrow", random_documents(9))
+    with pytest.raises(ConfigError, match=r'training\.text_key = "text" names no column .* set it to one of input_ids'):
+        open_corpus(arrow, cache=tmp_path / "cache")
+    with pytest.raises(ConfigError, match="documents or ids are missing"):
+        open_ids(write_parquet(tmp_path / "null", [[1], None, [2]]), cache=tmp_path / "cache")
+    with pytest.raises(ConfigError, match="token id 4000"):
+        open_ids(write_parquet(tmp_path / "large", [[1, 4000]] * 3), cache=tmp_path / "cache")
+    (path,) = arrow.glob("*0-of*.arrow")
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ConfigError, match="not a complete Arrow stream"):
+        open_ids(arrow, cache=tmp_path / "cache")
+
+
+def test_a_folder_of_text_with_a_binary_file_stays_text(tmp_path):
+    folder = write(tmp_path / "ids", {"a.txt": "text of a document", "b.txt": "another", "c.bin": b"\0\1" * 20})
+    assert open_corpus(folder, cache=tmp_path / "cache").store.meta.documents == {"train": 1, "validation": 1}
+
+
+@pytest.mark.parametrize(
+    "change", [[9, 0, "uint16", 5], [0, 0, "float", 5], [0, 1 << 40, "uint16", 5], [0, 0, "uint16", -1]]
+)
+def test_a_hostile_list_of_segments_is_one_error(tmp_path, change):
+    folder = write_megatron(tmp_path / "ids", random_documents(30))
+    store = open_ids(folder, cache=tmp_path / "cache").store
+    (store.folder / "segments.json").write_text(json.dumps({"train": [change], "validation": []}))
+    with pytest.raises(ConfigError, match=r"is corrupt .*delete that folder"):
+        open_ids(folder, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["megatron of sequences", "llm.c", "numpy", "arrow"])
+def test_changed_bytes_are_one_error_or_other_ids(tmp_path, name):
+    folder = WRITERS[name](tmp_path / "ids", random_documents(20))
+    files = select_token_files(sorted(folder.rglob("*.*")), root=folder)
+    generator = np.random.default_rng(0)
+    refused = 0
+    for _ in range(60):
+        path = files[generator.integers(len(files))]
+        before = path.read_bytes()
+        content = bytearray(before)
+        place = int(generator.integers(min(len(content), generator.choice([64, 2000]))))
+        content[place : place + 8] = generator.choice([b"\xff" * 8, bytes(8), b"\0\0\0\x80" * 2, b"}", b""])
+        path.write_bytes(bytes(content))
+        ids = TokenFiles(files=files, root=folder, column="input_ids", vocab_size=2048, eos_id=EOS)
+        try:
+            for split in ids.index(held_out_fraction=0.1).values():
+                tokens = TokenArray(split.segments, files=files, added=split.added, eos_id=EOS)
+                assert len(tokens[:]) == split.offsets[-1]
+                assert (np.diff(split.offsets) > 0).all()
+        except ConfigError:
+            refused += 1
+        path.write_bytes(before)
+    assert refused > 10

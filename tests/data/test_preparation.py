@@ -1,0 +1,157 @@
+"""A source is tokenized in parts: what is killed continues after them, and tasks can share them.
+
+Runs scripts/prepare_data.py, too.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Data, Training
+from torchtitan_clone.data.preparation import prepare_parts, prepare_store
+from torchtitan_clone.data.sources import find_source
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+PROCESSES = multiprocessing.get_context("forkserver")
+NUM_FILES = 6
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Returns a folder with files of different sizes, one of them without text."""
+    rows = texts(60 * (NUM_FILES + 1), words=100)
+    files = {f"{number}.jsonl": jsonl(rows[60 * number : 60 * number + 120]) for number in range(NUM_FILES)}
+    return write(tmp_path_factory.mktemp("corpus"), files | {"empty.txt": ""})
+
+
+def prepare(corpus: Path, *, cache: Path, part_bytes: int = 1 << 28):
+    """Returns the store of a corpus."""
+    source = find_source(Training(dataset_path=str(corpus)))
+    data = Data(cache_folder=str(cache), prepare_processes=1)
+    return prepare_store(source, tokenizer=TOKENIZER, data=data, part_bytes=part_bytes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Returns the files of the only store of a cache."""
+    (store,) = (folder / "stores").iterdir()
+    return {path.name: path.read_bytes() for path in store.iterdir()}
+
+
+def finished(cache: Path) -> dict[str, tuple[int, int]]:
+    """Returns the inode and the time of the last file of every part that is finished."""
+    found = {path.parent.name: path.stat() for path in cache.glob("sources/*/parts/*/meta.json")}
+    return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
+
+
+def test_parts_do_not_change_the_store(tmp_path, corpus):
+    for name, part_bytes in (("one", 1 << 28), ("every file", 1), ("some", 20_000)):
+        prepare(corpus, cache=tmp_path / name, part_bytes=part_bytes)
+    assert contents(tmp_path / "one") == contents(tmp_path / "every file") == contents(tmp_path / "some")
+    assert files_below(tmp_path / "one") == files_below(tmp_path / "every file")
+
+
+def test_a_killed_preparation_continues_after_its_parts(tmp_path, corpus):
+    cache = tmp_path / "cache"
+    generator = random.Random(0)
+    before: dict[str, tuple[int, int]] = {}
+    while len(before) < NUM_FILES - 1:
+        process = PROCESSES.Process(target=prepare, args=(corpus,), kwargs={"cache": cache, "part_bytes": 1})
+        process.start()
+        wanted = len(before) + generator.randint(1, 3)
+        while len(finished(cache)) < wanted and process.is_alive():
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert before.items() <= finished(cache).items()
+        before = finished(cache)
+    prepare(corpus, cache=cache, part_bytes=1)
+    prepare(corpus, cache=tmp_path / "fresh")
+    assert contents(cache) == contents(tmp_path / "fresh")
+    assert files_below(cache) == files_below(tmp_path / "fresh")
+
+
+def test_tasks_share_the_parts(tmp_path, corpus):
+    source = find_source(Training(dataset_path=str(corpus)))
+    data = Data(cache_folder=str(tmp_path / "cache"), prepare_processes=1)
+    for task, is_last in ((2, False), (0, False), (1, True)):
+        before = finished(tmp_path / "cache")
+        assert prepare_parts(source, tokenizer=TOKENIZER, data=data, task=task, tasks=3, part_bytes=1) == is_last
+        assert before.items() <= finished(tmp_path / "cache").items()
+    assert len(finished(tmp_path / "cache")) == NUM_FILES + 1
+    prepare(corpus, cache=tmp_path / "cache", part_bytes=1)
+    prepare(corpus, cache=tmp_path / "fresh")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
+
+
+def test_files_of_finished_parts_are_not_read_again(tmp_path, corpus):
+    folder = shutil.copytree(corpus, tmp_path / "corpus")
+    write(folder, {"3.jsonl": jsonl(["text"]) + b"{\n"})
+    source = find_source(Training(dataset_path=str(folder)))
+    data = Data(cache_folder=str(tmp_path / "cache"), prepare_processes=1)
+    options = {"tokenizer": TOKENIZER, "data": data, "part_bytes": 1}
+    assert not prepare_parts(source, task=0, tasks=2, **options)
+    for path in source.files[::2]:  # what cannot be read keeps its size and time
+        status = path.stat()
+        path.write_bytes(b"{" * status.st_size)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ConfigError, match=r"3\.jsonl:2"):
+        prepare_parts(source, task=0, tasks=1, **options)
+    before = finished(tmp_path / "cache")
+    write(folder, {"3.jsonl": jsonl(["text", "another"])})
+    assert prepare_parts(source, task=0, tasks=1, **options)
+    assert before.items() <= finished(tmp_path / "cache").items()
+
+
+@pytest.fixture(scope="module")
+def script():
+    """Returns scripts/prepare_data.py as a module."""
+    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monkeypatch, capsys):
+    words = [f"--training.dataset_path={corpus}", f"--data.cache_folder={tmp_path / 'cache'}", "--part_mib=0.001"]
+    outputs = []
+    for task in (5, 7):
+        for key, value in {"ID": task, "MIN": 5, "MAX": 7, "STEP": 2}.items():
+            monkeypatch.setenv(f"SLURM_ARRAY_TASK_{key}", str(value))
+        assert script.main(words) == 0
+        outputs.append(capsys.readouterr().out)
+    assert "task 0 of 2 is done" in outputs[0]
+    prepare(corpus, cache=tmp_path / "fresh")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
+    (store,) = (tmp_path / "cache" / "stores").iterdir()
+    assert str(store) in outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--training.dataset_path=missing"], "no such file or folder"),
+        (["--training.dataset=org/name"], "streamed"),
+        (["--training.dataset_pth=x"], "dataset_path"),
+    ],
+)
+def test_a_wrong_option_is_one_error(script, capsys, words, complaint):
+    assert script.main(words) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_task_beyond_the_last_is_one_error():
+    command = [sys.executable, SCRIPT, "--task=3", "--tasks=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "must be from 0 to 1" in done.stderr) == (2, True)

@@ -1,0 +1,182 @@
+"""Rows of a token store: windows of the concatenated documents, or documents packed without cutting them.
+
+    <store>/best_fit-<seq_len>/{train,validation}.rows      first piece of each row, and the end of the last (int64)
+                               {train,validation}.starts    position of each piece in the tokens (int64)
+                               {train,validation}.lengths   length of each piece (int64)
+
+A *piece* is a document, or a part of one that does not fit into a row: parts are full rows but the last. Pieces are
+placed from the longest to the shortest, each into the row with the least room that suffices, and never divided. What is
+left of a row is filled with end-of-text tokens, which have no target.
+Source: H. Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.10830.
+"""
+
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, get_args
+
+import numpy as np
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.data.formats import TokenArray, map_bytes
+from torchtitan_clone.data.token_store import Split, TokenStore, commit, corrupt_store_error, locked
+from torchtitan_clone.documents import DocumentError
+from torchtitan_clone.files import write_atomically
+
+logger = logging.getLogger("torchtitan_clone")
+
+PIECE_FILES = ("rows", "starts", "lengths")
+
+
+class Rows(Protocol):
+    """Rows of one split. Shapes: B rows, T tokens of a row (seq_len)."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Returns rows [B, T + 1] by their indices."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Consecutive windows of the tokens, each of which begins with the last token of the one before."""
+
+    tokens: np.ndarray | TokenArray
+    seq_len: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.tokens) - 1) // self.seq_len
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        starts = (indices * self.seq_len).tolist()
+        return np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Rows of whole pieces, each filled up with end-of-text tokens."""
+
+    tokens: np.ndarray | TokenArray
+    seq_len: int
+    eos_id: int
+    rows: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows) - 1
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        found = np.full((len(indices), self.seq_len + 1), self.eos_id, dtype=self.tokens.dtype)
+        for row, index in zip(found, indices.tolist(), strict=True):
+            pieces = slice(self.rows[index], self.rows[index + 1])
+            position = 0
+            for start, length in zip(self.starts[pieces].tolist(), self.lengths[pieces].tolist(), strict=True):
+                row[position : position + length] = self.tokens[start : start + length]
+                position += length
+        return found
+
+
+def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> Rows:
+    """Returns the rows of a split, and packs the store first if its packing is "best_fit" and that was not done.
+
+    ConfigError if packed rows are damaged, or cannot be written.
+    """
+    if store.packing == "concatenate":
+        return Windows(tokens=store.tokens(split), seq_len=seq_len)
+    folder = store.folder / f"best_fit-{seq_len}"
+    try:
+        if not folder.exists():
+            with locked(store.folder / "lock", name=store.meta.source):
+                if not folder.exists():
+                    _pack_store(store, seq_len=seq_len, folder=folder)
+        return _open_packed(store, split, seq_len=seq_len, folder=folder)
+    except DocumentError as error:
+        raise corrupt_store_error(folder, reason=str(error)) from error
+    except OSError as error:
+        remedy = 'set data.packing to "concatenate", or data.cache_folder to a folder that can be written'
+        raise ConfigError(f'data.packing = "best_fit": rows in {folder} failed: {error}; {remedy}.') from error
+
+
+def _open_packed(store: TokenStore, split: Split, *, seq_len: int, folder: Path) -> PackedRows:
+    rows, starts, lengths = (
+        map_bytes(folder / f"{split}.{name}", follow_links=False).view(np.int64) for name in PIECE_FILES
+    )
+    if not len(rows) or rows[0] != 0 or rows[-1] != len(starts) or len(starts) != len(lengths):
+        raise DocumentError(f"{split}.rows does not reach from 0 to the number of pieces")
+    tokens = store.tokens(split)
+    eos_id = store.meta.eos_id
+    return PackedRows(tokens=tokens, seq_len=seq_len, eos_id=eos_id, rows=rows, starts=starts, lengths=lengths)
+
+
+def _pack_store(store: TokenStore, *, seq_len: int, folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for split in get_args(Split):
+        offsets = store.offsets(split)
+        starts, lengths = divide(offsets, seq_len=seq_len)
+        row_of_piece = best_fit(lengths, capacity=seq_len + 1)
+        order = np.argsort(row_of_piece, kind="stable")
+        rows = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece))]).astype(np.int64)
+        for name, array in zip(PIECE_FILES, (rows, starts[order], lengths[order]), strict=True):
+            write_atomically(partial / f"{split}.{name}", array.tobytes())
+        if split == "train":
+            _report(store, documents=np.diff(offsets), lengths=lengths, num_rows=len(rows) - 1, seq_len=seq_len)
+    commit(partial, folder)
+
+
+def _report(store: TokenStore, *, documents: np.ndarray, lengths: np.ndarray, num_rows: int, seq_len: int) -> None:
+    room = num_rows * (seq_len + 1)
+    cut = np.count_nonzero(documents > seq_len + 1)
+    logger.info(
+        "packed %s into %s rows of %s tokens: %.2f %% of the documents are cut, %.3f %% of the rows are padding",
+        *(store.meta.source, f"{num_rows:,}", f"{seq_len + 1:,}"),
+        *(100 * cut / max(1, len(documents)), 100 * (1 - lengths.sum() / max(1, room))),
+    )
+
+
+def divide(offsets: np.ndarray, *, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns start and length of the pieces of each document: parts overlap by the token that is target and input."""
+    documents = np.diff(offsets)
+    counts = np.maximum(1, -(-(documents - 1) // seq_len))
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets[:-1], counts) + number * seq_len
+    return starts, np.minimum(seq_len + 1, np.repeat(offsets[1:], counts) - starts)
+
+
+def best_fit(lengths: np.ndarray, *, capacity: int) -> np.ndarray:
+    """Returns the row of each piece, rows counted from 0: best-fit decreasing, over all pieces of a length at once.
+
+    A row with room for k pieces of the length takes as many before the next one with as much room.
+    """
+    row_of_piece = np.empty(len(lengths), dtype=np.int64)
+    rows_by_room: dict[int, list[np.ndarray]] = {}
+    has_room = np.zeros(capacity + 1, dtype=bool)
+    num_rows = 0
+    order = np.argsort(-lengths, kind="stable")
+    for pieces in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1):
+        length = int(lengths[pieces[0]]) if len(pieces) else capacity
+        while len(pieces):
+            room = length + int(has_room[length:].argmax())
+            if not has_room[room]:
+                room = capacity
+                rows = num_rows + np.arange(-(-len(pieces) // (room // length)))
+                num_rows += len(rows)
+            else:
+                rows = np.concatenate(rows_by_room.pop(room))
+                has_room[room] = False
+            each = room // length
+            placed = min(len(pieces), each * len(rows))
+            row_of_piece[pieces[:placed]] = np.repeat(rows, each)[:placed]
+            full, rest = divmod(placed, each)
+            left = {room - each * length: rows[:full], room: rows[full + (rest > 0) :]}
+            left.setdefault(room - rest * length, rows[full : full + (rest > 0)])
+            for room_left, rows_left in left.items():
+                if len(rows_left) and room_left:
+                    rows_by_room.setdefault(room_left, []).append(rows_left)
+                    has_room[room_left] = True
+            pieces = pieces[placed:]
+    return row_of_piece

@@ -1,0 +1,440 @@
+"""Token ids in the files of other programs, indexed once and then read in place by memory map.
+
+    NAME.bin, NAME.idx       Megatron: documents of one or more sequences
+    NAME.bin                 nanoGPT: a stream of ids; llm.c: the same after a header of 256 int32
+    NAME.npy                 OLMo: a stream of ids without a header; or NumPy's format with one dimension
+    NAME.arrow               `datasets.Dataset.save_to_disk`: a column with the ids of each document
+
+A document of a *stream* ends at the tokenizer's end-of-text token, also across files; of the other formats, where the
+file's index says. Where such a document does not end with that token, it is *added* when the ids are read.
+"""
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import numpy as np
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json, shorten
+
+if TYPE_CHECKING:
+    import pyarrow
+
+TOKEN_FILES = (".bin", ".npy", ".arrow")
+_METADATA = re.compile(r"\.(idx|json|csv\.gz|pkl)$")
+_VALIDATION = re.compile(r"(^|[._-])(val|valid|validation|test)([._-]|$)")
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
+MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+LLMC_HEADER_BYTES = 1024
+LLMC_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+"""Type of the ids by the first two numbers of the header: magic number and version."""
+_NUMPY_HEADER = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': \w+, 'shape': \(([0-9]{1,18}),\), \} *\n")
+_INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_CHUNK = 1 << 24
+_OPEN_FILES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Consecutive token ids of a file."""
+
+    file: int
+    """Index into the files of the source."""
+    start: int
+    """Offset in bytes."""
+    dtype: str
+    tokens: int
+
+    def part(self, first: int, last: int) -> "Segment":
+        """Returns the ids in [first, last)."""
+        start = self.start + first * np.dtype(self.dtype).itemsize
+        return Segment(file=self.file, start=start, dtype=self.dtype, tokens=last - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitIndex:
+    """The documents of a split. Positions count the ids of its segments and the added end-of-text tokens."""
+
+    segments: list[Segment]
+    offsets: np.ndarray
+    """int64; start of each document, and the end of the last."""
+    added: np.ndarray
+    """int64; positions of the added tokens."""
+
+
+class TokenArray:
+    """Token ids of several files as one array that is read in slices; opens the files as they are needed."""
+
+    def __init__(self, segments: Sequence[Segment], *, files: Sequence[Path], added: np.ndarray, eos_id: int) -> None:
+        self._segments = segments
+        self._starts = np.cumsum([0, *(segment.tokens for segment in segments)])
+        self._added = added
+        self._eos_id = eos_id
+        self._open = lru_cache(_OPEN_FILES)(lambda file: map_bytes(files[file]))
+        self.dtype = np.result_type(np.uint16, *{segment.dtype for segment in segments})
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) + len(self._added)
+
+    def __getitem__(self, positions: slice) -> np.ndarray:
+        start, stop, _ = positions.indices(len(self))
+        first, last = (int(each) for each in np.searchsorted(self._added, [start, stop]))
+        stored = self._stored(start - first, stop - last)
+        if first == last:
+            return stored
+        found = np.full(stop - start, self._eos_id, dtype=self.dtype)
+        is_stored = np.ones(len(found), dtype=bool)
+        is_stored[self._added[first:last] - start] = False
+        found[is_stored] = stored
+        return found
+
+    def _stored(self, start: int, stop: int) -> np.ndarray:
+        """Returns ids by their place among those that are in the files."""
+        found = np.empty(stop - start, dtype=self.dtype)
+        position = start
+        index = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while position < stop:
+            segment, offset = self._segments[index], position - int(self._starts[index])
+            part = segment.part(offset, min(segment.tokens, offset + stop - position))
+            content = self._open(part.file)[part.start :][: part.tokens * np.dtype(part.dtype).itemsize]
+            found[position - start :][: part.tokens] = content.view(part.dtype)
+            position += part.tokens
+            index += 1
+        return found
+
+
+def map_bytes(path: Path, *, follow_links: bool = True) -> np.ndarray:
+    """Maps a file into memory as an array of bytes."""
+    with open_regular(path, follow_links=follow_links) as file:
+        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=np.uint8)
+        return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+
+
+def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]:
+    """Returns the files of token ids and their indices, () if the files are text.
+
+    A folder holds token ids if it has nothing else but metadata, or if one directly in it is named "train".
+    """
+    found = [path for path in files if path.suffix in TOKEN_FILES]
+    is_named = any(path.parent == root and "train" in path.stem for path in found)
+    if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
+        return ()
+    # cache-*.arrow: results that `datasets` keeps beside the data.
+    return tuple(path for path in files if path.suffix in (*TOKEN_FILES, ".idx") and path.name[:6] != "cache-")
+
+
+def with_companions(path: Path) -> tuple[Path, ...]:
+    """Returns a file of token ids, its index and, beside a file of training data, that of validation data."""
+    if path.suffix not in (*TOKEN_FILES, ".idx"):
+        return (path,)
+    path = path.with_suffix(".bin") if path.suffix == ".idx" else path
+    validation = path.with_name(path.name.replace("train", "val"))
+    candidates = dict.fromkeys(file for each in (path, validation) for file in (each, each.with_suffix(".idx")))
+    return tuple(file for file in candidates if file == path or file.is_file())
+
+
+def holds_tokens(files: Sequence[Path]) -> bool:
+    """Returns whether the files of a source are token ids that are read in place."""
+    return bool(files) and all(path.suffix in (*TOKEN_FILES, ".idx") for path in files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """Files of token ids, the column that holds them in a table, and the vocabulary that they are compared with."""
+
+    files: tuple[Path, ...]
+    root: Path
+    column: str
+    vocab_size: int
+    eos_id: int
+
+    def index(self, *, held_out_fraction: float) -> dict[str, SplitIndex]:
+        """Returns the segments and documents of each split.
+
+        Held out are the files that are named so, else the last documents. ConfigError if a file is not what its name
+        says, or holds ids outside the vocabulary.
+        """
+        held_out = [number for number in self._numbers() if _is_named_validation(self.files[number], root=self.root)]
+        training = [number for number in self._numbers() if number not in held_out] or held_out
+        validation = [] if training == held_out else held_out
+        indexed = self._index_files(training)
+        if validation:
+            return {"train": indexed, "validation": self._index_files(validation)}
+        documents = len(indexed.offsets) - 1
+        kept = min(documents, max(1, documents - int(np.ceil(documents * held_out_fraction))))
+        return {"train": _cut(indexed, 0, kept), "validation": _cut(indexed, kept, documents)}
+
+    def _numbers(self) -> Iterator[int]:
+        return (number for number, path in enumerate(self.files) if path.suffix in TOKEN_FILES)
+
+    def _index_files(self, numbers: Sequence[int]) -> SplitIndex:
+        segments: list[Segment] = []
+        ends = [np.zeros(1, dtype=np.int64)]
+        lacking = [np.empty(0, dtype=np.int64)]
+        total = 0
+        for segment, ends_in_segment in chain.from_iterable(map(self._segments, numbers)):
+            for found, without_eos in self._scan(segment, ends=ends_in_segment):
+                ends.append(total + found)
+                lacking.append(total + without_eos)
+            segments.append(segment)
+            total += segment.tokens
+        stored = np.concatenate(ends)
+        if stored[-1] < total:  # a stream that ends within a document
+            stored = np.append(stored, total)
+            lacking.append(np.array([total]))
+        missing = np.concatenate(lacking)
+        offsets = stored + np.searchsorted(missing, stored, side="right")
+        return SplitIndex(segments=segments, offsets=offsets, added=missing + np.arange(len(missing)))
+
+    def _scan(self, segment: Segment, *, ends: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Checks all ids; yields the ends of the documents, and those of them that no end-of-text token precedes."""
+        ids = TokenArray([segment], files=self.files, added=np.empty(0), eos_id=0)
+        for first in range(0, segment.tokens, _CHUNK):
+            chunk = ids[first : first + _CHUNK]
+            check_ids(chunk, vocab_size=self.vocab_size, path=self.files[segment.file])
+            if ends is None:
+                yield first + 1 + np.flatnonzero(chunk == self.eos_id), np.empty(0, dtype=np.int64)
+            else:
+                here = ends[slice(*np.searchsorted(ends, [first, first + len(chunk)], "right"))]
+                yield here, here[chunk[here - first - 1] != self.eos_id]
+
+    def _segments(self, number: int) -> Iterator[tuple[Segment, np.ndarray | None]]:
+        path = self.files[number]
+        try:
+            yield from self._reader(path)(path, number=number)
+        except DocumentError as error:
+            refuse(path, f"{error}; replace the file")
+
+    def _reader(self, path: Path) -> Callable[..., Iterator[tuple[Segment, np.ndarray | None]]]:
+        if path.suffix == ".arrow":
+            return partial(_read_arrow, column=self.column)
+        if path.suffix == ".bin" and path.with_suffix(".idx") in self.files:
+            return _read_megatron
+        return partial(_read_stream, raw_dtype="uint16" if self.vocab_size <= 1 << 16 else "uint32")
+
+
+def refuse(path: Path, problem: str) -> NoReturn:
+    """Raises ConfigError about a file of token ids."""
+    raise ConfigError(f"{shorten(str(path))}: {problem}.")
+
+
+def check_ids(ids: np.ndarray, *, vocab_size: int, path: Path) -> None:
+    """ConfigError if an id is outside the vocabulary."""
+    lowest, highest = int(ids.min(initial=0)), int(ids.max(initial=0))
+    if lowest < 0 or highest >= vocab_size:
+        found = f"token id {lowest if lowest < 0 else highest}, and the tokenizer has the ids 0 to {vocab_size - 1}"
+        refuse(path, f"{found}; set model.hf_assets_path to the tokenizer that the ids were made with")
+
+
+def _is_named_validation(path: Path, *, root: Path) -> bool:
+    parts = (*path.relative_to(root).parts[:-1], path.stem)
+    return any(_VALIDATION.search(part) for part in parts)
+
+
+def _cut(index: SplitIndex, first: int, last: int) -> SplitIndex:
+    """Returns the documents in [first, last) of a split."""
+    start, stop = int(index.offsets[first]), int(index.offsets[last])
+    low, high = np.searchsorted(index.added, [start, stop])
+    left, right = start - int(low), stop - int(high)  # among the ids that are in the files
+    segments: list[Segment] = []
+    position = 0
+    for segment in index.segments:
+        inside = max(0, left - position), min(segment.tokens, right - position)
+        position += segment.tokens
+        if inside[0] < inside[1]:
+            segments.append(segment.part(*inside))
+    return SplitIndex(
+        segments=segments, offsets=index.offsets[first : last + 1] - start, added=index.added[low:high] - start
+    )
+
+
+def _read_megatron(path: Path, *, number: int) -> Iterator[tuple[Segment, np.ndarray | None]]:
+    """Source: megatron/core/datasets/indexed_dataset.py of NVIDIA/Megatron-LM."""
+    index = path.with_suffix(".idx")
+    content = map_bytes(index)
+    header = struct.Struct("<9sQBQQ")
+    if len(content) < header.size:
+        raise DocumentError(f"{index.name} has {len(content)} bytes, fewer than its header")
+    magic, version, code, sequences, count = header.unpack(content[: header.size].tobytes())
+    if (magic, version) != (MEGATRON_MAGIC, 1):
+        raise DocumentError(f"{index.name} is not an index of Megatron (version 1)")
+    if code not in MEGATRON_DTYPES:
+        raise DocumentError(f"{index.name} states the type {code}; known: {MEGATRON_DTYPES}")
+    expected = header.size + 12 * sequences + 8 * count
+    if len(content) not in (expected, expected + sequences):  # a mode for each sequence may follow
+        asked = f"{sequences:,} sequences and {count:,} documents, which take {expected:,}"
+        raise DocumentError(f"{index.name} has {len(content):,} bytes, and states {asked}")
+    dtype = MEGATRON_DTYPES[code]
+    arrays = np.split(content[header.size : expected], [4 * sequences, 12 * sequences])
+    lengths, pointers, documents = (array.view(kind) for array, kind in zip(arrays, ("<i4", "<i8", "<i8"), strict=True))
+    ends = np.cumsum(np.concatenate([[0], lengths]), dtype=np.int64)
+    item = np.dtype(dtype).itemsize
+    if (lengths < 0).any() or not np.array_equal(pointers, item * ends[:-1]):
+        raise DocumentError(f"{index.name}: the sequences do not follow one another without gaps")
+    if not count or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise DocumentError(f"{index.name}: the documents do not reach from sequence 0 to {sequences:,}")
+    if (size := path.stat().st_size) != item * ends[-1]:
+        raise DocumentError(f"{size:,} bytes, and {index.name} states {ends[-1]:,} ids of type {dtype}")
+    yield Segment(file=number, start=0, dtype=dtype, tokens=int(ends[-1])), _rising(ends[documents])
+
+
+def _rising(ends: np.ndarray) -> np.ndarray:
+    """Returns the ends of the documents that are not empty."""
+    return ends[1:][np.diff(ends) > 0]
+
+
+def _read_stream(path: Path, *, number: int, raw_dtype: str) -> Iterator[tuple[Segment, np.ndarray | None]]:
+    """Reads a header of llm.c or NumPy; other files are ids from their start, of the type that the vocabulary needs."""
+    content = map_bytes(path)
+    start, dtype, count = 0, raw_dtype, None
+    magic, version, stated = struct.unpack("<3i", content[:12].tobytes().ljust(12, b"\0"))
+    if content[:6].tobytes() == b"\x93NUMPY":
+        start, dtype, count = _numpy_header(content)
+    elif path.suffix == ".bin" and (magic, version) in LLMC_DTYPES:
+        start, dtype, count = LLMC_HEADER_BYTES, LLMC_DTYPES[magic, version], stated
+    item = np.dtype(dtype).itemsize
+    if count is None:
+        count = len(content) // item
+    if len(content) != start + item * count:
+        raise DocumentError(f"{len(content):,} bytes, not {start:,} and {count:,} ids of type {dtype}")
+    if start == 0 and dtype == "uint16" and count > 8 and not content[: 1 << 20].view("uint16")[1::2].any():
+        raise DocumentError(
+            "every second id is 0, as if the ids were of type uint32 while the tokenizer's fit in uint16"
+        )
+    if count:
+        yield Segment(file=number, start=start, dtype=dtype, tokens=count), None
+
+
+def _numpy_header(content: np.ndarray) -> tuple[int, str, int]:
+    """Returns the offset, type and number of ids. numpy.lib.format would evaluate the header as an expression."""
+    start = 10 + int.from_bytes(content[8:10].tobytes(), "little")
+    header = content[10:start].tobytes()
+    found = _NUMPY_HEADER.fullmatch(header)
+    if found is None:
+        shown = shorten(header.decode("latin-1").strip())
+        raise DocumentError(f"NumPy's header {shown!r} is not that of integers in one dimension")
+    return start, np.dtype(found[1].decode()).name, int(found[2])
+
+
+def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segment, np.ndarray | None]]:
+    import pyarrow
+    import pyarrow.ipc
+
+    file = pyarrow.memory_map(str(path)).read_buffer()
+    try:
+        stream = pyarrow.ipc.open_stream(pyarrow.BufferReader(file))
+        check_list_column(stream.schema, path=path, column=column)
+        for batch in stream:
+            batch.validate(full=True)
+            if segment := _arrow_segment(batch.column(column), file=file, number=number):
+                yield segment
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        raise DocumentError(f"not a complete Arrow stream ({shorten(str(error))})") from error
+
+
+def check_list_column(schema: "pyarrow.Schema", *, path: Path, column: str) -> None:
+    """Raises ConfigError unless the column holds lists of integers."""
+    lists = [field.name for field in schema if is_list_of_ids(field.type)]
+    if lists.count(column) != 1:
+        remedy = f"set it to one of {shorten(', '.join(lists))}" if lists else "such files are not read as text"
+        refuse(path, f"training.text_key = {toml_like(column)} names no column with lists of token ids; {remedy}")
+
+
+def is_list_of_ids(kind: "pyarrow.DataType") -> bool:
+    """Returns whether values of a type are lists of integers."""
+    import pyarrow.types as types
+
+    return (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type)
+
+
+def _arrow_segment(
+    column: "pyarrow.ListArray", *, file: "pyarrow.Buffer", number: int
+) -> tuple[Segment, np.ndarray] | None:
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    values = column.values
+    if column.null_count or values.null_count:
+        raise DocumentError("documents or ids are missing (null)")
+    buffer = values.buffers()[1]
+    if not len(offsets) or offsets[-1] == offsets[0]:
+        return None
+    dtype = str(values.type)
+    item = np.dtype(dtype).itemsize
+    start = buffer.address - file.address + item * (values.offset + int(offsets[0]))
+    tokens = int(offsets[-1] - offsets[0])
+    if not 0 <= start <= start + item * tokens <= file.size:
+        raise DocumentError("the ids are compressed; save the dataset without compression")
+    return Segment(file=number, start=start, dtype=dtype, tokens=tokens), _rising(offsets - offsets[0])
+
+
+def has_token_rows(files: Sequence[Path], *, column: str) -> bool:
+    """Returns whether the files are parquet files with token ids in a column, which cannot be read in place."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if not files or any(path.suffix != ".parquet" for path in files):
+        return False
+    try:
+        schema = pyarrow.parquet.read_schema(files[0])
+    except (pyarrow.ArrowException, OSError, UnicodeError):
+        return False  # reported when it is read
+    return schema.names.count(column) == 1 and is_list_of_ids(schema.field(column).type)
+
+
+def read_token_rows(files: Sequence[Path], *, column: str) -> Iterator[tuple[np.ndarray, int]]:
+    """Yields the ids of every document that has some, with the number of bytes read so far. ConfigError."""
+    import pyarrow
+    import pyarrow.parquet
+
+    done = 0
+    for path in files:
+        done += path.stat().st_size
+        try:
+            parquet = pyarrow.parquet.ParquetFile(path)
+            check_list_column(parquet.schema_arrow, path=path, column=column)
+            for batch in parquet.iter_batches(batch_size=64, columns=[column]):
+                for row in batch.column(0):
+                    if row.values is None or row.values.null_count:
+                        refuse(path, "documents or ids are missing (null); remove them")
+                    if len(row.values):
+                        yield row.values.to_numpy(), done
+        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+            refuse(path, f"not a complete parquet file ({shorten(str(error))}); replace the file")
+
+
+def segments_to_json(index: Mapping[str, SplitIndex]) -> bytes:
+    """Returns the segments of all splits."""
+    return json.dumps(
+        {split: [list(vars(each).values()) for each in found.segments] for split, found in index.items()}
+    ).encode()
+
+
+def read_segments(path: Path, *, files: Sequence[Path]) -> dict[Literal["train", "validation"], list[Segment]]:
+    """Reads what segments_to_json wrote, and compares it with the files; DocumentError if they do not agree."""
+    table = read_json(path, max_bytes=1 << 30).table("train", "validation")
+    sizes = [file.stat().st_size for file in files]
+    return {
+        split: [_read_segment(item, sizes=sizes) for item in table[split].items()] for split in ("train", "validation")
+    }
+
+
+def _read_segment(value: Value, *, sizes: Sequence[int]) -> Segment:
+    file, start, dtype, tokens = value.items(count=4)
+    segment = Segment(
+        file=file.integer(high=len(sizes) - 1),
+        start=start.integer(),
+        dtype=dtype.choice(*_INTEGERS),
+        tokens=tokens.integer(),
+    )
+    if segment.start + segment.tokens * np.dtype(segment.dtype).itemsize > sizes[segment.file]:
+        value.refuse("must lie within the file")
+    return segment

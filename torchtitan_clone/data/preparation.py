@@ -1,0 +1,409 @@
+"""Makes token stores: a source is tokenized in parts, which are joined when all exist.
+
+    <cache>/sources/<source>/lock, files.json    lock, and hashes of the source's files
+                             partial/            what is being written
+                             parts/<key>/        finished parts, each in the format of a store
+
+Everything is written to partial/ under a lock, and renamed after all of it is on disk: a part or a store is complete or
+does not exist. What is killed therefore continues after the last finished part.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.schema import Data
+from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
+from torchtitan_clone.data.formats import (
+    TokenFiles,
+    check_ids,
+    has_token_rows,
+    holds_tokens,
+    read_token_rows,
+    segments_to_json,
+)
+from torchtitan_clone.data.sources import (
+    FIRST_BAD_ROWS,
+    BadRows,
+    Source,
+    digest_of,
+    read_documents,
+    source_fingerprint,
+)
+from torchtitan_clone.data.token_store import (
+    FORMAT,
+    SEGMENTS_FILE,
+    Split,
+    SplitWriter,
+    StoreKey,
+    StoreMeta,
+    TokenStore,
+    commit,
+    dtype_of_ids,
+    is_held_out,
+    locked,
+    open_store,
+    unit_hash,
+    write_meta,
+)
+from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.documents import shorten
+from torchtitan_clone.files import write_atomically
+
+logger = logging.getLogger("torchtitan_clone")
+
+BATCH_CHARACTERS = 1 << 19
+LOG_SECONDS = 10.0
+PART_BYTES = 1 << 28
+"""A file of this size is a part, and so are several smaller ones together."""
+
+
+def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data, part_bytes: int = PART_BYTES) -> TokenStore:
+    """Returns the store of a source, and makes it first if it does not exist.
+
+    Call it before process groups start: it can take long, and the other processes of the node wait for it. ConfigError
+    if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
+    """
+    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, part_bytes=part_bytes)
+    with _explained_errors(preparation):
+        store = preparation.prepare()
+    _bad_rows(store.meta, limit=data.max_bad_rows).check()
+    return store
+
+
+def prepare_parts(
+    source: Source, *, tokenizer: Tokenizer, data: Data, task: int, tasks: int, part_bytes: int = PART_BYTES
+) -> bool:
+    """Tokenizes every `tasks`-th part of a source; returns whether now all exist, so that prepare_store joins them.
+
+    The tasks may run at the same time, on machines with a common cache folder. ConfigError as for prepare_store.
+    """
+    owner = f"-{task}-of-{tasks}"
+    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, part_bytes=part_bytes, owner=owner)
+    with _explained_errors(preparation):
+        return preparation.prepare_parts(slice(task, None, tasks))
+
+
+@contextmanager
+def _explained_errors(preparation: "_Preparation") -> Iterator[None]:
+    """Raises ConfigError for errors of the tokenizer and of the cache folder."""
+    name = preparation.source.name
+    try:
+        yield
+    except TokenizerProcessError as error:
+        remedy = "correct the tokenizer (model.hf_assets_path), or lower data.prepare_processes if memory is short"
+        raise ConfigError(f"{name} cannot be tokenized: {shorten(str(error))}; {remedy}.") from error
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_folder = {toml_like(str(preparation.cache))}: preparing {name} there failed: {error}; set it "
+            "to a folder that can be written, with enough space."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Files that are tokenized together, and the store of their tokens."""
+
+    source: Source
+    bytes_before: int
+    """Size of the parts before it."""
+    key: StoreKey
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Label:
+    """What is known about a batch of documents before it is tokenized."""
+
+    part: _Part
+    held_out: np.ndarray
+    """bool; by document."""
+    bytes_read: int
+    """Of the part."""
+    bad_rows: BadRows
+    """Of the part, complete with its last batch."""
+
+
+_Document = str | np.ndarray
+"""Text, or the token ids of a parquet file."""
+_Encoded = tuple[_Label, np.ndarray, np.ndarray]
+"""A batch, its tokens and the length of each document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preparation:
+    """The making of a source's store, or by one of several tasks, the owner, of some of its parts."""
+
+    source: Source
+    tokenizer: Tokenizer
+    data: Data
+    part_bytes: int
+    owner: str = ""
+
+    @property
+    def cache(self) -> Path:
+        user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(user_cache, "torchtitan_clone") if self.data.cache_folder is None else Path(self.data.cache_folder)
+
+    @property
+    def _work_dir(self) -> Path:
+        return self.cache / "sources" / digest_of([self.source.name, str(self.source.root.resolve())])[:16]
+
+    @property
+    def _partial(self) -> Path:
+        return self._work_dir / f"partial{self.owner}"
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Holds the lock, and removes what is incomplete in the end, as after a killed process."""
+        with locked(self._work_dir / f"lock{self.owner}", name=self.source.name):
+            try:
+                shutil.rmtree(self._partial, ignore_errors=True)
+                yield
+            finally:
+                shutil.rmtree(self._partial, ignore_errors=True)
+
+    def prepare(self) -> TokenStore:
+        """Returns the store, and makes it first if it does not exist."""
+        with self._working():
+            key = self._key(source_fingerprint(self.source, listing=self._work_dir / "files.json"))
+            folder = self.cache / "stores" / digest_of(asdict(key))[:16]
+            if not folder.exists():
+                start = time.perf_counter()
+                meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
+                commit(self._partial, folder)
+                shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
+                _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
+            return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
+
+    def prepare_parts(self, chosen: slice) -> bool:
+        """Makes some of the parts; returns whether now all exist."""
+        if holds_tokens(self.source.files):
+            return chosen.start == 0  # no parts: they are read in place
+        with self._working():
+            parts = self._parts(self.data.held_out_fraction)
+            self._make_parts(parts[chosen])
+        return all(part.folder.exists() for part in parts)
+
+    def _key(self, fingerprint: str) -> StoreKey:
+        return StoreKey(
+            format=FORMAT,
+            source_fingerprint=fingerprint,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_id=self.tokenizer.eos_id,
+            held_out_fraction=self.data.held_out_fraction,
+        )
+
+    def _index(self, key: StoreKey) -> StoreMeta:
+        """Writes where the tokens of files are that are read in place."""
+        source = self.source
+        files = TokenFiles(
+            files=source.files, root=source.root, column=source.text_key, vocab_size=key.vocab_size, eos_id=key.eos_id
+        )
+        index = files.index(held_out_fraction=key.held_out_fraction)
+        self._partial.mkdir()
+        for split, found in index.items():
+            write_atomically(self._partial / f"{split}.offsets", found.offsets.tobytes())
+            write_atomically(self._partial / f"{split}.added", found.added.tobytes())
+        write_atomically(self._partial / SEGMENTS_FILE, segments_to_json(index))
+        tokens = {split: int(found.offsets[-1]) for split, found in index.items()}
+        documents = {split: len(found.offsets) - 1 for split, found in index.items()}
+        return self._write_meta(key, tokens=tokens, documents=documents, bad_rows=BadRows(limit=0))
+
+    def _write_meta(
+        self, key: StoreKey, *, tokens: dict[str, int], documents: dict[str, int], bad_rows: BadRows
+    ) -> StoreMeta:
+        meta = StoreMeta(
+            **asdict(key),
+            source=f"{self.source.name} ({self.source.root})",
+            tokens=tokens,
+            documents=documents,
+            bad_rows=bad_rows.count,
+            first_bad_rows=bad_rows.first,
+        )
+        write_meta(meta, folder=self._partial)
+        return meta
+
+    def _tokenize(self, key: StoreKey) -> StoreMeta:
+        """Makes the parts that do not exist, and joins all."""
+        fraction = self.data.held_out_fraction
+        stores = self._all_parts(fraction)
+        documents = _total(stores, "documents")
+        if fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
+            # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
+            found = _documents(self.source, bad_rows=BadRows(limit=self.data.max_bad_rows))
+            stores = self._all_parts(min(unit_hash(document) for document, _ in found))
+        if not _total(stores, "documents")["train"]:  # there is only one document, or copies of one
+            stores = self._all_parts(0.0)
+        if not _total(stores, "documents")["train"]:
+            reason = f"training data {self.source.name}: no text in {self.source.root}"
+            raise ConfigError(f"{reason}; set training.dataset_path to text files.")
+        return self._join(stores, key=key)
+
+    def _join(self, stores: Sequence[TokenStore], *, key: StoreKey) -> StoreMeta:
+        self._partial.mkdir()
+        for split in get_args(Split):
+            with closing(SplitWriter(self._partial, split)) as writer:
+                for store in stores:
+                    writer.append(np.asarray(store.tokens(split)), np.diff(store.offsets(split)))
+        first = [place for store in stores for place in store.meta.first_bad_rows][:FIRST_BAD_ROWS]
+        count = sum(store.meta.bad_rows for store in stores)
+        return self._write_meta(
+            key,
+            tokens=_total(stores, "tokens"),
+            documents=_total(stores, "documents"),
+            bad_rows=BadRows(limit=count, count=count, first=first),
+        )
+
+    def _all_parts(self, held_out_fraction: float) -> list[TokenStore]:
+        parts = self._parts(held_out_fraction)
+        self._make_parts(parts)
+        return [open_store(part.folder, key=part.key) for part in parts]
+
+    def _parts(self, held_out_fraction: float) -> list[_Part]:
+        """Divides the files in their order; a part is identified by names, sizes and times, without reading it."""
+        parts: list[_Part] = []
+        files: list[Path] = []
+        entries: list[tuple[str, int, int]] = []
+        before = size = 0
+        for file in self.source.files:
+            status = file.stat()
+            files.append(file)
+            entries.append((file.relative_to(self.source.root).as_posix(), status.st_size, status.st_mtime_ns))
+            size += status.st_size
+            if size >= self.part_bytes or file == self.source.files[-1]:
+                key = self._key(digest_of([entries, self.source.text_key]))
+                key = replace(key, held_out_fraction=held_out_fraction)
+                folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
+                source = replace(self.source, files=tuple(files))
+                parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder))
+                files, entries, before, size = [], [], before + size, 0
+        return parts
+
+    def _make_parts(self, parts: Sequence[_Part]) -> None:
+        """Tokenizes the parts that do not exist, in order."""
+        missing = [part for part in parts if not part.folder.exists()]
+        if 0 < len(missing) < len(parts):
+            logger.info("preparing %s: %d of %d parts exist", self.source.name, len(parts) - len(missing), len(parts))
+        batches = (batch for part in missing for batch in _batches(part, limit=self.data.max_bad_rows))
+        with _progress(self.source) as report, closing(_encode(batches, preparation=self)) as encoded:
+            for part, batches_of_part in groupby(encoded, key=lambda batch: batch[0].part):
+                self._write_part(part, batches_of_part, report=report)
+
+    def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, report: Callable[[int], None]) -> None:
+        self._partial.mkdir()
+        train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
+        bad_rows = BadRows(limit=0)
+        with closing(train), closing(validation):
+            for label, tokens, lengths in batches:
+                train.append(tokens[np.repeat(~label.held_out, lengths)], lengths[~label.held_out])
+                validation.append(tokens[np.repeat(label.held_out, lengths)], lengths[label.held_out])
+                report(part.bytes_before + label.bytes_read)
+                bad_rows = label.bad_rows
+        self._write_meta(
+            part.key,
+            tokens={"train": train.tokens, "validation": validation.tokens},
+            documents={"train": train.documents, "validation": validation.documents},
+            bad_rows=bad_rows,
+        )
+        commit(self._partial, part.folder)
+
+
+def _encode(
+    batches: Iterator[tuple[list[Any], _Label]], *, preparation: _Preparation
+) -> Generator[_Encoded, None, None]:
+    tokenizer, source = preparation.tokenizer, preparation.source
+    dtype = dtype_of_ids(tokenizer.vocab_size)
+    if has_token_rows(source.files, column=source.text_key):
+        return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
+    wanted = preparation.data.prepare_processes
+    num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
+    return encode_batches(batches, tokenizer=tokenizer, dtype=dtype, num_processes=num_processes)
+
+
+def _join_ids(
+    batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str
+) -> Generator[_Encoded, None, None]:
+    """Ends documents of token ids with the end-of-text token where they do not."""
+    for documents, label in batches:
+        complete = [ids if ids[-1] == tokenizer.eos_id else np.append(ids, tokenizer.eos_id) for ids in documents]
+        lengths = np.array([len(ids) for ids in complete], dtype=np.int64)
+        tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
+        check_ids(tokens, vocab_size=tokenizer.vocab_size, path=label.part.source.root)
+        yield label, tokens.astype(dtype), lengths
+
+
+def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
+    found = f"{sum(meta.documents.values()):,} documents, {meta.tokens['train']:,} tokens, and "
+    found += f"{meta.tokens['validation']:,} tokens held out"
+    logger.info("prepared %s in %.1f s: %s", meta.source, seconds, found)
+    if meta.bad_rows:
+        logger.warning("skipped %s", _bad_rows(meta, limit=limit).report())
+
+
+def _total(stores: Sequence[TokenStore], name: str) -> dict[str, int]:
+    return {split: sum(getattr(store.meta, name)[split] for store in stores) for split in get_args(Split)}
+
+
+def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
+    return BadRows(limit=limit, count=meta.bad_rows, first=meta.first_bad_rows)
+
+
+def _documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[_Document, int]]:
+    """Yields every document, with the number of bytes of the source read so far."""
+    if has_token_rows(source.files, column=source.text_key):
+        return read_token_rows(source.files, column=source.text_key)
+    return read_documents(source, bad_rows=bad_rows)
+
+
+def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
+    """Yields documents for one process and their label; the last batch of a part is empty."""
+    bad_rows = BadRows(limit=limit)
+    documents = _documents(part.source, bad_rows=bad_rows)
+    fraction = part.key.held_out_fraction
+    bytes_read = 0
+    while True:
+        batch = list(_take_characters(documents, BATCH_CHARACTERS))
+        held_out = np.array([is_held_out(document, fraction=fraction) for document, _ in batch], dtype=bool)
+        bytes_read = batch[-1][1] if batch else bytes_read
+        label = _Label(part=part, held_out=held_out, bytes_read=bytes_read, bad_rows=bad_rows)
+        yield [document for document, _ in batch], label
+        if not batch:
+            return
+
+
+def _take_characters(documents: Iterator[tuple[_Document, int]], size: int) -> Iterator[tuple[_Document, int]]:
+    while size > 0 and (document := next(documents, None)):
+        size -= len(document[0])
+        yield document
+
+
+@contextmanager
+def _progress(source: Source) -> Iterator[Callable[[int], None]]:
+    """Yields a function that reports the bytes read so far: a progress bar on a terminal, else log messages."""
+    from tqdm import tqdm
+
+    total = sum(file.stat().st_size for file in source.files)
+    last_log = time.monotonic()
+
+    def report(bytes_read: int) -> None:
+        nonlocal last_log
+        bar.update(bytes_read - bar.n)
+        if bar.disable and time.monotonic() - last_log > LOG_SECONDS:
+            last_log = time.monotonic()
+            logger.info("preparing %s: %.0f %% of %.1f MB", source.name, 100 * bytes_read / total, total / 1e6)
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc=f"preparing {source.name}", disable=None) as bar:
+        yield report
