@@ -234,6 +234,9 @@ class LRScheduler:
     """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
     min_lr_factor: UnitInterval = 0.0
     """Final learning rate, as a fraction of the peak."""
+    points: list[list[float]] = field(default_factory=list[list[float]])
+    """Schedule of its own, instead of all other options of this table: pairs [step, factor of the peak], with linear
+    interpolation between them, for example [[0, 0.0], [200, 1.0], [9000, 1.0], [10000, 0.1]]."""
 
 
 @dataclass(frozen=True, kw_only=True)
