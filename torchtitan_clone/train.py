@@ -95,7 +95,7 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
         config,
         world_size=launch.world_size,
         device_type=device.type if is_real else simulated_device_type(config, present=device.type),
-        problems=[*problems, *preflight.find_source_errors(config.training)],
+        problems=[*problems, *preflight.find_source_errors(config)],
     )
     return plan, launch, device
 
@@ -175,7 +175,10 @@ def _options_that_must_match(plan: "RunPlan") -> list[str]:
     lines = [f"WORLD_SIZE = {plan.world_size}"]
     for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
-    return [line for line in lines if not line.startswith(PATH_OPTIONS)]
+    for source in plan.config.data.sources:
+        lines.append(f"source {source.name}: weight {source.weight}, max_epochs {source.max_epochs}")
+    order = [f"data.{key} = {getattr(plan.config.data, key)}" for key in ("stages", "skip_steps")]
+    return [line for line in lines if not line.startswith(PATH_OPTIONS)] + order
 
 
 def _exit_code(config: Config, *, complete: bool) -> int:

@@ -21,7 +21,6 @@ from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.parallel.gradients import sum_over_ranks
-from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.runtime import Launch, set_determinism
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
@@ -31,7 +30,7 @@ from torchtitan_clone.run.gc_control import GCControl, collect_all
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
-from torchtitan_clone.run.plan import CONFIG_FILE, write_config
+from torchtitan_clone.run.plan import CONFIG_FILE, describe_phase, plan_after, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
@@ -69,7 +68,7 @@ class Trainer:
             is_shared=config.fault_tolerance.enable,
         )
         progress = (self._checkpoints.find_resume_point() if config.checkpoint.enable else None) or NOTHING_DONE
-        plan = run.plan.at_step(progress.step + 1)
+        plan = plan_after(progress, first=run.plan)
         # 2. What is trained: random weights, then those of the hub or of a checkpoint.
         engine = build_engine(plan, device=device)
         outer_weights = outer_state(config.fault_tolerance, parameters=engine.parameters)
@@ -201,7 +200,7 @@ class Trainer:
             self._metrics.ledger.throw_away(steps=1, seconds=time.perf_counter() - start)
             return None
         self._stop.step_seconds = time.perf_counter() - start
-        self._metrics.observe_step(data_seconds=result.data_seconds)
+        self._metrics.observe_step(data_seconds=result.data_seconds, by_source=result.by_source)
         seconds = self._stop.step_seconds
         slow = self._stragglers.report(step, timer=timer, data_seconds=result.data_seconds, total_seconds=seconds)
         for line in slow if self._metrics.active else ():
@@ -217,11 +216,11 @@ class Trainer:
 
     def _maybe_change_phase(self) -> bool:
         """Freezes layers and moves the state to another mesh in memory, where training.freeze_schedule says so."""
-        plan = self._run.plan.at_step(self._state.step + 1)
-        if plan.first_step == self.engine.plan.first_step:
+        state, before = self._state, self.engine.plan
+        plan = self._run.plan.at_step(state.step + 1, batch=state.loader.next_batch_number)
+        if (plan.first_step, plan.first_batch) == (before.first_step, before.first_batch):
             return False
         start = time.perf_counter()
-        state = self._state
         self._checkpoints.forget_plan()
         self._timeouts.expect_slow_steps()
         position = state.loader.state_dict()
@@ -230,8 +229,8 @@ class Trainer:
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
         collect_all()  # modules and their hooks refer to one another
-        self._metrics.flops_per_token = plan.flops_per_token
-        what = f"{plan.frozen_layers} layers frozen, {describe_mesh(plan.degrees).partition(chr(10))[0]}"
+        self._metrics.flops_per_token, self._metrics.tokens_per_step = plan.flops_per_token, plan.tokens_per_step
+        what = describe_phase(plan)
         self._metrics.log_event(state.step, what, seconds=time.perf_counter() - start)
         self._metrics.restart_interval()
         return True
@@ -273,6 +272,7 @@ class Trainer:
             grad_norm=grad_norm,
             auxiliary=totals.auxiliary,
             router=load_statistics(totals.loads),
+            by_source=totals.by_source,
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,
@@ -303,7 +303,8 @@ class Trainer:
         result = self._validator.run(self.engine, timeouts=self._timeouts, stop=self._stop)
         if result is not None:
             seconds = time.perf_counter() - start
-            self._metrics.log_validation(step, result.loss, validation_targets=result.num_targets, seconds=seconds)
+            values = {"validation_targets": result.num_targets, "seconds": seconds, **result.source_columns()}
+            self._metrics.log_validation(step, result.loss, **values)
         self._metrics.restart_interval()
         return result is not None
 

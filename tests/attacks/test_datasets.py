@@ -22,9 +22,17 @@ from tokenizers import Tokenizer, models
 from tests.data.corpora import TOKENIZER, jsonl, open_corpus, parquet, texts, write, write_corpus, zst
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer, describe_source
+from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer
 from torchtitan_clone.data.row_reader import StreamState
-from torchtitan_clone.data.sources import DOCUMENT_BYTES, EMPTY_ROWS, LINE_BYTES, BadRows, find_source, read_documents
+from torchtitan_clone.data.sources import (
+    DOCUMENT_BYTES,
+    EMPTY_ROWS,
+    LINE_BYTES,
+    BadRows,
+    describe_source,
+    find_source,
+    read_documents,
+)
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output

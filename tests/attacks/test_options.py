@@ -113,7 +113,7 @@ def dry_run(argv: list[str], *, world_size: int = 1) -> str:
     """Does what `--dry-run` does; returns the printed text, or the errors."""
     try:
         loaded = read_config(argv)
-        problems = [*loaded.problems, *preflight.find_source_errors(loaded.config.training)]
+        problems = [*loaded.problems, *preflight.find_source_errors(loaded.config)]
         plan = preflight.resolve(loaded.config, world_size=world_size, device_type="cpu", problems=problems)
         preflight.check_start(plan)
         return describe_run(plan)

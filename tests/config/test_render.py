@@ -23,7 +23,8 @@ def random_value(annotation: Any, *, source: random.Random) -> Any:
     if get_origin(annotation) is list:
         return [random_value(get_args(annotation)[0], source=source) for _ in range(source.randrange(3))]
     if get_origin(annotation) is dict:
-        kinds = (int, float, str, bool, list[int], dict[str, Any])
+        wanted = get_args(annotation)[1]
+        kinds = (int, float, str, bool, list[int], dict[str, object]) if wanted is object else (wanted,)
         return {f"k{index}": random_value(source.choice(kinds), source=source) for index in range(source.randrange(4))}
     if is_dataclass(annotation):
         hints = get_type_hints(annotation)

@@ -81,3 +81,11 @@ def test_an_invalid_tokenizer_file_is_an_error(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=r"hf_assets_path = .*is not a valid tokenizer .*download"):
         build_tokenizer(str(tmp_path))
+
+
+def test_byte_lengths_of_tokens_add_up_to_the_text():
+    tokenizer = build_tokenizer(None)
+    lengths = tokenizer.byte_lengths()
+    text = "def größe(日本): return 'x' * 3\n\n\t🙂"
+    assert sum(lengths[token] for token in tokenizer.encode_batch([text])[0]) == len(text.encode())
+    assert lengths[tokenizer.eos_id] == 0

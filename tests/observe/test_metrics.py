@@ -111,16 +111,16 @@ def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
         step_seconds, data_seconds = metrics.mean_seconds()
         metrics.log(record(step, step_seconds=step_seconds, data_seconds=data_seconds))
 
-    metrics.observe_step(data_seconds=100.0)
+    metrics.observe_step(data_seconds=100.0, by_source={})
     before = time.perf_counter()
     metrics.restart_interval()
     started = time.perf_counter()
     for data_seconds in (0.25, 0.5, 0.75, 1.0):
-        metrics.observe_step(data_seconds=data_seconds)
+        metrics.observe_step(data_seconds=data_seconds, by_source={})
     ended = time.perf_counter()
     log(5)
     after = time.perf_counter()
-    metrics.observe_step(data_seconds=2.0)
+    metrics.observe_step(data_seconds=2.0, by_source={})
     log(6)
     first, second = rows(tmp_path)
     assert ended - started <= 4 * first["step_seconds"] <= after - before

@@ -40,3 +40,16 @@ def test_a_warmup_longer_than_the_schedule_is_clipped():
 def test_an_unknown_shape_lists_the_known_ones():
     with pytest.raises(ConfigError, match="known: linear, cosine, sqrt"):
         build_schedule(LRScheduler(decay_type="step"), steps=10)
+
+
+def test_points_replace_the_other_options():
+    schedule = LRScheduler(points=[[0, 0.0], [10, 1.0], [90, 1.0], [100, 0.1]], warmup_steps=50)
+    factor = build_schedule(schedule, steps=7)
+    assert [factor(s) for s in (0, 5, 10, 50, 90, 95, 100, 200)] == pytest.approx([0, 0.5, 1, 1, 1, 0.55, 0.1, 0.1])
+    assert build_schedule(LRScheduler(points=[[5, 0.3]]), steps=7)(1) == 0.3
+
+
+@pytest.mark.parametrize("points", [[[5, 1.0], [5, 0.5]], [[-1, 1.0]], [[1, -0.5]], [[1]], [[1, float("nan")]]])
+def test_points_out_of_order_are_an_error(points):
+    with pytest.raises(ConfigError, match=r"lr_scheduler\.points, \[.*\]: must be \[step, factor\] with a step above"):
+        build_schedule(LRScheduler(points=points), steps=7)

@@ -117,7 +117,7 @@ def dry_run_of(argv: list[str], *, world_size: int) -> str:
         loaded.config,
         world_size=world_size,
         device_type=simulated_device_type(loaded.config, present="cpu"),
-        problems=[*loaded.problems, *preflight.find_source_errors(loaded.config.training)],
+        problems=[*loaded.problems, *preflight.find_source_errors(loaded.config)],
     )
     return summary(plan)
 

@@ -11,6 +11,7 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_multiples
 from torchtitan_clone.config.resolved import run_name
 from torchtitan_clone.config.schema import Config, FaultTolerance, Profiling, Range, Slurm
+from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.documents import is_plain_name
 
 
@@ -24,6 +25,7 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
         *_find_storage_errors(config),
         *_find_async_tensor_errors(config, device_type),
         *_find_slurm_errors(config.slurm),
+        *find_data_errors(config.data, training=config.training),
     ]
 
 

@@ -123,7 +123,13 @@ def _convert(value: object, annotation: object, *, current: object, at: Key, rep
         items = [_convert(item, args[0], current=None, at=at, report=report) for item in cast("list[object]", value)]
         return _REJECTED if _REJECTED in items else items
     if origin is dict and isinstance(value, dict):
-        return cast("dict[str, object]", value)
+        entries = cast("dict[str, object]", value)
+        if args[1] is object:
+            return entries
+        kept = {
+            key: _convert(item, args[1], current=None, at=(*at, key), report=report) for key, item in entries.items()
+        }
+        return _REJECTED if _REJECTED in kept.values() else kept
     if annotation is float and type(value) is int:
         return float(value)
     if type(value) is annotation or any(type(value) is type(choice) and value == choice for choice in args):

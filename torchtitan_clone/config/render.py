@@ -63,7 +63,7 @@ def _describe_fields(table: type, *, prefix: str, indent: str = "  ") -> Iterato
             continue
         within = f" {ranges[field.name].describe()}" if field.name in ranges else ""
         yield f"{indent}{prefix}{field.name}  ({describe(hint)}{within}; {_describe_default(field)})"
-        yield textwrap.indent(textwrap.fill(docs[field.name], 110), f"{indent}    ")
+        yield textwrap.indent(textwrap.fill(docs[field.name], min(110, 116 - len(indent))), f"{indent}    ")
         if items := [item for item in get_args(hint) if is_dataclass(item)]:
             yield from _describe_fields(cast("type", items[0]), prefix="", indent=f"{indent}      ")
 

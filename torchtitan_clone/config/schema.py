@@ -54,6 +54,8 @@ Decay = Annotated[float, Range(0.0, 1e6)]
 Fraction = Annotated[float, Range(0.0, 1.0, below=True)]
 UnitInterval = Annotated[float, Range(0.0, 1.0)]
 AboveZero = Annotated[float, Range(0.0, math.inf, above=True)]
+WEIGHTS = Range(0.0, 1e12)
+Weight = Annotated[float, WEIGHTS]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +157,56 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """One entry of data.sources: text, and its share of the mixture."""
+
+    name: str
+    """Name of the source in data.stages, messages and metrics."""
+    path: str | None = None
+    """Local file or folder, as training.dataset_path; set this or dataset."""
+    dataset: str | None = None
+    """Name of a dataset, as training.dataset."""
+    text_key: str = "text"
+    """Field or column that holds the text, as training.text_key."""
+    weight: Weight = 1.0
+    """Share of the tokens, relative to the sum over all sources; 0: none, except where a stage gives another."""
+    max_epochs: AboveZero | None = None
+    """Maximum number of times that the source may be read in the run, an error before the start if exceeded. Unset: no
+    limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One entry of data.stages: options of the data from a given step on. Unset options keep the value before."""
+
+    first_step: Steps
+    """First step of the stage, counted from 1; steps that data.skip_steps passes over are counted."""
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    """Share of the tokens by name of the source, for example {web = 0.7, code = 0.3}; sources not named have none."""
+    seq_len: Size | None = None
+    """Sequence length, in tokens; unless set too, the batch sizes change with it to keep the tokens of a batch."""
+    global_batch_size: Size | None = None
+    """Sequences per optimizer step."""
+    local_batch_size: Size | None = None
+    """Micro-batch size per data-parallel rank, in sequences."""
+    rope_theta: AboveZero | None = None
+    """Base of the rotary positions, as model.args.rope_theta."""
+    rope_scaling: dict[str, object] | None = None
+    """Scaling of the rotary positions, as model.args.rope_scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
-    """Tokenization, caching and loading of the data."""
+    """Sources and stages of the data, tokenization, caching and loading."""
+
+    sources: list[DataSource] = field(default_factory=list[DataSource])
+    """Sources of a mixture, instead of training.dataset and training.dataset_path."""
+    stages: list[Stage] = field(default_factory=list[Stage])
+    """Changes of the mixture, the sequence length or the batch size during the run, in order of their steps. Stages may
+    be added while a run is under way, from a step that is not trained."""
+    skip_steps: list[list[int]] = field(default_factory=list[list[int]])
+    """Global batches that are passed over, as ranges [first, last] of the steps that would train them, in order; for
+    example [[1200, 1250]] after a loss spike. Batches that were trained stay trained."""
 
     num_workers: Annotated[int, Range(0, 1024)] = 0
     """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
@@ -234,6 +284,9 @@ class LRScheduler:
     """Decay curve: a key of optim.SCHEDULES (linear, cosine, sqrt)."""
     min_lr_factor: UnitInterval = 0.0
     """Final learning rate, as a fraction of the peak."""
+    points: list[list[float]] = field(default_factory=list[list[float]])
+    """Schedule of its own, instead of all other options of this table: pairs [step, factor of the peak], with linear
+    interpolation between them, for example [[0, 0.0], [200, 1.0], [9000, 1.0], [10000, 0.1]]."""
 
 
 @dataclass(frozen=True, kw_only=True)

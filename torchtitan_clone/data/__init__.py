@@ -9,14 +9,18 @@ Terms:
     sample          One use of a row in training. Sample i is the (i mod n)-th row of a shuffled *epoch* of all n rows.
     global batch    The rows that one optimizer step consumes over all ranks: samples s * G to (s + 1) * G for step s
                     and G rows. A *batch slice* is what one rank reads of it.
+    mixture         The order of samples from several sources, see mixture.py; a *use* of a source is one of its rows.
     stream          The documents of one row of the global batch, for a dataset of the Hugging Face hub, which is not
                     stored. A *cursor* is the position of a stream.
 """
 
-from torchtitan_clone.data.loader import Loader, LoaderOptions, ValidationLoader, open_dataset
+from torchtitan_clone.data.loader import Loader, LoaderOptions, ValidationLoader
+from torchtitan_clone.data.mixture import Mixture
+from torchtitan_clone.data.mixture_dataset import MixtureDataset
+from torchtitan_clone.data.opening import describe_data, open_dataset
 from torchtitan_clone.data.packing import Batch
 from torchtitan_clone.data.row_reader import Dataset
-from torchtitan_clone.data.sources import DATASETS, describe_source
+from torchtitan_clone.data.sources import DATASETS
 from torchtitan_clone.data.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = [
@@ -25,9 +29,11 @@ __all__ = [
     "Dataset",
     "Loader",
     "LoaderOptions",
+    "Mixture",
+    "MixtureDataset",
     "Tokenizer",
     "ValidationLoader",
     "build_tokenizer",
-    "describe_source",
+    "describe_data",
     "open_dataset",
 ]

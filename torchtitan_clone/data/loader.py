@@ -18,15 +18,21 @@ from torch import Tensor
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.data.mixture_dataset import MixtureDataset
+from torchtitan_clone.data.mixture_state import find_data_changes, mixture_record
 from torchtitan_clone.data.packing import Batch, pack
-from torchtitan_clone.data.preparation import prepare_store
-from torchtitan_clone.data.row_reader import Dataset, RowChunk, RowReader, StreamPosition, StreamState, slice_of_rank
-from torchtitan_clone.data.sources import find_source, hub_id
-from torchtitan_clone.data.streaming import merge_positions, open_hub
-from torchtitan_clone.data.token_dataset import TokenDataset
-from torchtitan_clone.data.tokenizer import Tokenizer
+from torchtitan_clone.data.row_reader import (
+    Dataset,
+    RowChunk,
+    RowReader,
+    StreamPosition,
+    StreamState,
+    slice_of_rank,
+    streams_from_plain,
+    streams_to_plain,
+)
+from torchtitan_clone.data.streaming import merge_positions
 from torchtitan_clone.data.unnamed_semaphores import UnnamedContext
 from torchtitan_clone.documents import DocumentError, Value
 
@@ -62,16 +68,6 @@ class LoaderOptions:
     """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
 
 
-def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer) -> Dataset:
-    """Opens the dataset that the options name, and tokenizes local files first if that has not been done.
-
-    Call it before process groups start, see prepare_store. ConfigError if the data cannot be read.
-    """
-    if dataset := hub_id(training):
-        return open_hub(dataset, training=training, data=data, tokenizer=tokenizer)
-    return TokenDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
-
-
 class Loader:
     """Endless iterator over a rank's shuffled training rows of each global batch.
 
@@ -104,14 +100,16 @@ class Loader:
                 f"data.num_workers = {num_workers}: more than the {rows} sequences of a global batch that each rank "
                 f"reads, which its workers divide among themselves; set it to at most {rows}."
             )
+        self._mixture = dataset if isinstance(dataset, MixtureDataset) else None
         self._train_reader = partial(dataset.train_reader, seed=seed)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
         self._num_workers = num_workers
         self._gather_positions = gather_positions
-        order = {"seq_len": options.seq_len, "document_masking": options.document_masking, "seed": seed}
+        seq_len = options.seq_len if self._mixture is None else self._mixture.mixture.timeline.stages[0].seq_len
+        order = {"seq_len": seq_len, "document_masking": options.document_masking, "seed": seed}
         self._order: dict[str, object] = asdict(dataset.identity) | order
         self._samples = 0
-        self._streams: StreamState | None = None
+        self._streams: list[StreamState] = []
         self._uncollected: list[StreamPosition] = []
         self._batch: Batch | None = None
         self.stream_positions: list[StreamPosition] = []
@@ -135,13 +133,36 @@ class Loader:
             self._restart()
         if self._batch is None:
             self._batch, self.stream_positions = next(self._batches)
+            self._label_sources(self._batch)
         return self._batch
 
     @property
     def sample_range(self) -> range:
         """Samples of the current batch that this rank trains on."""
-        first = self._samples + self._slice.rows.start
+        first = self._first_sample + self._slice.rows.start
         return range(first, first + self._slice.counted)
+
+    @property
+    def next_batch_number(self) -> int | None:
+        """Number of the next global batch in data.stages; None for a run without a mixture."""
+        timeline = None if self._mixture is None else self._mixture.mixture.timeline
+        return None if timeline is None else timeline.unskipped(timeline.batch_at(self._samples))
+
+    @property
+    def _first_sample(self) -> int:
+        """First sample of the current global batch."""
+        return self._samples if self._mixture is None else self._mixture.mixture.timeline.next_sample(self._samples)
+
+    def source_progress(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Returns the tokens trained of each source, and how often each local one was read; empty without a mixture."""
+        if self._mixture is None:
+            return {}, {}
+        tokens = self._mixture.mixture.tokens_before(self._samples)
+        return dict(zip(self._mixture.sources, tokens, strict=True)), self._mixture.epochs_before(self._samples)
+
+    def _label_sources(self, batch: Batch) -> None:
+        if self._mixture is not None and self.sample_range:
+            batch.label_sources(self._mixture.mixture.locate(self.sample_range)[0])
 
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""
@@ -149,17 +170,18 @@ class Loader:
 
     def commit(self) -> None:
         """Counts the current batch as consumed."""
-        self._samples += self._slice.global_batch_size
+        self._samples = self._first_sample + self._slice.global_batch_size
         self._uncollected = self.stream_positions
         self._batch = None
 
     def state_dict(self) -> dict[str, object]:
         """Returns plain data, the same on every rank; a collective over all ranks for hub data."""
         if self._uncollected:
-            self._streams = merge_positions(self._gather_positions(self._uncollected))
+            positions = self._gather_positions(self._uncollected)
+            self._streams = merge_positions(positions, num_rows=self._slice.global_batch_size)
             self._uncollected = []
-        streams = {} if self._streams is None else self._streams.to_plain()
-        return {"samples": self._samples, **self._order, **streams}
+        record = {} if self._mixture is None else mixture_record(self._mixture, samples=self._samples)
+        return {"samples": self._samples, **self._order, **record, **streams_to_plain(self._streams)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_change: bool) -> None:
         """Resumes after the samples that `state` counts, for any number of ranks, workers and any batch size.
@@ -168,14 +190,16 @@ class Loader:
         """
         try:
             samples = Value(state.get("samples"), where="samples").integer(high=MAX_SAMPLES)
-            streams = StreamState.from_plain(state)
+            streams = streams_from_plain(state)
+            changes = find_data_changes(self._mixture, state=state, samples=samples)
         except DocumentError as error:
             raise ConfigError(f"the position in the data that the checkpoint holds is damaged: {error}") from error
         changed = {key: value for key, value in self._order.items() if state.get(key) != value}
         report = [f"{LABELS[key]} was {toml_like(state.get(key))} and is {toml_like(changed[key])}" for key in changed]
+        report += changes
         size = self._slice.global_batch_size
-        if streams is not None and len(streams.cursors) != size:
-            report.append(f"training.global_batch_size was {len(streams.cursors)} and is {size}")
+        if self._mixture is None and streams and len(streams[0].cursors) != size:
+            report.append(f"training.global_batch_size was {len(streams[0].cursors)} and is {size}")
         if report and not allow_change:
             raise ConfigError(
                 f"the checkpoint was trained on different batches: {'; '.join(report)}. Restore what changed, or set "
@@ -184,7 +208,7 @@ class Loader:
         if report:
             logger.warning("resuming after %s samples although %s", f"{samples:,}", "; ".join(report))
         self._samples = samples
-        self._streams = None if "data" in changed else streams
+        self._streams = [] if "data" in changed else streams
         self._restart()
 
     def _restart(self) -> None:
@@ -207,12 +231,16 @@ class ValidationLoader:
         batch_slice = slice_of_rank(
             options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
         )
+        self._has_sources = isinstance(dataset, MixtureDataset)
         self._held_out_rows = dataset.validation_reader(batch_slice)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
 
     def __iter__(self) -> Iterator[Batch]:
-        for rows, padding in self._held_out_rows():
-            yield self._pack(rows, padding=padding)
+        for rows, padding, source in self._held_out_rows():
+            batch = self._pack(rows, padding=padding)
+            if self._has_sources:
+                batch.label_sources(np.full(len(rows), source))
+            yield batch
 
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
@@ -233,7 +261,7 @@ def _read_batches(
         rows = np.concatenate([tokens for tokens, _ in chunks_of_batch])
         filler = np.repeat(rows[-1:], batch_slice.size - len(rows), axis=0)
         batch = pack_rows(np.concatenate([rows, filler]), padding=batch_slice.size - batch_slice.counted)
-        yield batch, [position for _, position in chunks_of_batch if position is not None]
+        yield batch, [position for _, positions in chunks_of_batch for position in positions]
 
 
 def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]:

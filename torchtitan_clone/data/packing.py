@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Batch:
 
     tokens_BT: Tensor  # int64
     targets_BT: Tensor
-    """int64; the next token, or IGNORE_INDEX, which num_targets does not count."""
+    """int64; the next token, or IGNORE_INDEX, which num_targets does not count; for a mixture, see `label_sources`."""
     positions_BT: Tensor
     """int64; counted from 0 at the start of each row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
@@ -31,6 +31,12 @@ class Batch:
     num_targets: int
     mtp_targets_BKT: Tensor | None = None
     """int64; of depth k the token k after the target, or IGNORE_INDEX; None without multi-token prediction."""
+
+    def label_sources(self, sources_B: np.ndarray, /) -> None:
+        """Adds the index of the source of the first rows, plus 1, to their targets, SOURCE_BITS to the left."""
+        targets_BT = self.targets_BT[: len(sources_B)]
+        labels_B1 = torch.from_numpy((sources_B + 1) << SOURCE_BITS)[:, None]
+        targets_BT += torch.where(targets_BT == IGNORE_INDEX, 0, labels_B1)
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""

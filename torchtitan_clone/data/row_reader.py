@@ -19,10 +19,14 @@ Bookmark = tuple[int, int, str | None]
 """Place to resume reading: epoch, document, and the library's own state there as JSON (None: start of the epoch)."""
 StreamPosition = tuple[list[tuple[int, Cursor]], Bookmark]
 """Cursors of some streams, by index of the row, and a bookmark at or before all of them; also with lists for tuples."""
-RowChunk = tuple[np.ndarray, StreamPosition | None]
-"""Rows [B, T + 1] and the stream position after them; None where the position follows from the number of samples."""
-HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int]]]
-"""Yields held-out rows [B, T + 1] of each global batch once, and how many of them, at the end, are padding."""
+RowChunk = tuple[np.ndarray, list[StreamPosition]]
+"""Rows [B, T + 1] and the position after them in each hub dataset; other positions follow from the number of samples.
+
+Stream r of the j-th hub dataset of a mixture has the index j * G + r, for G rows of the global batch.
+"""
+HeldOutRows = Callable[[], Iterator[tuple[np.ndarray, int, int]]]
+"""Yields held-out rows [B, T + 1] of each global batch once, how many of them, at the end, are padding, and the
+index of their source."""
 
 START: Bookmark = (0, 0, None)
 _MAX_STATE = 1 << 24  # characters of a bookmark's state
@@ -58,6 +62,7 @@ class StreamState:
     """At or before all cursors."""
 
     def to_plain(self) -> dict[str, object]:
+        """Returns the position as plain data."""
         return {"cursors": [list(cursor) for cursor in self.cursors], "bookmark": list(self.bookmark)}
 
     @classmethod
@@ -70,6 +75,19 @@ class StreamState:
             raise DocumentError("cursors: must not be empty")
         bookmark = _bookmark_from_json(Value(list(state.get("bookmark", START)), where="bookmark"))
         return cls(cursors=[(epoch, document, token) for epoch, document, token in rows], bookmark=bookmark)
+
+
+def streams_to_plain(streams: list[StreamState]) -> dict[str, object]:
+    """Returns the positions in all hub datasets as plain data; that in a single one without a list."""
+    if len(streams) == 1:
+        return streams[0].to_plain()
+    return {"streams": [stream.to_plain() for stream in streams]} if streams else {}
+
+
+def streams_from_plain(state: Mapping[str, Any]) -> list[StreamState]:
+    """Returns the positions that `streams_to_plain` wrote; DocumentError if they are damaged."""
+    entries = [item.plain_entries() for item in Value(state.get("streams", [state]), where="streams").items()]
+    return [stream for entry in entries if (stream := StreamState.from_plain(entry)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +170,12 @@ class Dataset(Protocol):
     def identity(self) -> DatasetIdentity: ...
 
     def train_reader(
-        self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
+        self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: list[StreamState]
     ) -> RowReader:
-        """Returns a reader of the batches after `samples` or after `streams`; ConfigError if there is no row."""
+        """Returns a reader of the batches after `samples` and `streams`; ConfigError if there is no row.
+
+        `streams` has one position for each hub dataset, or is empty: their start.
+        """
         ...
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:

@@ -66,52 +66,37 @@ class HubDataset:
         )
 
     def train_reader(
-        self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: StreamState | None
+        self, batch_slice: BatchSlice, *, seed: int, samples: int, streams: list[StreamState]
     ) -> RowReader:
         """Returns a reader of the rows after a position; their order is the dataset's, whatever the seed."""
-        size = batch_slice.global_batch_size
-        if streams is None:
-            streams = StreamState(cursors=[(0, 0, 0)] * size, bookmark=START)
-        elif len(streams.cursors) != size:
-            # The number of streams has changed: all of them continue at the most advanced cursor.
-            epoch, document, _ = max(streams.cursors)
-            streams = StreamState(cursors=[(epoch, document, 0)] * size, bookmark=streams.bookmark)
-        return RowReader(batch_slice, read=partial(self._read_train, start=streams, seq_len=batch_slice.seq_len))
+        start = start_of_streams(streams[0] if streams else None, size=batch_slice.global_batch_size)
+        return RowReader(batch_slice, read=partial(self._read_train, start=start, seq_len=batch_slice.seq_len))
 
     def validation_reader(self, batch_slice: BatchSlice) -> HeldOutRows:
         return partial(self._read_validation, batch_slice)
 
     def _read_train(self, rows: range, *, start: StreamState, seq_len: int) -> Iterator[RowChunk]:
-        streams = {row: _TokenBuffer(start.cursors[row]) for row in rows}
-        bookmarks: deque[Bookmark] = deque()
-        chunks = self._read_epochs(start.bookmark)
+        streams = HubStreams(self, rows=rows, start=start)
         while True:
-            while any(stream.size <= seq_len for stream in streams.values()):
-                bookmark, texts = next(chunks)
-                bookmarks.append(bookmark)
-                self._distribute(texts, bookmark=bookmark, streams=streams, num_streams=len(start.cursors))
-            tokens = np.stack([stream.pop_row(seq_len) for stream in streams.values()])
-            cursors = [stream.cursor for stream in streams.values()]
-            while len(bookmarks) > 1 and bookmarks[1][:2] <= min(cursors)[:2]:
-                bookmarks.popleft()
-            yield tokens, (list(zip(rows, cursors, strict=True)), bookmarks[0])
+            yield np.stack([streams.next_row(row, seq_len=seq_len) for row in rows]), [streams.position()]
 
-    def _read_validation(self, batch_slice: BatchSlice) -> Iterator[tuple[np.ndarray, int]]:
+    def _read_validation(self, batch_slice: BatchSlice) -> Iterator[tuple[np.ndarray, int, int]]:
         rows = self._held_out_rows(batch_slice.seq_len)
         while batch := list(islice(rows, batch_slice.global_batch_size)):
             selected = [batch[min(index, len(batch) - 1)] for index in batch_slice.rows]
-            yield np.stack(selected), sum(index >= len(batch) for index in batch_slice.rows)
+            yield np.stack(selected), sum(index >= len(batch) for index in batch_slice.rows), 0
 
     def _held_out_rows(self, seq_len: int) -> Iterator[np.ndarray]:
         stream = _TokenBuffer((0, 0, 0))
         for bookmark, texts in self._read_epoch(START, split="validation"):
-            self._distribute(texts, bookmark=bookmark, streams={0: stream}, num_streams=1)
+            self.distribute(texts, bookmark=bookmark, streams={0: stream}, num_streams=1)
             while stream.size > seq_len:
                 yield stream.pop_row(seq_len)
 
-    def _distribute(
+    def distribute(
         self, texts: list[str | None], *, bookmark: Bookmark, streams: "dict[int, _TokenBuffer]", num_streams: int
     ) -> None:
+        """Tokenizes the documents of a chunk that belong to these streams, and appends them."""
         epoch, first, _ = bookmark
         found = [
             (document, row, text)
@@ -123,7 +108,8 @@ class HubDataset:
             tokens = np.array([*ids, self.tokenizer.eos_id], dtype=np.int64)
             streams[row].append(tokens, epoch=epoch, document=document)
 
-    def _read_epochs(self, bookmark: Bookmark) -> Iterator[DocumentChunk]:
+    def read_epochs(self, bookmark: Bookmark) -> Iterator[DocumentChunk]:
+        """Yields the training documents from a bookmark on, epoch after epoch."""
         while True:
             yield from self._read_epoch(bookmark, split="train")
             bookmark = (bookmark[0] + 1, 0, None)
@@ -256,12 +242,55 @@ class _TokenBuffer:
         return np.concatenate([*pieces, self._documents[0][1][:1]])
 
 
-def merge_positions(positions: Iterable[StreamPosition]) -> StreamState:
-    """Merges the positions of all ranks."""
-    cursors: dict[int, Cursor] = {}
-    bookmarks: list[Bookmark] = []
+class HubStreams:
+    """Some streams of a hub dataset, by the row of the global batch; each is read as far as its rows are asked for."""
+
+    def __init__(self, dataset: HubDataset, *, rows: Iterable[int], start: StreamState) -> None:
+        self._dataset = dataset
+        self._num_streams = len(start.cursors)
+        self._streams = {row: _TokenBuffer(start.cursors[row]) for row in rows}
+        self._chunks = dataset.read_epochs(start.bookmark)
+        self._bookmarks: deque[Bookmark] = deque([start.bookmark])
+
+    def next_row(self, row: int, *, seq_len: int) -> np.ndarray:
+        """Removes and returns the next tokens [T + 1] of a stream."""
+        while self._streams[row].size <= seq_len:
+            bookmark, texts = next(self._chunks)
+            self._bookmarks.append(bookmark)
+            self._dataset.distribute(texts, bookmark=bookmark, streams=self._streams, num_streams=self._num_streams)
+        return self._streams[row].pop_row(seq_len)
+
+    def position(self, *, first_index: int = 0) -> StreamPosition:
+        """Returns the position after the rows so far, with the streams numbered from `first_index`."""
+        cursors = {first_index + row: stream.cursor for row, stream in self._streams.items()}
+        while len(self._bookmarks) > 1 and self._bookmarks[1][:2] <= min(cursors.values())[:2]:
+            self._bookmarks.popleft()
+        return list(cursors.items()), self._bookmarks[0]
+
+
+def start_of_streams(state: StreamState | None, *, size: int) -> StreamState:
+    """Returns the position that this many streams start from; where their number changed, the most advanced cursor."""
+    if state is None:
+        return StreamState(cursors=[(0, 0, 0)] * size, bookmark=START)
+    if len(state.cursors) == size:
+        return state
+    epoch, document, _ = max(state.cursors)
+    return StreamState(cursors=[(epoch, document, 0)] * size, bookmark=state.bookmark)
+
+
+def merge_positions(positions: Iterable[StreamPosition], *, num_rows: int) -> list[StreamState]:
+    """Merges the positions of all ranks, where each hub dataset has as many streams as the global batch has rows."""
+    cursors: dict[int, dict[int, Cursor]] = {}
+    bookmarks: dict[int, list[Bookmark]] = {}
     for cursors_of_rank, (epoch, document, place) in positions:
-        cursors |= {row: (epoch, document, token) for row, (epoch, document, token) in cursors_of_rank}
-        bookmarks.append((epoch, document, place))
-    first = min(bookmarks, key=lambda bookmark: bookmark[:2])
-    return StreamState(cursors=[cursors[row] for row in sorted(cursors)], bookmark=first)
+        index = cursors_of_rank[0][0] // num_rows
+        found = {row: (first, second, token) for row, (first, second, token) in cursors_of_rank}
+        cursors[index] = cursors.get(index, {}) | found
+        bookmarks[index] = [*bookmarks.get(index, []), (epoch, document, place)]
+    return [
+        StreamState(
+            cursors=[cursors[index][row] for row in sorted(cursors[index])],
+            bookmark=min(bookmarks[index], key=lambda bookmark: bookmark[:2]),
+        )
+        for index in sorted(cursors)
+    ]

@@ -40,6 +40,18 @@ class Tokenizer:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def byte_lengths(self) -> list[int]:
+        """Returns the bytes of text that each id stands for; 0 for special tokens and ids without a token."""
+        special = {token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        is_byte_level = "ByteLevel" in str(json.loads(self.backend.to_str()).get("decoder"))
+        lengths = [0] * self.vocab_size
+        for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
+            if token_id not in special:
+                # A character of a byte-level token is one byte; others mark a space and spell out single bytes.
+                text = re.sub("<0x[0-9A-F]{2}>", "x", token.replace("\u2581", " "))
+                lengths[token_id] = len(token if is_byte_level else text.encode(errors="replace"))
+        return lengths
+
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens included."""
         return self.backend.decode(list(ids), skip_special_tokens=False)

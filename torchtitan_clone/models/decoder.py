@@ -16,6 +16,7 @@ from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
+from torchtitan_clone.ops.source_sums import split_targets
 from torchtitan_clone.torch_compat import persistent_buffers
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -259,7 +260,7 @@ class Decoder(nn.Module):
         assert targets_BT is not None
         # In one call, for which FSDP gathers the weight. Where a document ends, token 0 stands for the next one: what
         # reads it has no target.
-        tokens = torch.cat((tokens_BT, targets_BT, *later_BKT[:-1])).clamp_min(0)
+        tokens = torch.cat((tokens_BT, split_targets(targets_BT)[0], *later_BKT[:-1])).clamp_min(0)
         return self.tok_embeddings(tokens).chunk(1 + len(later_BKT))
 
     def _run_layer(self, name: str, *inputs: object, sums_A: Tensor | None) -> tuple[Tensor, Tensor | None]:

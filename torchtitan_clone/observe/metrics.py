@@ -22,6 +22,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.documents import DocumentError, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
+from torchtitan_clone.observe.by_source import Totals, add_totals, source_columns
 from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, read_rows, resumed_ledger
 from torchtitan_clone.observe.logging import logger
 
@@ -76,9 +77,13 @@ class StepRecord:
     """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
     router: Mapping[str, float] = field(default_factory=dict[str, float])
     """Statistics of the load of experts, by name; logged as columns router/<name>."""
+    tokens: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Tokens that were trained of each source; logged as columns tokens/<name>."""
+    epochs: Mapping[str, float] = field(default_factory=dict[str, float])
+    """How many times each local source was read; logged as columns epochs/<name>."""
 
     def columns(self) -> dict[str, Value]:
-        groups = ("auxiliary", "router")
+        groups = ("auxiliary", "router", "tokens", "epochs")
         columns = {key: value for key, value in vars(self).items() if key not in ("step", *groups)}
         return columns | {f"{group}/{name}": value for group in groups for name, value in getattr(self, group).items()}
 
@@ -88,6 +93,7 @@ class _Interval:
     start: float = field(default_factory=time.perf_counter)
     num_steps: int = 0
     data_seconds: float = 0.0
+    by_source: Mapping[str, Totals] = field(default_factory=dict[str, Totals])
 
 
 class MetricsWriter:
@@ -120,7 +126,7 @@ class MetricsWriter:
         self._newest_step = 0
         self._interval = _Interval()
         self._total_steps = total_steps
-        self._tokens_per_step = tokens_per_step
+        self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._bar: tqdm | None = None
@@ -150,9 +156,10 @@ class MetricsWriter:
         """Starts a new averaging interval, so that time outside of steps (a save, a validation) is not averaged in."""
         self._interval = _Interval()
 
-    def observe_step(self, *, data_seconds: float) -> None:
+    def observe_step(self, *, data_seconds: float, by_source: Mapping[str, Totals]) -> None:
         """Adds a step, logged or not, to the averaging interval; `data_seconds` is its wait for data."""
         self._interval.num_steps += 1
+        self._interval.by_source = add_totals(self._interval.by_source, by_source)
         self._interval.data_seconds += data_seconds
 
     def mean_seconds(self) -> tuple[float, float]:
@@ -166,7 +173,7 @@ class MetricsWriter:
         if self.active:
             rates = self._rates(record)
             logger.info(_step_line(record, rates=rates, total_steps=self._total_steps))
-            self._write(record.step, record.columns() | rates)
+            self._write(record.step, record.columns() | rates | source_columns(self._interval.by_source))
         self.restart_interval()
 
     def log_validation(self, step: int, loss: float, **values: float) -> None:
@@ -196,7 +203,7 @@ class MetricsWriter:
             _ignore_disk_errors(sink.close)
 
     def _rates(self, record: StepRecord) -> dict[str, float]:
-        tokens_per_second = self._tokens_per_step / record.step_seconds
+        tokens_per_second = self.tokens_per_step / record.step_seconds
         flops_per_second = tokens_per_second * self.flops_per_token
         rates = {"tokens_per_second": tokens_per_second, "tflops_per_second": flops_per_second / 1e12}
         if self._peak_flops is not None:

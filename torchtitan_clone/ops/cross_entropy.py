@@ -6,6 +6,7 @@ Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tok
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.source_sums import SourceSums, split_targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class Vocabulary:
 
 
 Chunk = tuple[Tensor, Tensor, Tensor]
+ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[[Tensor, Tensor, Tensor, Vocabulary], Chunk]
 
 
@@ -44,22 +47,22 @@ def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
 
 
 def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
-    """Returns this rank's sum of losses, log-probabilities [C, V] in fp32, and each target's column [C, 1] or -1."""
+    """Returns this rank's losses [C, 1], log-probabilities [C, V] in fp32, and each target's column [C, 1] or -1."""
     log_probs_CV = _log_softmax(hidden_CD @ weight_VD.T, vocabulary)
     column_C = targets_C - vocabulary.start
     is_local_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
     column_C1 = torch.where(is_local_C, column_C, -1)[:, None]
     picked_C1 = log_probs_CV.gather(1, column_C1.clamp_min(0))
-    return -torch.where(column_C1 >= 0, picked_C1, 0.0).sum(), log_probs_CV, column_C1
+    return -torch.where(column_C1 >= 0, picked_C1, 0.0), log_probs_CV, column_C1
 
 
 def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
-    """Returns this rank's sum of losses and its gradients by hidden state [C, D] and by weight [V, D]."""
-    loss, log_probs_CV, column_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C, vocabulary)
+    """Returns this rank's losses [C, 1] and the gradients of their sum by hidden state [C, D] and by weight [V, D]."""
+    losses_C1, log_probs_CV, column_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C, vocabulary)
     grad_CV = log_probs_CV.exp_()
     grad_CV.scatter_add_(1, column_C1.clamp_min(0), -(column_C1 >= 0).to(grad_CV.dtype))
     grad_CV = grad_CV.mul_((targets_C != IGNORE_INDEX)[:, None]).to(weight_VD.dtype)
-    return loss, grad_CV @ weight_VD, grad_CV.T @ hidden_CD
+    return losses_C1, grad_CV @ weight_VD, grad_CV.T @ hidden_CD
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -68,26 +71,36 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocabulary: Vocabulary, chunks: int,
-        chunk_fn: ChunkFn,
+        chunk_fn: ChunkFn, observe: ObserveFn,
     ) -> Tensor:  # fmt: skip
         losses = []
         hidden_grads = []
         weight_grad_VD = None
         for hidden_CD, targets_C in zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks), strict=True):
-            loss, hidden_grad_CD, chunk_grad_VD = chunk_fn(hidden_CD, weight_VD, targets_C, vocabulary)
-            losses.append(loss)
+            losses_C1, hidden_grad_CD, chunk_grad_VD = chunk_fn(hidden_CD, weight_VD, targets_C, vocabulary)
+            losses.append(losses_C1)
             hidden_grads.append(hidden_grad_CD)
             # Summed in fp32, so that the rounding does not grow with the number of chunks.
             weight_grad_VD = chunk_grad_VD.float() if weight_grad_VD is None else weight_grad_VD.add_(chunk_grad_VD)
         assert weight_grad_VD is not None
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD.to(weight_VD.dtype))
-        return vocabulary.reduce_(torch.stack(losses).sum())
+        return vocabulary.reduce_(_sum(losses, observe))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
         hidden_grad_ND, weight_grad_VD = ctx.saved_tensors
         (scale,) = grad_outputs
-        return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None, None
+        return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None, None, None
+
+
+def _ignore(_: list[Tensor]) -> None:
+    """Observes nothing."""
+
+
+def _sum(losses: list[Tensor], observe: ObserveFn) -> Tensor:
+    """Returns the sum of losses [C, 1] of all chunks, which `observe` gets too."""
+    observe(losses)
+    return torch.stack([losses_C1.sum() for losses_C1 in losses]).sum()
 
 
 def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
@@ -102,11 +115,14 @@ def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocab
     return full_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
 
 
-def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def build_loss(
+    *, chunk_tokens: int, compile_backend: str | None, sums: SourceSums | None = None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Returns the loss function for the output projection: (hidden_BTD, weight_VD, targets_BT) -> sum [], fp32.
 
     Logits exist for at most `chunk_tokens` tokens at a time; targets equal to IGNORE_INDEX are skipped.
-    `compile_backend` compiles the computation of a chunk; None leaves it eager.
+    `compile_backend` compiles the computation of a chunk; None leaves it eager. `sums` gets the losses by source, which
+    the targets then name.
     """
     train_chunk = _chunk_loss_and_grads
     eval_chunk = _chunk_loss
@@ -118,11 +134,15 @@ def build_loss(*, chunk_tokens: int, compile_backend: str | None) -> Callable[[T
         hidden_BTD, weight_VD, vocabulary = _local(hidden_BTD, weight_VD)
         hidden_ND = hidden_BTD.flatten(0, 1)
         targets_N = targets_BT.flatten()
+        observe: ObserveFn = _ignore
+        if sums is not None:
+            targets_N, sources_N = split_targets(targets_N)
+            observe = partial(sums.add, targets_N=targets_N, sources_N=sources_N)
         chunks = -(-len(targets_N) // chunk_tokens)
         if torch.is_grad_enabled():
-            return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, targets_N, vocabulary, chunks, train_chunk)
+            return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, targets_N, vocabulary, chunks, train_chunk, observe)
         pairs = zip(hidden_ND.chunk(chunks), targets_N.chunk(chunks), strict=True)
         losses = [eval_chunk(hidden_CD, weight_VD, targets_C, vocabulary)[0] for hidden_CD, targets_C in pairs]
-        return vocabulary.reduce_(torch.stack(losses).sum())
+        return vocabulary.reduce_(_sum(losses, observe))
 
     return loss_fn

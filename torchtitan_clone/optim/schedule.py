@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.schema import LRScheduler
+from torchtitan_clone.config.schema import MAX_STEPS, LRScheduler
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
@@ -16,14 +18,22 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def find_schedule_errors(lr_scheduler: LRScheduler) -> list[str]:
-    """Returns a message if SCHEDULES lacks the decay."""
-    if lr_scheduler.decay_type in SCHEDULES:
-        return []
-    return [f"lr_scheduler.decay_type = {shown(lr_scheduler.decay_type)}: no such shape; known: {', '.join(SCHEDULES)}"]
+    """Returns a message if SCHEDULES lacks the decay, and one for the first point that is out of order."""
+    found: list[str] = []
+    if lr_scheduler.decay_type not in SCHEDULES:
+        option = f"lr_scheduler.decay_type = {shown(lr_scheduler.decay_type)}"
+        found.append(f"{option}: no such shape; known: {', '.join(SCHEDULES)}")
+    last = -1.0
+    for point in lr_scheduler.points:
+        if len(point) != 2 or not last < point[0] <= MAX_STEPS or not 0 <= point[1] < math.inf:
+            rule = f"must be [step, factor] with a step above {last:g} and a factor of at least 0"
+            return [*found, f"lr_scheduler.points, {shown(point)}: {rule}; list the points in order of their steps."]
+        last = point[0]
+    return found
 
 
 def build_schedule(lr_scheduler: LRScheduler, *, steps: int) -> Callable[[int], float]:
-    """Returns factor(step), which scales optimizer.lr; ConfigError for an unknown decay.
+    """Returns factor(step), which scales optimizer.lr; ConfigError for an unknown decay or points out of order.
 
     Args:
         lr_scheduler: options of the schedule.
@@ -31,6 +41,8 @@ def build_schedule(lr_scheduler: LRScheduler, *, steps: int) -> Callable[[int], 
     """
     if errors := find_schedule_errors(lr_scheduler):
         raise ConfigError(errors)
+    if lr_scheduler.points:
+        return partial(_interpolated, points=lr_scheduler.points)
     shape = SCHEDULES[lr_scheduler.decay_type]
     steps = lr_scheduler.total_steps or steps
     warmup = min(lr_scheduler.warmup_steps, steps)
@@ -47,3 +59,10 @@ def build_schedule(lr_scheduler: LRScheduler, *, steps: int) -> Callable[[int], 
         return lowest + (1 - lowest) * shape(min(1.0, progress))
 
     return factor
+
+
+def _interpolated(step: int, *, points: list[list[float]]) -> float:
+    for (start, low), (end, high) in pairwise(points):
+        if start <= step < end:
+            return low + (high - low) * (step - start) / (end - start)
+    return points[0][1] if step < points[0][0] else points[-1][1]

@@ -2,11 +2,11 @@
 
 from torchtitan_clone.config import Config, to_toml
 from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.data import describe_source
+from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.parallel.mesh import describe_mesh
-from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.plan import RunPlan, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096
 """A mesh of more takes torch minutes, even simulated."""
@@ -27,7 +27,7 @@ def one_line_summary(plan: RunPlan) -> str:
     return (
         f"{config.model.name} {config.model.flavor}, {parameters}, "
         f"{config.training.steps:,} steps of {plan.global_batch_size:,} sequences x {config.training.seq_len:,} = "
-        f"{plan.tokens_per_step:,} tokens, in {plan.folder}{pipeline and '; ' + pipeline}"
+        f"{total_tokens(plan):,} tokens, in {plan.folder}{pipeline and '; ' + pipeline}"
     )
 
 
@@ -55,13 +55,13 @@ def summary(plan: RunPlan) -> str:
     accumulation = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
     return (
         f"{to_toml(plan.config)}\n"
-        f"data              {escape(describe_source(plan.config.training))}\n"
+        f"data              {escape(describe_data(training=plan.config.training, data=plan.config.data))}\n"
         f"mesh              {describe_mesh(plan.degrees)}\n"
         f"pipeline          {plan.pipeline_summary or 'none'}\n"
         f"parameters        {_describe_parameters(plan)}\n"
         f"FLOPs per token   {plan.flops_per_token:,.0f}\n"
         f"tokens per step   {plan.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
-        f"tokens of the run {plan.tokens_per_step * plan.config.training.steps:,}\n"
+        f"tokens of the run {total_tokens(plan):,}\n"
         f"run folder        {escape(str(plan.folder))}\n"
         f"{''.join(map(_describe_phase, plan.later_phases()))}"
     )
@@ -69,8 +69,9 @@ def summary(plan: RunPlan) -> str:
 
 def _describe_phase(plan: RunPlan) -> str:
     return (
-        f"from step {plan.first_step}\n"
-        f"  frozen          {', '.join(plan.frozen_modules)}\n"
+        f"from step {max(plan.first_step, plan.first_batch)}\n"
+        f"  frozen          {', '.join(plan.frozen_modules) or 'none'}\n"
+        f"  tokens per step {plan.tokens_per_step:,} in {plan.global_batch_size:,} sequences\n"
         f"  mesh            {describe_mesh(plan.degrees)}\n"
         f"  pipeline        {plan.pipeline_summary or 'none'}\n"
         f"  FLOPs per token {plan.flops_per_token:,.0f}\n"

@@ -13,7 +13,9 @@ from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS
+from torchtitan_clone.observe.by_source import Totals
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, StepOutput, build_forward_backward
@@ -30,6 +32,7 @@ class StepTotals:
     loss: float
     auxiliary: dict[str, float]
     loads: Mapping[str, Tensor]
+    by_source: Mapping[str, Totals]
 
 
 class Engine:
@@ -43,7 +46,10 @@ class Engine:
         self.device = device
         self.parameters = named_parameters(model_parts)
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
-        self.forward_backward = build_plan_forward_backward(model_parts, plan=plan, mesh=mesh, device=device)
+        self.source_sums = _build_source_sums(plan, device=device)
+        self.forward_backward = build_plan_forward_backward(
+            model_parts, plan=plan, mesh=mesh, device=device, source_sums=self.source_sums if plan.mixture else None
+        )
         self._loads = _build_loads(plan, model_parts=model_parts)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
 
@@ -66,6 +72,7 @@ class Engine:
         """Sets the learning rate of a step, and forgets the tokens of a backward that belongs to none, as a warm-up."""
         self.optimizer.set_lr_factor(self._lr_factor(step))
         self._loads.reset()
+        self.source_sums.reset()
 
     def clip_gradients(self) -> Tensor:
         """Scales the gradients to at most training.max_norm; returns their norm before, fp32. A collective."""
@@ -79,15 +86,18 @@ class Engine:
         has_terms = self.mesh.pp.get_local_rank() == self.plan.loss_rank
         counts = {name: is_leader if name.startswith(MTP_LOSS) else has_terms for name in output.auxiliary}
         auxiliary = [term.item() if counts[name] else 0.0 for name, term in output.auxiliary.items()]
-        return [loss, *auxiliary, *self._loads.own()]
+        return [loss, *auxiliary, *self._loads.own(), *self.source_sums.own(counts=is_leader)]
 
     def totals(self, sums: Sequence[float]) -> StepTotals:
         """Returns what the sums of sums() over all ranks mean."""
         names = list(self.model_parts[0].auxiliary)
         loss, *others = sums
-        terms, counts = others[: len(names)], others[len(names) :]
+        ends = len(names), len(others) - self.source_sums.size
         return StepTotals(
-            loss=loss, auxiliary=dict(zip(names, terms, strict=True)), loads=self._loads.by_router(counts)
+            loss=loss,
+            auxiliary=dict(zip(names, others[: ends[0]], strict=True)),
+            loads=self._loads.by_router(others[ends[0] : ends[1]]),
+            by_source=self.source_sums.by_source(others[ends[1] :]),
         )
 
     def optimizer_step(self, totals: StepTotals) -> None:
@@ -103,6 +113,12 @@ class Engine:
         for module in (module for part in self.model_parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _build_source_sums(plan: RunPlan, *, device: torch.device) -> SourceSums:
+    names = [] if plan.mixture is None else plan.mixture.names
+    sizes = plan.tokenizer.byte_lengths() if names else []
+    return SourceSums(names, bytes_V=torch.tensor(sizes, dtype=torch.int32), device=device)
 
 
 def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoads:
@@ -181,13 +197,20 @@ def _convert(model: Decoder, *, plan: RunPlan) -> None:
 
 
 def build_plan_forward_backward(
-    model_parts: Sequence[Decoder], *, plan: RunPlan, mesh: Mesh, device: torch.device
+    model_parts: Sequence[Decoder],
+    *,
+    plan: RunPlan,
+    mesh: Mesh,
+    device: torch.device,
+    source_sums: SourceSums | None = None,
 ) -> ForwardBackward:
     """Builds forward_backward: plain, or through a pipeline."""
     config = plan.config
     compiled = config.compile.enable and "loss" in config.compile.components
     loss_fn = build_loss(
-        chunk_tokens=config.training.loss_chunk_tokens, compile_backend=config.compile.backend if compiled else None
+        chunk_tokens=config.training.loss_chunk_tokens,
+        compile_backend=config.compile.backend if compiled else None,
+        sums=source_sums,
     )
     if plan.degrees.pp == 1:
         return build_forward_backward(model_parts[0], loss_fn=loss_fn, device=device)

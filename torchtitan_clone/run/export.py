@@ -29,7 +29,7 @@ class Exporter:
 
     def export(self, step: int, *, engine: Engine) -> None:
         """Exports the weights of a step; a collective."""
-        plan = self._plan
+        plan = engine.plan  # its rotary positions may be those of a later stage
         dtype = getattr(torch, plan.config.checkpoint.export_dtype)
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",

@@ -41,7 +41,7 @@ class InspectedRun:
         training = self.config.training
         batch_slice = slice_of_rank(0, num_ranks=1, global_batch_size=len(samples), seq_len=training.seq_len)
         seed = self.config.debug.seed
-        reader = self.dataset.train_reader(batch_slice, seed=seed, samples=samples.start, streams=None)
+        reader = self.dataset.train_reader(batch_slice, seed=seed, samples=samples.start, streams=[])
         rows, _ = next(iter(reader))
         return rows
 
@@ -122,6 +122,8 @@ def inspect_run(folder: Path | None, *, words: list[str]) -> InspectedRun:
     config = load_config([*file, *words])
     if dataset := hub_id(config.training):
         raise ConfigError(f"training.dataset = {dataset}: streamed data has no order that can be read at any step.")
+    if config.data.sources or config.data.stages or config.data.skip_steps:
+        raise ConfigError("data.sources, data.stages and data.skip_steps: the rows of a mixture are not shown.")
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=tokenizer)
     return InspectedRun(config=config, folder=folder or Path(), dataset=dataset, tokenizer=tokenizer)

@@ -1,7 +1,10 @@
 """What came of a step and of a run, and how it is reported."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torchtitan_clone.observe.by_source import Totals
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -19,6 +22,7 @@ class StepResult:
     grad_norm: float
     auxiliary: dict[str, float]
     router: dict[str, float]
+    by_source: Mapping[str, Totals]
     data_seconds: float
     stop: bool
     committed: bool

@@ -1,31 +1,61 @@
-"""Phases of a run: consecutive steps with the same frozen layers and the same mesh.
+"""Phases of a run: consecutive steps with the same frozen layers, mesh, shape of a batch and rotary positions.
 
-A pure function of the step, so that a resumed run continues in the right phase.
+A pure function of the step and its global batch, so that a resumed run continues in the right phase.
 """
 
 from dataclasses import dataclass, replace
 
 from torchtitan_clone.config.resolved import resolved_degrees, resolved_global_batch_size
 from torchtitan_clone.config.schema import Config
+from torchtitan_clone.config.stages import DataStage, resolved_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase; `config` is that of the run with the degrees and the batch size of the phase."""
+    """A phase; `config` is that of the run with the values of the phase."""
 
     first_step: int
+    """First step with these frozen layers; of a phase in a list, its first step."""
     frozen_layers: int
     """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
     config: Config
+    first_batch: int = 1
+    """First global batch of the phase in data.stages."""
 
 
 def phases(config: Config, world_size: int) -> list[Phase]:
     """Returns all phases in order, the first with nothing frozen; run/rules.py checks their options."""
+    points = {1} | {freeze.step for freeze in config.training.freeze_schedule}
+    points |= {stage.first_step for stage in config.data.stages}
+    found: list[Phase] = []
+    for point in sorted(points):
+        phase = phase_of_step(config, world_size, step=point)
+        if not found or (phase.config, phase.frozen_layers) != (found[-1].config, found[-1].frozen_layers):
+            found.append(replace(phase, first_step=point))
+    return found
+
+
+def phase_of_step(config: Config, world_size: int, *, step: int, batch: int | None = None) -> Phase:
+    """Returns the phase that a step belongs to; `batch` is its global batch, unless that has the same number."""
     degrees = resolved_degrees(config.parallelism, world_size)
     rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
-    found = [Phase(first_step=1, frozen_layers=0, config=config)]
+    phase = _frozen_phase(config, step=step, rows=rows)
+    timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
+    if timeline is None:
+        return phase
+    stage = timeline.phase_stage(batch=batch or step)
+    phase = replace(phase, first_batch=stage.first_batch)
+    if stage.engine_options == timeline.base.engine_options:
+        return phase
+    return replace(phase, config=_config_of_stage(phase.config, stage))
+
+
+def _frozen_phase(config: Config, *, step: int, rows: int) -> Phase:
+    found = Phase(first_step=1, frozen_layers=0, config=config)
     for freeze in config.training.freeze_schedule:
-        before = found[-1].config
+        if freeze.step > step:
+            break
+        before = found.config
         pipeline = freeze.pipeline_parallel_degree or before.parallelism.pipeline_parallel_degree
         shard = before.parallelism.data_parallel_shard_degree
         if shard != -1:
@@ -41,10 +71,26 @@ def phases(config: Config, world_size: int) -> list[Phase]:
                 before.parallelism, pipeline_parallel_degree=pipeline, data_parallel_shard_degree=shard
             ),
         )
-        found.append(Phase(first_step=freeze.step, frozen_layers=freeze.layers, config=now))
+        found = Phase(first_step=freeze.step, frozen_layers=freeze.layers, config=now)
     return found
 
 
-def phase_of_step(config: Config, world_size: int, *, step: int) -> Phase:
-    """Returns the phase that a step belongs to."""
-    return [phase for phase in phases(config, world_size) if phase.first_step <= step][-1]
+def _config_of_stage(config: Config, stage: DataStage) -> Config:
+    """Returns the configuration with the values of a stage; validation keeps the tokens of a micro-batch."""
+    training, validation = config.training, config.validation
+    rotary = {"rope_theta": stage.rope_theta, "rope_scaling": stage.rope_scaling}
+    changed = {key: value for key, value in rotary.items() if value is not None}
+    return replace(
+        config,
+        model=replace(config.model, args=config.model.args | changed),
+        training=replace(
+            training,
+            seq_len=stage.seq_len,
+            global_batch_size=stage.global_batch_size,
+            local_batch_size=stage.local_batch_size,
+        ),
+        validation=replace(
+            validation,
+            local_batch_size=max(1, validation.local_batch_size * training.seq_len // stage.seq_len),
+        ),
+    )

@@ -6,12 +6,15 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
-from torchtitan_clone.data import Tokenizer
+from torchtitan_clone.config.stages import resolved_timeline
+from torchtitan_clone.data import Mixture, Tokenizer
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
-from torchtitan_clone.run.phases import phase_of_step
+from torchtitan_clone.run.phases import phase_of_step, phases
 
 CONFIG_FILE = "config.toml"
 
@@ -31,18 +34,31 @@ class RunPlan:
     global_batch_size: int
     first_step: int = 1
     """First step of the phase."""
+    first_batch: int = 1
+    """First global batch of the phase in data.stages."""
     frozen_layers: int = 0
     """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
+    mixture: Mixture | None = None
+    """The order of the samples of the run, if it has sources or stages."""
 
-    def at_step(self, step: int) -> "RunPlan":
-        """Returns the plan of the phase that a step belongs to; call it on the plan of the first phase."""
-        phase = phase_of_step(self.config, self.world_size, step=step)
+    def at_step(self, step: int, *, batch: int | None = None) -> "RunPlan":
+        """Returns the plan of the phase that a step belongs to; call it on the plan of the first phase.
+
+        `batch` is the global batch of the step where batches were passed over, see config/stages.py.
+        """
+        phase = phase_of_step(self.config, self.world_size, step=step, batch=batch)
         if phase.config is self.config:
             return self
-        stages = _stages(phase.config, spec=self.spec, model_args=self.model_args, frozen_layers=phase.frozen_layers)
+        model_args = self.model_args
+        if phase.config.model.args != self.config.model.args:
+            model_args = self.spec.resolve_args(phase.config.model)
+        stages = _stages(phase.config, spec=self.spec, model_args=model_args, frozen_layers=phase.frozen_layers)
         return replace(
             self,
             config=phase.config,
+            model_args=model_args,
+            global_batch_size=phase.config.training.global_batch_size,
+            first_batch=phase.first_batch,
             degrees=resolved_degrees(phase.config.parallelism, self.world_size),
             stages=stages,
             pipeline_summary=_describe_pipeline(phase.config, stages=stages),
@@ -52,7 +68,7 @@ class RunPlan:
 
     def later_phases(self) -> "list[RunPlan]":
         """Returns the plan of each phase after the first."""
-        return [self.at_step(freeze.step) for freeze in self.config.training.freeze_schedule]
+        return [self.at_step(phase.first_step) for phase in phases(self.config, self.world_size)[1:]]
 
     @property
     def world_size(self) -> int:
@@ -131,6 +147,8 @@ def build_plan(
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)
     stages = _stages(config, spec=spec, model_args=model_args)
+    rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
+    timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
     return RunPlan(
         config=config,
         folder=run_folder(config.job),
@@ -140,8 +158,18 @@ def build_plan(
         degrees=degrees,
         stages=stages,
         pipeline_summary=_describe_pipeline(config, stages=stages),
-        global_batch_size=resolved_global_batch_size(config.training, degrees, config.fault_tolerance),
+        global_batch_size=rows,
+        mixture=None if timeline is None else Mixture(timeline, seed=config.debug.seed),
     )
+
+
+def plan_after(progress: Progress, *, first: RunPlan) -> RunPlan:
+    """Returns the plan of the step after a progress, whose position in the data the loader checks."""
+    samples = progress.data.get("samples")
+    if first.mixture is None or type(samples) is not int or samples < 0:
+        return first.at_step(progress.step + 1)
+    timeline = first.mixture.timeline
+    return first.at_step(progress.step + 1, batch=timeline.unskipped(timeline.batch_at(samples)))
 
 
 def _stages(config: Config, *, spec: ModelSpec, model_args: ModelArgs, frozen_layers: int = 0) -> Stages:
@@ -166,8 +194,25 @@ def _describe_pipeline(config: Config, *, stages: Stages) -> str:
 def replica_identity(config: Config) -> str:
     """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
+    sources = [replace(source, path=None) for source in config.data.sources]
+    data = (sources, config.data.stages, config.data.skip_steps)
     debug = (config.debug.seed, config.debug.moe_force_load_balance)
-    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug))
+    return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data))
+
+
+def total_tokens(plan: RunPlan) -> int:
+    """Returns the tokens of the whole run, given the plan of its first phase."""
+    steps = plan.config.training.steps
+    if plan.mixture is None:
+        return plan.tokens_per_step * steps
+    timeline = plan.mixture.timeline
+    return sum(plan.mixture.tokens_before(timeline.first_sample(batch=timeline.batch_of_step(steps) + 1)))
+
+
+def describe_phase(plan: RunPlan) -> str:
+    """Returns what begins with a phase."""
+    rows = f"{plan.global_batch_size:,} sequences of {plan.config.training.seq_len:,} tokens"
+    return f"{rows}, {plan.frozen_layers} layers frozen, {describe_mesh(plan.degrees).partition(chr(10))[0]}"
 
 
 def write_config(plan: RunPlan) -> None:

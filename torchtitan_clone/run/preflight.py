@@ -23,8 +23,7 @@ from torchtitan_clone.checkpoint.commit import (
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.overlay import shown
-from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data import Dataset, build_tokenizer, describe_source, open_dataset
+from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.float8 import check_float8_products, check_torchao
@@ -35,7 +34,8 @@ from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
-from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan
+from torchtitan_clone.run.phases import phases
+from torchtitan_clone.run.plan import CONFIG_FILE, RunPlan, build_plan, plan_after
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import find_run_errors
 from torchtitan_clone.run.run_folder import RunFolder
@@ -85,17 +85,22 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
         check_metrics(config.metrics)
     if found or spec is None or model_args is None or tokenizer is None:
         raise ConfigError(found)
+    with _collected(found):
+        for phase in phases(config, world_size):
+            found += spec.resolve_args(phase.config.model).violations()
+    if found:
+        raise ConfigError(found)
     plan = build_plan(config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer)
     if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
         raise ConfigError(errors)
     return plan
 
 
-def find_source_errors(training: Training) -> list[str]:
+def find_source_errors(config: Config) -> list[str]:
     """Returns why the data that the options name is not on this machine."""
     found: list[str] = []
     with _collected(found):
-        describe_source(training)
+        describe_data(training=config.training, data=config.data)
     return found
 
 
@@ -156,9 +161,11 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
         check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
     if errors := [*find_memory_errors(plan, device=pick_device(launch))]:
         raise ConfigError(errors)
-    dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer)
+    dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer, mixture=plan.mixture)
+    if isinstance(dataset, MixtureDataset):
+        dataset.check(steps=config.training.steps)
     progress = _expected_progress(plan)
-    open_loaders(plan.at_step(progress.step + 1), dataset=dataset, rank=launch.rank, position=progress.data)
+    open_loaders(plan_after(progress, first=plan), dataset=dataset, rank=launch.rank, position=progress.data)
     folder = RunFolder(plan) if launch.rank == 0 else None
     if folder is not None:
         folder.lock()
@@ -225,8 +232,10 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
     then = _flat("model.args", asdict(find_model(before.model).resolve_args(before.model)))
     today = _flat("model.args", asdict(plan.model_args))
     if not now.checkpoint.allow_data_change:
-        then |= {f"training.{name}": getattr(before.training, name) for name in _DATA_OPTIONS}
-        today |= {f"training.{name}": getattr(now.training, name) for name in _DATA_OPTIONS}
+        # Of sources the checkpoint's fingerprints are compared.
+        names = ("seq_len",) if now.data.sources else _DATA_OPTIONS
+        then |= {f"training.{name}": getattr(before.training, name) for name in names}
+        today |= {f"training.{name}": getattr(now.training, name) for name in names}
     then["model.name"] = before.model.name
     today["model.name"] = now.model.name
     changes = [f"{key} {then.get(key)} -> {today.get(key)}" for key in today if then.get(key) != today.get(key)]

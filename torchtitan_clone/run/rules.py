@@ -6,11 +6,12 @@ Each rule yields messages that name the value, the rule and the remedy. Rules wi
 import math
 from collections.abc import Iterator
 
-from torchtitan_clone.config import Config, Degrees, resolved_degrees
+from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size
 from torchtitan_clone.config.checks import find_config_errors, find_range_errors
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
@@ -29,19 +30,44 @@ def find_run_errors(
     """
     found = find_config_errors(config, device_type=device_type)
     if args is not None:
-        found += _model_limits(config, args, tokenizer_vocab_size)
-    if any(find_range_errors(config, at="")):  # the other rules compute with these values
-        return found
+        found += _model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size)
+    if any(find_range_errors(config, at="")) or any(find_data_errors(config.data, training=config.training)):
+        return found  # the other rules compute with these values
     if args is None:
         return [*found, *_degrees(config.parallelism, world_size)]
     mesh_errors = _mesh_errors(config, world_size=world_size, args=args) or [*_freeze_schedule(config, args)]
     if mesh_errors:
         return found + mesh_errors
-    for phase in phases(config, world_size)[1:]:
+    for phase in phases(config, world_size):
+        if phase.config is config:
+            continue
         of_phase = _mesh_errors(phase.config, world_size=world_size, args=args)
-        entry = f"training.freeze_schedule, with the options of its entry at step {phase.first_step}"
+        if phase.config.training.seq_len != config.training.seq_len:
+            of_phase += _model_limits(phase.config, args, tokenizer_vocab_size=None)
+        tables = "data.stages" if config.data.stages else "training.freeze_schedule"
+        entry = f"{tables}, with the options of its entry at step {phase.first_step}"
         found += [f"{entry}: {message}" for message in of_phase]
-    return found
+    return [*found, *_data_stages(config, world_size)]
+
+
+def _data_stages(config: Config, world_size: int) -> Iterator[str]:
+    """Stages that change the shape of a batch or the model need the state of all ranks to move together."""
+    degrees = resolved_degrees(config.parallelism, world_size)
+    rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
+    timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
+    if timeline is None:
+        return
+    end = timeline.first_sample(batch=timeline.batch_of_step(config.training.steps) + 1)
+    if (tokens := max(end, timeline.stages[-1].first_sample) * max(stage.seq_len for stage in timeline.stages)) >> 62:
+        yield f"training.steps = {config.training.steps}: the steps and stages have {tokens:.1e} tokens; lower them."
+    changes = [phase for phase in phases(config, world_size) if phase.first_batch > 1]
+    if changes and config.fault_tolerance.enable:
+        rule = "a recovering replica group loads the state of the others, who may be in another stage by then"
+        remedy = "let stages change weights only, or set fault_tolerance.enable to false"
+        yield f"data.stages, first_step {changes[0].first_batch}: {rule}; {remedy}."
+    if changes and any(freeze.local_batch_size for freeze in config.training.freeze_schedule):
+        remedy = "set it in the entries of data.stages only"
+        yield f"training.freeze_schedule: local_batch_size is set by data.stages too; {remedy}."
 
 
 def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[str]:
@@ -191,7 +217,7 @@ def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[s
     )
 
 
-def _model_limits(config: Config, args: ModelArgs, tokenizer_vocab_size: int | None) -> Iterator[str]:
+def _model_limits(config: Config, args: ModelArgs, *, tokenizer_vocab_size: int | None) -> Iterator[str]:
     name = f"{config.model.name} {config.model.flavor}"
     if config.training.seq_len > args.max_seq_len:
         yield (

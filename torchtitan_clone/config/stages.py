@@ -1,0 +1,206 @@
+"""Stages of a run's data: consecutive global batches with the same mixture, sequence length and batch size.
+
+Global batches are numbered from 1, without gaps. Training step t uses the t-th one that data.skip_steps does not pass
+over, so that passing over a batch does not change what the others hold.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torchtitan_clone.config.overlay import did_you_mean, shown
+from torchtitan_clone.config.schema import MAX_STEPS, WEIGHTS, Data, DataSource, Stage, Training
+from torchtitan_clone.documents import is_plain_name
+
+WHOLE_RUN = "data"
+"""Name of the only source of a run without data.sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStage:
+    """A stage with all its values; sizes are in rows of its own seq_len."""
+
+    first_batch: int
+    first_sample: int
+    """Rows of all batches before it, those that are passed over included."""
+    seq_len: int
+    global_batch_size: int
+    local_batch_size: int
+    weights: dict[str, float]
+    """Share of the tokens by source, 0 for the sources that are not named."""
+    rope_theta: float | None = None
+    rope_scaling: dict[str, object] | None = None
+
+    @property
+    def engine_options(self) -> tuple[object, ...]:
+        """What the model and the shape of a batch depend on."""
+        sizes = (self.seq_len, self.global_batch_size, self.local_batch_size)
+        return (*sizes, self.rope_theta, repr(self.rope_scaling))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """All stages in order, the last one without end, and the ranges of batches that are passed over."""
+
+    base: DataStage
+    """The values of the tables, which hold before the first stage."""
+    stages: tuple[DataStage, ...]
+    skipped: tuple[tuple[int, int], ...]
+    """First and last batch of each range, in order."""
+
+    def stage_index(self, *, batch: int) -> int:
+        """Returns the index of the stage that a batch belongs to."""
+        return bisect_right(self._first_batches, batch) - 1
+
+    def phase_stage(self, *, batch: int) -> DataStage:
+        """Returns the first of the consecutive stages up to this batch that differ in their weights only."""
+        index = self.stage_index(batch=batch)
+        while index and self.stages[index - 1].engine_options == self.stages[index].engine_options:
+            index -= 1
+        return self.stages[index]
+
+    def end_of_phase(self, *, batch: int) -> int:
+        """Returns the first batch of the next phase; `batch` must not be in the last one."""
+        phase = self.phase_stage(batch=batch)
+        starts = (stage.first_batch for stage in self.stages if stage.first_batch > batch)
+        return next(start for start in starts if self.phase_stage(batch=start) is not phase)
+
+    def first_sample(self, *, batch: int) -> int:
+        """Returns the number of rows in all batches before this one."""
+        stage = self.stages[self.stage_index(batch=batch)]
+        return stage.first_sample + (batch - stage.first_batch) * stage.global_batch_size
+
+    def stage_of_sample(self, sample: int) -> int:
+        """Returns the index of the stage that a sample belongs to."""
+        return bisect_right(self._first_samples, sample) - 1
+
+    def batch_at(self, samples: int) -> int:
+        """Returns the batch after this many samples, which end a batch, whether or not it is passed over."""
+        stage = self.stages[self.stage_of_sample(samples)]
+        return stage.first_batch + (samples - stage.first_sample) // stage.global_batch_size
+
+    def next_sample(self, samples: int) -> int:
+        """Returns the first sample that is trained after this many."""
+        return self.first_sample(batch=self.unskipped(self.batch_at(samples)))
+
+    def unskipped(self, batch: int) -> int:
+        """Returns this batch, or the first after it that is not passed over."""
+        for first, last in self.skipped:
+            if first <= batch <= last:
+                batch = last + 1
+        return batch
+
+    def batch_of_step(self, step: int) -> int:
+        """Returns the batch of a training step, in a run whose skipped batches were all known in time."""
+        batch = step
+        for first, last in self.skipped:
+            if first <= batch:
+                batch += last - first + 1
+        return batch
+
+    @cached_property
+    def _first_batches(self) -> list[int]:
+        return [stage.first_batch for stage in self.stages]
+
+    @cached_property
+    def _first_samples(self) -> list[int]:
+        return [stage.first_sample for stage in self.stages]
+
+
+def resolved_timeline(data: Data, *, training: Training, global_batch_size: int) -> Timeline | None:
+    """Returns the stages of a run, None where no table asks for any; find_mixture_errors() refuses invalid ones."""
+    if not (data.sources or data.stages or data.skip_steps):
+        return None
+    weights = {source.name: source.weight for source in data.sources} or {WHOLE_RUN: 1.0}
+    first = DataStage(
+        first_batch=1,
+        first_sample=0,
+        seq_len=training.seq_len,
+        global_batch_size=global_batch_size,
+        local_batch_size=training.local_batch_size,
+        weights=weights,
+    )
+    stages = [first]
+    for entry in data.stages:
+        following = _following(stages[-1], entry)
+        stages = [*(stages if entry.first_step > 1 else []), following]
+    ranges = tuple((first, last) for first, last in data.skip_steps)
+    return Timeline(base=first, stages=tuple(stages), skipped=ranges)
+
+
+def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
+    """Yields one message for each entry of data.sources, data.stages and data.skip_steps that cannot be followed."""
+    if data.sources and training.dataset_path is not None:
+        yield "training.dataset_path: data.sources names the data; remove one of the two."
+    names = [source.name for source in data.sources]
+    for place, source in enumerate(data.sources):
+        yield from _find_source_errors(source, is_repeated=source.name in names[:place])
+    if data.sources and not any(source.weight for source in data.sources) and not _is_weighted_first(data.stages):
+        yield "data.sources: the weight of every source is 0; set at least one above 0."
+    yield from _find_stage_errors(data.stages, names=names or [WHOLE_RUN], training=training)
+    last = 0
+    for entry in data.skip_steps:
+        if len(entry) != 2 or not last < entry[0] <= entry[1] <= MAX_STEPS:
+            limits = f"from {last + 1} to {MAX_STEPS:,}"
+            rule = f"must be a range [first, last] of steps {limits}; list ranges in order, without overlap"
+            yield f"data.skip_steps, {shown(entry)}: {rule}."
+            return
+        last = entry[1]
+
+
+def _is_weighted_first(stages: list[Stage]) -> bool:
+    return bool(stages and stages[0].first_step == 1 and stages[0].weights)
+
+
+def _find_source_errors(source: DataSource, *, is_repeated: bool) -> Iterator[str]:
+    point = f"data.sources, name {shown(source.name)}"
+    if not is_plain_name(source.name):
+        yield f"{point}: names a column of the metrics: printable characters without a slash; choose another."
+    if is_repeated:
+        yield f"{point}: an earlier source has this name; choose another."
+    if (source.path is None) == (source.dataset is None):
+        yield f"{point}: set either path, to local files, or dataset, to the name of a dataset."
+
+
+def _find_stage_errors(stages: list[Stage], *, names: list[str], training: Training) -> Iterator[str]:
+    step, seq_len = 0, training.seq_len
+    rows = {"global_batch_size": training.global_batch_size, "local_batch_size": training.local_batch_size}
+    for stage in stages:
+        point = f"data.stages, first_step {stage.first_step}"
+        if stage.first_step <= step:
+            yield f"{point}: must be above {step}; list the stages in increasing order of first_step, from 1."
+        for name, weight in stage.weights.items():
+            if name not in names:
+                yield f"{point}: weights: {shown(name)} is no source{did_you_mean(name, names)}."
+            if not WEIGHTS.holds(weight):
+                yield f"{point}: weights: {shown(name)} = {weight}: must be {WEIGHTS.describe()}."
+        if stage.weights and not any(stage.weights.values()):
+            yield f"{point}: weights: all are 0; set at least one above 0."
+        step, before, seq_len = stage.first_step, seq_len, stage.seq_len or seq_len
+        for key, size in rows.items():
+            rows[key] = getattr(stage, key) or (size if size == -1 else size * before // seq_len)
+            if getattr(stage, key) is None and size != -1 and (size * before % seq_len or not rows[key]):
+                rule = f"{size} sequences of {before} tokens are no whole number of sequences of {seq_len}"
+                yield f"{point}: seq_len = {seq_len}: {key}: {rule}; set {key} of the stage."
+                return
+
+
+def _following(before: DataStage, entry: Stage) -> DataStage:
+    """Returns the stage of an entry, whose unset values are those before, and batches of as many tokens."""
+    seq_len = entry.seq_len or before.seq_len
+    weights = before.weights
+    if entry.weights:
+        weights = {name: float(entry.weights.get(name, 0.0)) for name in before.weights}
+    scaling = entry.rope_scaling
+    return replace(
+        before,
+        first_batch=entry.first_step,
+        first_sample=before.first_sample + (entry.first_step - before.first_batch) * before.global_batch_size,
+        seq_len=seq_len,
+        global_batch_size=entry.global_batch_size or before.global_batch_size * before.seq_len // seq_len,
+        local_batch_size=entry.local_batch_size or before.local_batch_size * before.seq_len // seq_len,
+        weights=weights,
+        rope_theta=before.rope_theta if entry.rope_theta is None else entry.rope_theta,
+        rope_scaling=before.rope_scaling if scaling is None else scaling,
+    )

@@ -1,0 +1,58 @@
+"""Sums of the loss by the source of each token, next to the loss itself, which does not change.
+
+Legend: N tokens, S sources, C columns, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
+
+COLUMNS = 3
+"""Loss in nats, number and bytes of the target tokens."""
+
+
+class SourceSums:
+    """Adds up the losses, targets and bytes of targets of each source on this rank until `reset`."""
+
+    def __init__(self, names: Sequence[str], *, bytes_V: Tensor, device: torch.device) -> None:
+        self._names = list(names)
+        self._bytes_V = bytes_V.to(device)
+        self._sums_SC = torch.zeros(1 + len(self._names), COLUMNS, device=device)
+        """First those of targets that no source is known of, such as those of multi-token prediction."""
+
+    def reset(self) -> None:
+        """Forgets what was added."""
+        self._sums_SC.zero_()
+
+    @property
+    def size(self) -> int:
+        """Number of the sums of all sources."""
+        return len(self._names) * COLUMNS
+
+    def add(self, losses: list[Tensor], *, targets_N: Tensor, sources_N: Tensor) -> None:
+        """Adds the losses of chunks of the tokens, 0 where the target is IGNORE_INDEX."""
+        losses_N = torch.cat(losses).flatten()
+        is_target_N = targets_N != IGNORE_INDEX
+        bytes_N = self._bytes_V[targets_N.clamp_min(0)] * is_target_N
+        values_NC = torch.stack([losses_N.detach(), is_target_N.float(), bytes_N.float()], dim=1)
+        self._sums_SC.index_add_(0, sources_N, values_NC)
+
+    def own(self, *, counts: bool) -> list[float]:
+        """Returns the sums of this rank; without `counts` only losses, where another rank has the same tokens."""
+        kept_C = torch.tensor([1.0, float(counts), float(counts)], device=self._sums_SC.device)
+        return (self._sums_SC[1:] * kept_C).flatten().tolist()
+
+    def by_source(self, sums: Sequence[float]) -> dict[str, tuple[float, float, float]]:
+        """Returns loss, targets and bytes by source, given the sums of own() over all ranks."""
+        rows = zip(sums[::COLUMNS], sums[1::COLUMNS], sums[2::COLUMNS], strict=True)
+        return dict(zip(self._names, rows, strict=True))
+
+
+def split_targets(targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the targets and 1 + the index of the source of each, 0 where it is not known; see SOURCE_BITS."""
+    is_target_N = targets_N != IGNORE_INDEX
+    sources_N = torch.where(is_target_N, targets_N >> SOURCE_BITS, 0)
+    return torch.where(is_target_N, targets_N & ((1 << SOURCE_BITS) - 1), targets_N), sources_N
