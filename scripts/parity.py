@@ -4,7 +4,7 @@
     python scripts/parity.py context ring    those with all of these words in their name
     python scripts/parity.py --sabotage      mistakes planted in some combinations, each of which must be noticed
 
-Each combination trains 5 steps in real processes. Prints the largest relative differences from plain PyTorch on one
+Each combination trains 3 steps in real processes. Prints the largest relative differences from plain PyTorch on one
 device: of the losses, of the gradient norms, of any gradient of step 1, of any weight after the last step. The exit
 code is 1 if a combination exceeds its tolerance, or if a planted mistake does not.
 """

@@ -110,21 +110,19 @@ def merged(states):
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
-ROWS_2, ROWS_4 = {"local_batch_size": 2}, {"local_batch_size": 4}
-ALONE, SHRINK = {"pipeline_parallel_degree": 1, **ROWS_2}, {"pipeline_parallel_degree": 2}
+ALONE = {"pipeline_parallel_degree": 1, "local_batch_size": 2}
 PIPELINE = {"training__local_batch_size": 8, "parallelism__pipeline_parallel_degree": 2}
 SCHEDULE, TENSOR = "parallelism__pipeline_parallel_schedule", {"parallelism__tensor_parallel_degree": 2}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
 
-IDS = "one", "two", "zero bubble", "shrinks", "shrinks compiled", "twice", "tensor", "context", "hsdp"
+IDS = "one", "zero bubble", "shrinks compiled", "tensor", "context"
 
 
 @pytest.mark.parametrize(
     ("world_size", "first", "second", "changes"),
     [
-        (1, {}, {}, {"activation_checkpoint__mode": "full"}),
-        (2, {}, {}, {"parallelism__fsdp_reshard_after_forward": "never", **VALIDATED}),
+        (1, {}, {}, {"activation_checkpoint__mode": "full", "training__enable_cpu_offload": True}),
         pytest.param(
             2,
             {},
@@ -132,17 +130,14 @@ IDS = "one", "two", "zero bubble", "shrinks", "shrinks compiled", "twice", "tens
             PIPELINE | {SCHEDULE: "ZBVZeroBubble", "activation_checkpoint__mode": "none", "comm__straggler_freq": 2},
             marks=needs_split_backward,
         ),
-        (2, {}, ROWS_4 | ALONE, PIPELINE | VALIDATED | {"training__enable_cpu_offload": True}),
         (
             2,
             ALONE,
             {},
             PIPELINE | {SCHEDULE: "Interleaved1F1B", **COMPILED},
         ),
-        (4, SHRINK, ALONE, PIPELINE | {"parallelism__pipeline_parallel_degree": 4, "training__local_batch_size": 4}),
-        (4, {}, ALONE, PIPELINE | TENSOR),
+        (4, {}, ALONE, PIPELINE | TENSOR | VALIDATED),
         (4, ALONE, {}, PIPELINE | CONTEXT),
-        (4, ALONE, {}, PIPELINE | {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 4}),
     ],
     ids=IDS,
 )
