@@ -1,20 +1,17 @@
 """The rows that are shown are those that a run trains on, also with scripts/inspect_data.py."""
 
-import importlib.util
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.inspection import inspect_run
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.testing.runs import make_short_documents, options, rows, train
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +23,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def script():
     """Returns scripts/inspect_data.py as a module."""
-    spec = importlib.util.spec_from_file_location("inspect_data", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("scripts/inspect_data.py")
 
 
 @pytest.fixture(scope="module")
