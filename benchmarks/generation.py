@@ -21,11 +21,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from tests.models.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.run.generation import Generator, Sampling
 from torchtitan_clone.run.trained_model import TrainedModel
+from torchtitan_clone.testing.twins import twin_of
 
 Tokens = list[list[int]]
 

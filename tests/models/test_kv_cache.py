@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.models import test_gpt_oss, test_llama4, test_olmo3
-from tests.models.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.llama3.model import Llama3Args
@@ -15,6 +14,7 @@ from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs
 from torchtitan_clone.run.generation import Generator, Sampling
 from torchtitan_clone.run.trained_model import TrainedModel
+from torchtitan_clone.testing.twins import twin_of
 
 VOCABULARY = 97
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY, "max_seq_len": 256}

@@ -4,6 +4,7 @@ Legend: B rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -62,7 +63,9 @@ class Generator:
         sampling.check()
         self._trained = trained
         self._sampling = sampling
-        self._model = trained.model
+        # Modules of its own with the weights of the trained model, which stays usable for other things.
+        shared = {id(tensor): tensor for tensor in (*trained.model.parameters(), *trained.model.buffers())}
+        self._model = deepcopy(trained.model, memo=shared)
         self._cache = apply_kv_cache(self._model) if use_cache else None
         self._model.add_module("output", LastToken(self._model.get_submodule("output")))
 
