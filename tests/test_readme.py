@@ -91,6 +91,8 @@ def shortened(command: str) -> str:
         return f"{command} --gib=0.01 --saves=1"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
+    if "benchmarks/generation.py" in command:
+        return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=1"
     if "hostile_folders.py" in command:
         return f"{command} --count=1 --timeout=120"
     if "fuzz_checkpoint.py" in command:
