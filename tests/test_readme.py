@@ -25,6 +25,8 @@ NOT_EXECUTED = {
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
 }
 """Commands that cannot run in a test, as patterns, each with the reason."""
+BENCHMARK = r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity)\.py)"
+"""Commands that measure the code or inject faults, which take longest."""
 AT_ONCE = "scripts/lighthouse.py"
 """A block with this command is typed into several terminals, a line into each."""
 
@@ -44,6 +46,10 @@ def commands(block: str) -> list[str]:
 SHELL = [(page, block) for page in PAGES for block in blocks(page, "sh", "bash")]
 COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in block for command in commands(block)))
 """In the order of the pages, each once; a page whose commands need a file makes it first."""
+PARAMETERS = [
+    pytest.param(command, marks=[pytest.mark.benchmark] if re.search(BENCHMARK, command) else [])
+    for command in COMMANDS
+]
 TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
 COMPILED = "llama3_8b"
@@ -124,7 +130,7 @@ def test_the_readme_has_commands():
     assert TERMINALS
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", PARAMETERS)
 def test_commands(command, workplace, python):
     for pattern, reason in NOT_EXECUTED.items():
         if re.search(pattern, command):
