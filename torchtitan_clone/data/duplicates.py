@@ -22,6 +22,7 @@ from typing import get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.data.formats import Tokens, map_bytes
 from torchtitan_clone.data.sources import digest_of
 from torchtitan_clone.data.token_store import Split, TokenStore, build_once, check_documents, corrupt_store_error
@@ -90,7 +91,7 @@ class UniqueStore(TokenStore):
 def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
     """Returns the stores without documents that occur before in the same or an earlier one; compares them if needed.
 
-    ConfigError if the result is damaged, or cannot be written.
+    ConfigError if nothing is left of one, or if the result is damaged or cannot be written.
     """
     found: dict[str, TokenStore] = {}
     earlier: list[TokenStore] = []
@@ -102,6 +103,9 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
                 hashes = [each for store in earlier for each in _open_hashes(store)]  # takes the lock of each store
                 build_once(folder, name=store.meta.source, build=partial(_write_kept, store=store, hashes=hashes))
             found[name] = _open_unique(store, folder=folder)
+            if not found[name].meta.documents["train"]:
+                rule = f"data.drop_duplicates leaves none of its {store.meta.documents['train']:,} training documents"
+                raise ConfigError(f"data.sources, name {shown(name)}: {rule}; remove the source, or set it to false.")
         except DocumentError as error:
             raise corrupt_store_error(folder, reason=str(error)) from error
         except OSError as error:
