@@ -33,9 +33,8 @@ logger = logging.getLogger("torchtitan_clone")
 
 HASH_BYTES = 16
 _CHUNK_TOKENS = 1 << 24
-_CHUNK_DOCUMENTS = 1 << 16
 COMPARED_AT_ONCE = 1 << 22
-"""Documents whose hashes are in memory at once, with about 60 bytes each; others take a byte."""
+"""Documents whose hashes are in memory at once, with about 60 bytes each."""
 
 
 class KeptTokens:
@@ -165,14 +164,13 @@ def _write_hashes(folder: Path, *, store: TokenStore) -> None:
 
 
 def _hash_documents(store: TokenStore, split: Split) -> Iterator[bytes]:
-    tokens, offsets = store.tokens(split), store.offsets(split)
-    for first in range(0, len(offsets) - 1, _CHUNK_DOCUMENTS):
-        for start, stop in pairwise(offsets[first : first + _CHUNK_DOCUMENTS + 1].tolist()):
-            digest = hashlib.blake2b(digest_size=HASH_BYTES)
-            for place in range(start, stop, _CHUNK_TOKENS):
-                piece = tokens[place : min(stop, place + _CHUNK_TOKENS)]
-                digest.update(np.ascontiguousarray(piece, dtype=store.dtype).data)
-            yield digest.digest()
+    tokens = store.tokens(split)
+    for start, stop in pairwise(store.offsets(split)):
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        for place in range(start, stop, _CHUNK_TOKENS):
+            piece = tokens[place : min(stop, place + _CHUNK_TOKENS)]
+            digest.update(np.ascontiguousarray(piece, dtype=store.dtype).data)
+        yield digest.digest()
 
 
 def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE) -> list[np.ndarray]:
@@ -180,7 +178,7 @@ def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE)
     found = [np.zeros(len(each), dtype=bool) for each in hashes]
     passes = max(1, -(-sum(map(len, hashes)) // at_once))
     for number in range(passes):
-        chosen = [_indices(each, remainder=number, divisor=passes) for each in hashes]
+        chosen = [np.flatnonzero(each[:, 0] % passes == number) for each in hashes]
         compared = np.concatenate([each[indices] for each, indices in zip(hashes, chosen, strict=True)])
         order = np.lexsort(compared.T)  # stable
         is_first = np.ones(len(order), dtype=bool)
@@ -189,11 +187,3 @@ def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE)
         for flags, indices, each in zip(found, chosen, np.split(is_first, ends[:-1]), strict=True):
             flags[indices] = each
     return found
-
-
-def _indices(hashes: np.ndarray, *, remainder: int, divisor: int) -> np.ndarray:
-    """Returns which hashes are compared with one another in a pass."""
-    parts = [np.empty(0, dtype=np.int64)]
-    for first in range(0, len(hashes), COMPARED_AT_ONCE):
-        parts.append(first + np.flatnonzero(hashes[first : first + COMPARED_AT_ONCE, 0] % divisor == remainder))
-    return np.concatenate(parts)
