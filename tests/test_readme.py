@@ -95,6 +95,9 @@ def shortened(command: str) -> str:
         return f"{command} --seconds=1 --every=0.5 --revive=0"
     if "benchmarks/checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
+    if "benchmarks/data.py" in command:
+        text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
+        return f"{command} {text} --rounds=1 --kills=1"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
     if "benchmarks/generation.py" in command:

@@ -174,6 +174,12 @@ def test_damaged_runs_are_one_error(folder, name, change):
     path.write_bytes(before)
 
 
+def test_a_source_without_documents_of_its_own_is_one_error(folder):
+    shutil.copytree(folder / "web", folder / "copy")
+    with pytest.raises(ConfigError, match=r'name "copy": data\.drop_duplicates leaves none of its 1\d\d training'):
+        open_sources(folder, "web", "copy")
+
+
 def test_streamed_documents_are_not_compared():
     for training, sources in (
         (Training(dataset="org/name"), []),

@@ -1,9 +1,10 @@
-"""Tests of quorum.py and recovery.py with streamed data: every stream resumes at its position in any group."""
+"""Tests of quorum.py and recovery.py with a mixture: every stream resumes at its position in any group."""
 
 import pytest
 
 from tests.data.corpora import jsonl, texts, write
 from torchtitan_clone.checkpoint.commit import expected_progress
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
@@ -15,14 +16,18 @@ ROWS, STEPS, ROUND = 12, 60, 5
 
 
 @pytest.fixture(scope="module")
-def changes(tmp_path_factory):
-    """Returns options of a run that streams three files for several epochs."""
+def changes(corpus, tmp_path_factory):
+    """Returns options of a run on a mixture of local text and a stream of three files, for several epochs."""
     rows = texts(300)
     files: dict[str, bytes | str] = {
         f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)
     }
+    stream = write(tmp_path_factory.mktemp("hub"), files) / "org" / "name"
+    sources = [{"name": "web", "path": str(corpus)}, {"name": "stream", "dataset": str(stream), "weight": 3.0}]
+    stages = [{"first_step": 9, "weights": {"stream": 1.0}}, {"first_step": 31, "weights": {"web": 0.3, "stream": 0.7}}]
     return {
-        "training__dataset": write(tmp_path_factory.mktemp("hub"), files) / "org" / "name",
+        "data__sources": toml_like(sources),
+        "data__stages": toml_like(stages),
         "training__dataset_path": None,
         "training__global_batch_size": ROWS,
         "training__local_batch_size": 2,

@@ -22,6 +22,7 @@ from typing import get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.data.formats import Tokens, map_bytes
 from torchtitan_clone.data.sources import digest_of
 from torchtitan_clone.data.token_store import Split, TokenStore, build_once, check_documents, corrupt_store_error
@@ -32,9 +33,8 @@ logger = logging.getLogger("torchtitan_clone")
 
 HASH_BYTES = 16
 _CHUNK_TOKENS = 1 << 24
-_CHUNK_DOCUMENTS = 1 << 16
 COMPARED_AT_ONCE = 1 << 22
-"""Documents whose hashes are in memory at once, with about 60 bytes each; others take a byte."""
+"""Documents whose hashes are in memory at once, with about 60 bytes each."""
 
 
 class KeptTokens:
@@ -90,7 +90,7 @@ class UniqueStore(TokenStore):
 def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
     """Returns the stores without documents that occur before in the same or an earlier one; compares them if needed.
 
-    ConfigError if the result is damaged, or cannot be written.
+    ConfigError if nothing is left of one, or if the result is damaged or cannot be written.
     """
     found: dict[str, TokenStore] = {}
     earlier: list[TokenStore] = []
@@ -102,6 +102,9 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
                 hashes = [each for store in earlier for each in _open_hashes(store)]  # takes the lock of each store
                 build_once(folder, name=store.meta.source, build=partial(_write_kept, store=store, hashes=hashes))
             found[name] = _open_unique(store, folder=folder)
+            if not found[name].meta.documents["train"]:
+                rule = f"data.drop_duplicates leaves none of its {store.meta.documents['train']:,} training documents"
+                raise ConfigError(f"data.sources, name {shown(name)}: {rule}; remove the source, or set it to false.")
         except DocumentError as error:
             raise corrupt_store_error(folder, reason=str(error)) from error
         except OSError as error:
@@ -161,14 +164,13 @@ def _write_hashes(folder: Path, *, store: TokenStore) -> None:
 
 
 def _hash_documents(store: TokenStore, split: Split) -> Iterator[bytes]:
-    tokens, offsets = store.tokens(split), store.offsets(split)
-    for first in range(0, len(offsets) - 1, _CHUNK_DOCUMENTS):
-        for start, stop in pairwise(offsets[first : first + _CHUNK_DOCUMENTS + 1].tolist()):
-            digest = hashlib.blake2b(digest_size=HASH_BYTES)
-            for place in range(start, stop, _CHUNK_TOKENS):
-                piece = tokens[place : min(stop, place + _CHUNK_TOKENS)]
-                digest.update(np.ascontiguousarray(piece, dtype=store.dtype).data)
-            yield digest.digest()
+    tokens = store.tokens(split)
+    for start, stop in pairwise(store.offsets(split)):
+        digest = hashlib.blake2b(digest_size=HASH_BYTES)
+        for place in range(start, stop, _CHUNK_TOKENS):
+            piece = tokens[place : min(stop, place + _CHUNK_TOKENS)]
+            digest.update(np.ascontiguousarray(piece, dtype=store.dtype).data)
+        yield digest.digest()
 
 
 def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE) -> list[np.ndarray]:
@@ -176,7 +178,7 @@ def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE)
     found = [np.zeros(len(each), dtype=bool) for each in hashes]
     passes = max(1, -(-sum(map(len, hashes)) // at_once))
     for number in range(passes):
-        chosen = [_indices(each, remainder=number, divisor=passes) for each in hashes]
+        chosen = [np.flatnonzero(each[:, 0] % passes == number) for each in hashes]
         compared = np.concatenate([each[indices] for each, indices in zip(hashes, chosen, strict=True)])
         order = np.lexsort(compared.T)  # stable
         is_first = np.ones(len(order), dtype=bool)
@@ -185,11 +187,3 @@ def find_first(hashes: Sequence[np.ndarray], *, at_once: int = COMPARED_AT_ONCE)
         for flags, indices, each in zip(found, chosen, np.split(is_first, ends[:-1]), strict=True):
             flags[indices] = each
     return found
-
-
-def _indices(hashes: np.ndarray, *, remainder: int, divisor: int) -> np.ndarray:
-    """Returns which hashes are compared with one another in a pass."""
-    parts = [np.empty(0, dtype=np.int64)]
-    for first in range(0, len(hashes), COMPARED_AT_ONCE):
-        parts.append(first + np.flatnonzero(hashes[first : first + COMPARED_AT_ONCE, 0] % divisor == remainder))
-    return np.concatenate(parts)

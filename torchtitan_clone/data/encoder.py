@@ -8,10 +8,10 @@ import os
 import pickle
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, TypeVar
 
@@ -100,9 +100,12 @@ def _serve() -> None:
             return
         try:
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            documents = [[*encoding.ids, eos_id] for encoding in encodings]
-            lengths = np.array([len(document) for document in documents], dtype=np.int64)
-            answer = np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths
+            ids = array("I")  # a third of the time of np.fromiter
+            for encoding in encodings:
+                ids.fromlist(encoding.ids)
+                ids.append(eos_id)
+            lengths = np.array([len(encoding) + 1 for encoding in encodings], dtype=np.int64)
+            answer = np.frombuffer(ids, dtype=np.uint32).astype(dtype), lengths
         except BaseException as error:  # noqa: BLE001, the library's panics are no Exception
             answer = f"{type(error).__name__}: {error}"
         try:

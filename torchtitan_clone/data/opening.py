@@ -82,12 +82,8 @@ def _prepare_each(prepare: Callable[..., T], *, training: Training, data: Data) 
         for name, source in sources.items():
             before = sum(sizes[each] for each in found)
             with _naming(name, data=data):
-                found[name] = prepare(source, report=partial(_report_after, before, report=report))
+                found[name] = prepare(source, report=lambda size, before=before: report(before + size))
     return found
-
-
-def _report_after(before: int, bytes_read: int, *, report: Callable[[int], None]) -> None:
-    report(before + bytes_read)
 
 
 def _of_each_source(act: Callable[[Training], T], *, training: Training, data: Data) -> dict[str, T]:

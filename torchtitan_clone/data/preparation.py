@@ -11,6 +11,7 @@ does not exist. What is killed therefore continues after the last finished part.
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -424,6 +425,7 @@ def show_progress(*, total: int) -> Iterator[Report]:
         from tqdm import tqdm
 
         if bar is None:
+            tqdm.set_lock(threading.RLock())  # a process that is killed would leave the semaphore of its own behind
             bar = shown.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=None))
         bar.update(bytes_read - bar.n)
         if bar.disable and time.monotonic() - last_log > LOG_SECONDS:

@@ -1,0 +1,200 @@
+"""Measures reading and preparing data: rates of a core, start and memory on a large store, and kills.
+
+    python benchmarks/data.py
+    python benchmarks/data.py prepare kills --mb=500
+
+`loader` reads batches of one and of five sources with masks of documents. `start` reads from a store of 10 billion
+tokens, a sparse file, and from a small one. `prepare` tokenizes text of this machine, as does `tokenizers` alone.
+`kills` ends preparations by SIGKILL after random times, and compares all stores with those made without a kill. What is
+compared takes turns; rates are by processor time.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from itertools import islice, pairwise, product
+from pathlib import Path
+from typing import cast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])  # for its processes
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core is compared with a core
+
+import numpy as np
+
+from torchtitan_clone.config.schema import Data, DataSource, Training
+from torchtitan_clone.config.stages import Timeline, resolved_timeline
+from torchtitan_clone.data import Loader, LoaderOptions, MixtureDataset, build_tokenizer
+from torchtitan_clone.data.mixture import Mixture
+from torchtitan_clone.data.opening import prepare_sources
+from torchtitan_clone.data.preparation import BATCH_CHARACTERS
+from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.token_store import SplitWriter, StoreKey, StoreMeta, open_store, write_meta
+
+PROCESSES = multiprocessing.get_context("forkserver")
+NAMES = {"source_fingerprint": "", "tokenizer_fingerprint": ""}
+KEY = StoreKey(**NAMES, format=1, vocab_size=2048, eos_id=0, held_out_fraction=0.0)
+SUFFIXES = (".py", ".h", ".pyi", ".md", ".rst", ".txt")
+
+
+def processor_seconds(step: Callable[[], int]) -> tuple[int, float]:
+    """Returns the result of a function and the processor time that it took, with its processes that have ended."""
+    before = sum(os.times()[:4])
+    return step(), sum(os.times()[:4]) - before
+
+
+def write_store(folder: Path, *, tokens: int, is_sparse: bool = False) -> None:
+    """Writes a store of random documents, or one that takes no room on the disk: all tokens end a text."""
+    folder.mkdir(parents=True)
+    with closing(SplitWriter(folder, "train")) as train, closing(SplitWriter(folder, "validation")):
+        ids = np.random.default_rng(0).integers(1, KEY.vocab_size, 0 if is_sparse else tokens).astype(np.uint16)
+        ids[999::1000] = KEY.eos_id
+        train.append(ids, np.full(tokens // 1000, 1000))
+    os.truncate(folder / "train.tokens", 2 * tokens)
+    counts = {"tokens": {"train": tokens, "validation": 0}, "documents": {"train": tokens // 1000, "validation": 0}}
+    write_meta(StoreMeta(**asdict(KEY), source=folder.name, **counts, bad_rows=0, first_bad_rows=[]), folder=folder)
+
+
+def open_loader(folders: list[Path]) -> Loader:
+    """Opens a mixture of stores with equal shares, in batches of 32 rows of 2,048 tokens."""
+    data = Data(sources=[DataSource(name=folder.name, path=str(folder)) for folder in folders])
+    timeline = cast("Timeline", resolved_timeline(data, training=Training(seq_len=2048), global_batch_size=32))
+    sources = {folder.name: TokenDataset(store=open_store(folder, key=KEY)) for folder in folders}
+    dataset = MixtureDataset(mixture=Mixture(timeline, seed=0), sources=sources, max_epochs={})
+    options = LoaderOptions(seq_len=2048, document_masking=True)
+    return Loader(dataset, options=options, seed=0, global_batch_size=32)
+
+
+def measure_loader(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields the rates of mixtures, which are read in turn."""
+    for each in (folders := [folder / f"source {index}" for index in range(5)]):
+        write_store(each, tokens=choices.tokens)
+    loaders = {count: open_loader(folders[:count]) for count in (1, 5)}
+    rates: dict[int, list[float]] = {count: [] for count in loaders}
+    for _, count in product(range(choices.rounds), loaders):
+        sizes = (batch.tokens_BT.numel() for batch in islice(loaders[count], 50))
+        tokens, seconds = processor_seconds(partial(sum, sizes))
+        rates[count].append(tokens / seconds / 1e6)
+    for count, found in rates.items():
+        yield f"{count} sources: {statistics.median(found):.1f} M tokens/s of a core"
+
+
+def read_first_batches(folder: Path) -> tuple[float, float]:
+    """Returns the seconds from opening a store to its tenth batch, and the peak memory of this process in MiB."""
+    start = time.perf_counter()
+    assert len([*islice(open_loader([folder]), 10)]) == 10
+    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_start(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields how long a process takes to its tenth batch, and its peak memory, with each store in turn."""
+    found: dict[int, list[tuple[float, float]]] = {choices.tokens: [], choices.large_tokens: []}
+    for tokens in found:
+        write_store(folder / str(tokens), tokens=tokens, is_sparse=True)
+    for _, tokens in product(range(choices.rounds), found):
+        with ProcessPoolExecutor(1, mp_context=PROCESSES) as pool:
+            found[tokens].append(pool.submit(read_first_batches, folder / str(tokens)).result())
+    for tokens, results in found.items():
+        seconds, mib = map(statistics.median, zip(*results, strict=True))
+        yield f"{tokens:>14,} tokens: tenth batch after {seconds:.3f} s, peak memory {mib:,.0f} MiB"
+
+
+def write_text(folder: Path, choices: argparse.Namespace, *, folders: int) -> list[Path]:
+    """Writes text of this machine, each file a document, to folders of eight .jsonl files of equal size."""
+    found = [path for root in choices.text for path in sorted(Path(root).rglob("*")) if path.suffix in SUFFIXES]
+    random.Random(0).shuffle(found)
+    texts = (path.read_text(errors="ignore") for path in found if path.is_file())
+    for number, part in product(range(folders), range(8)):
+        (each := folder / str(number)).mkdir(parents=True, exist_ok=True)
+        with (each / f"{part}.jsonl").open("w") as output:
+            while output.tell() < choices.mb * 1e6 / folders / 8 and (text := next(texts, None)) is not None:
+                output.write(json.dumps({"text": text}) + "\n")
+    return sorted(folder.iterdir())
+
+
+def prepare(paths: list[Path], cache: Path, part_bytes: int) -> int:
+    """Makes the stores of folders without duplicates, with one tokenizer process; returns their tokens."""
+    sources = [DataSource(name=path.name, path=str(path)) for path in paths]
+    data = Data(sources=sources, cache_folder=str(cache), drop_duplicates=True, prepare_processes=1)
+    stores = prepare_sources(training=Training(), data=data, tokenizer=build_tokenizer(None), part_bytes=part_bytes)
+    return sum(sum(store.meta.tokens.values()) for store in stores.values())
+
+
+def measure_prepare(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields the rates of preparing files, and of the library, which encodes the text from memory, in turn."""
+    backend = build_tokenizer(None).backend
+    ratios: list[float] = []
+    for number, path in enumerate(write_text(folder / "text", choices, folders=choices.rounds)):
+        texts = [json.loads(line)["text"] for file in sorted(path.iterdir()) for line in file.read_text().splitlines()]
+        ends = np.flatnonzero(np.diff(np.cumsum([*map(len, texts)]) // BATCH_CHARACTERS)) + 1
+        batches = [texts[first:last] for first, last in pairwise([0, *ends, len(texts)])]
+        steps = {
+            "prepared": partial(prepare, [path], folder / path.stem, 1 << 26),
+            "alone": lambda batches=batches: sum(len(x) for each in batches for x in backend.encode_batch_fast(each)),
+        }
+        measured = {name: processor_seconds(steps[name]) for name in sorted(steps, reverse=number % 2 == 1)}
+        tokens, seconds = measured["alone"]
+        ratios.append(seconds / measured["prepared"][1])
+        yield f"{tokens:,} tokens: {tokens / seconds / 1e6:.3f} M/s by tokenizers, prepared at {ratios[-1]:.3f} of it"
+    yield f"median {statistics.median(ratios):.3f}"
+
+
+def contents(cache: Path) -> dict[Path, bytes]:
+    """Returns all files of the stores of a cache."""
+    return {path.relative_to(cache): path.read_bytes() for path in (cache / "stores").rglob("*") if path.is_file()}
+
+
+def measure_kills(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
+    """Yields how many preparations were killed and continued until one completed, and whether the stores are equal."""
+    generator = random.Random(0)
+    texts = write_text(folder / "text", choices, folders=2)
+    start = time.perf_counter()
+    prepare(texts, folder / "whole", 1)
+    seconds = time.perf_counter() - start
+    expected, kills, completed = contents(folder / "whole"), 0, 0
+    while kills < choices.kills or not completed:
+        cache = folder / f"cache {completed}"
+        process = PROCESSES.Process(target=prepare, args=(texts, cache, 1))
+        process.start()
+        process.join(generator.uniform(0, seconds) if kills < choices.kills else None)
+        if process.exitcode is None:
+            process.kill()
+            kills += 1
+        else:
+            completed += 1
+            assert contents(cache) == expected, "a preparation that was killed made other stores"
+        process.join()
+    yield f"{kills} kills, {completed} preparations completed, all with the same {len(expected)} files"
+
+
+def main(argv: list[str]) -> None:
+    """Measures in a temporary folder, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    by_name = {"loader": measure_loader, "start": measure_start, "prepare": measure_prepare, "kills": measure_kills}
+    parser.add_argument("what", nargs="*", choices=[*by_name, []], default=[])
+    for name, default in {"tokens": 50_000_000, "large-tokens": 10_000_000_000, "rounds": 5, "kills": 20}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--text", nargs="+", default=[sys.prefix, "/usr"], help="folders with text")
+    parser.add_argument("--mb", type=float, default=20, help="size of the text")
+    choices = parser.parse_args(argv)
+    PROCESSES.set_forkserver_preload(["torchtitan_clone.data"])
+    for name in choices.what or by_name:
+        with tempfile.TemporaryDirectory() as folder:
+            for line in by_name[name](Path(folder), choices):
+                print(f"{name:>8}: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
