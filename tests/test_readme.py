@@ -1,5 +1,6 @@
 """Every command of the README, of CONTRIBUTING.md and of docs/ runs, and every file in train_configs/ trains."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -25,6 +26,8 @@ NOT_EXECUTED = {
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
 }
 """Commands that cannot run in a test, as patterns, each with the reason."""
+if importlib.util.find_spec("lm_eval") is None:
+    NOT_EXECUTED[r"scripts/evaluate\.py"] = 'needs the extra "eval"'
 AT_ONCE = "scripts/lighthouse.py"
 """A block with this command is typed into several terminals, a line into each."""
 
