@@ -28,6 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from benchmarks.turns import processor_name
+
 TORCH_SAVE, TORCH_ASYNC = "dcp.save", "dcp.async_save"
 OURS = ("disabled", "async", "async_with_pinned_mem")
 LAYERS = 12
@@ -263,6 +265,7 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     """Prints a line for each mode."""
     size = rows[TORCH_SAVE]["bytes"]
     step, write = (statistics.median(row[key] for row in rows.values()) for key in ("step", "plain_write"))
+    print(processor_name())
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 from torch import Tensor
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.models.moe import MoE, MoEArgs, combine, dispatch, force_load_balance
 
 Step = Callable[[], None]
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> None:
         {name: seconds_of(step, device=choices.device) for name, step in steps.items()} for _ in range(choices.rounds)
     ]
     times = {name: statistics.median(each[name] for each in rounds) for name in steps}
+    print(processor_name())
     print(f"{'part':10}{'ms':>10}{'of products':>14}")
     for name, seconds in times.items():
         ratio = statistics.median(each[name] / each["products"] for each in rounds)

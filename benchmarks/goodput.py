@@ -26,6 +26,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster
 from torchtitan_clone.testing.runs import Ranks, losses, make_corpus, options, rows
 
@@ -173,6 +174,7 @@ def main(argv: list[str]) -> int:
     logging.disable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes on the way out
     found = {}
+    print(processor_name())
     print(f"{'':18}{'steps':>7}{'repeated':>10}{'deaths':>8}{'step (s)':>10}{'goodput':>9}{'survivors':>11}")
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder) / "data" / "corpus")

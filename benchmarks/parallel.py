@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.pipeline import bubble_fraction
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -110,7 +111,7 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
         for name, changes in FREEZING.items():
             cases[name] = {"seconds": max(answer["seconds"] for answer in run(changes, ranks=2))}
             print(f"{name:28}{cases[name]['seconds']:15.3f}", flush=True)
-    return {"torch": torch.__version__, "links": links, "cases": cases}
+    return {"processor": processor_name(), "torch": torch.__version__, "links": links, "cases": cases}
 
 
 def _options(folder: Path, steps: int) -> dict:
@@ -208,6 +209,7 @@ def _bytes(answer: dict) -> int:
 
 
 def _print_links(links: dict) -> None:
+    print(processor_name())
     print(f"{'between two ranks':20}{'microseconds a call':>20}{'MB/s':>10}")
     for name, link in links.items():
         print(f"{name:20}{link['call'] * 1e6:20,.0f}{1e-6 / max(link['byte'], 1e-15):10,.0f}")

@@ -21,8 +21,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from benchmarks.turns import ROOT, processor_name
+
 PLAIN, TRAINER, LAUNCHED, IN_TURN = "plain loop", "trainer", "run_train.sh", "in turn"
 WARM_UP_STEPS = 2
 
@@ -38,6 +40,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="--table.key=value for both, after --")
     arguments = parser.parse_args()
     results = {"rounds": arguments.rounds, "torch": _torch_version(), "loader_tokens_per_second": _loader_rate()}
+    results["processor"] = processor_name()
     for dtype in arguments.dtype:
         results[dtype] = _compare(dtype, arguments)
     _print_table(results, arguments.dtype)
@@ -197,7 +200,7 @@ def _torch_version() -> str:
 
 
 def _print_table(results: dict, dtypes: list[str]) -> None:
-    print(f"torch {results['torch']}, medians of {results['rounds']} rounds")
+    print(f"{results['processor']}; torch {results['torch']}, medians of {results['rounds']} rounds")
     print(f"loader {results['loader_tokens_per_second'] / 1e6:.0f} M tokens/s per core")
     print(f"{'':10}{'':14}{'tokens/s':>10}{'ratio':>8}{'first step s':>14}{'memory GiB':>12}{'last loss':>11}")
     for dtype in dtypes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
+from torchtitan_clone.observe.allocator import describe_allocator
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import guard_outputs, print_error
 from torchtitan_clone.run.gc_control import importing
@@ -143,7 +144,8 @@ def _train(
             seconds = math.inf if has_begun else config.fault_tolerance.process_group_timeout_ms / 1000
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
             lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
-    for line in (config.job.description, one_line_summary(plan)):
+    allocator = describe_allocator() if device.type == "cpu" else ""
+    for line in (config.job.description, one_line_summary(plan), allocator):
         if line:
             logger.info("%s", line)
     for line in find_notices(config, device_type=device.type):

@@ -219,6 +219,8 @@ class Data:
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How local documents become sequences. concatenate: joined, and cut every seq_len tokens; best_fit: packed whole,
     so that only longer ones are cut, which requires training.document_masking."""
+    drop_duplicates: bool = False
+    """Drop local documents whose tokens equal those of a document before, in the same source or in an earlier one."""
     max_bad_rows: StepsOrZero = 0
     """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 

@@ -73,6 +73,8 @@ class StepRecord:
     """Peak memory of this rank's device; on CPU, of the process."""
     skipped_steps: int
     """Steps of the run that were skipped for a non-finite loss or gradient norm."""
+    batch: int | None = None
+    """Number of the global batch in data.stages; not logged for a run without a mixture."""
     auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
     """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
     router: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -84,7 +86,8 @@ class StepRecord:
 
     def columns(self) -> dict[str, Value]:
         groups = ("auxiliary", "router", "tokens", "epochs")
-        columns = {key: value for key, value in vars(self).items() if key not in ("step", *groups)}
+        unset = ("step", *groups, *(["batch"] if self.batch is None else []))
+        columns = {key: value for key, value in vars(self).items() if key not in unset}
         return columns | {f"{group}/{name}": value for group in groups for name, value in getattr(self, group).items()}
 
 

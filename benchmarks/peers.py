@@ -1,0 +1,212 @@
+"""Compares the trainer with other programs that train the same model, their steps taken in turn.
+
+    python benchmarks/peers.py --size 16M
+    python benchmarks/peers.py --size 120M --compile --dtype bfloat16 --rounds 12 --allocator
+    python benchmarks/peers.py --size tiny --only ours nanoGPT
+
+Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
+loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have
+blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. Programs live at
+once and take their steps in turn. "time" is the ratio to ours in the same round, with quartiles. Ours runs with the
+allocator of run_train.sh, the peers as they come; --allocator gives it to the peers too. The first step is timed from
+the start of the process; with --compile once with empty caches ("cold") and once with full ones.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
+
+OURS, BARE = "ours", "ours, default malloc"
+NAMES = [OURS, BARE, "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+INSTALLED = {
+    "HF Trainer": ["accelerate>=1.1", "psutil"],
+    "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse", "psutil"],
+    "torchtitan": ["torchtitan==0.2.2", "tyro", "docstring-parser", "typeguard", "einops"],
+}
+"""Packages of each peer, installed without their own requirements: those name other versions of what is here."""
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and its batch."""
+
+    dim: int
+    layers: int
+    heads: int
+    hidden: int
+    vocab: int
+    rows: int = 8
+    tokens: int = 512
+
+
+SIZES = {
+    "tiny": Size(dim=64, layers=2, heads=2, hidden=192, vocab=2_048, rows=2, tokens=64),
+    "4M": Size(dim=256, layers=3, heads=8, hidden=768, vocab=4_096, rows=4),
+    "16M": Size(dim=256, layers=8, heads=8, hidden=768, vocab=16_384),
+    "120M": Size(dim=768, layers=12, heads=12, hidden=2_048, vocab=24_576, rows=4),
+}
+"""Hidden sizes are those that torchtitan and this package derive from the width."""
+
+
+def main() -> None:
+    """Runs the comparison and prints a table."""
+    options = _parse()
+    work = {"size": options.size, "dtype": options.dtype, "compile": options.compile, "device": options.device}
+    with tempfile.TemporaryDirectory() as folder:
+        programs = list(_programs(options, work, folder=Path(folder)))
+        print(f"{processor_name()}; {options.threads} threads; {json.dumps(work)}", flush=True)
+        flops = _count_flops(programs, work, folder=Path(folder))
+        cold = _first_steps(programs) if options.compile else {}
+        with ExitStack() as stack:
+            running, first = [], {}
+            for program in programs:  # one after another, so that first steps do not disturb one another
+                running.append(stack.enter_context(Running(program)))
+                running[-1].step()
+                first[program.name] = running[-1].age_seconds
+            take_turns(running, rounds=WARM_UP_STEPS)
+            steps = take_turns(running, rounds=options.rounds)
+    size = SIZES[options.size]
+    rows = [_row(name, steps, cold=cold, first=first, tokens=size.rows * size.tokens) for name in steps]
+    _print_table(rows)
+    print(f"FLOPs of the products of a step, equal in all programs: {flops:,}")
+    if options.json:
+        result = {"processor": processor_name(), "threads": options.threads, "flops": flops, **work}
+        options.json.write_text(json.dumps({**result, "rows": rows, "steps": steps}, indent=1))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="16M", choices=list(SIZES))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--allocator", action="store_true", help="give all programs the allocator of run_train.sh")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="programs to run, among them ours")
+    parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "torchtitan_clone" / "peers")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args()
+    if OURS not in options.only or options.rounds < 2:
+        parser.error("--only must include ours, and --rounds must be at least 2")
+    return options
+
+
+# ---------------------------------------------------------------- programs
+
+
+def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder: Path) -> Iterator[Program]:
+    python = _prepare_environment(options.environment, names=options.only)
+    for name in options.only:
+        with_allocator = name == OURS or (options.allocator and name != BARE)
+        environment = {
+            "OMP_NUM_THREADS": str(options.threads),
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
+            **(_allocator_variables() if with_allocator else {"ALLOCATOR": "default"}),
+        }
+        key = OURS if name == BARE else name
+        command = [python, "benchmarks/peer_programs.py", key, json.dumps(work)]
+        yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
+
+
+@cache
+def _allocator_variables() -> dict[str, str]:
+    """Returns the variables that run_train.sh sets for the allocator."""
+    names = ("LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+    command = "source scripts/allocator.sh; set_up_allocator; env -0"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
+    return {name: found[name] for name in names if name in found}
+
+
+def _prepare_environment(folder: Path, *, names: Sequence[str]) -> str:
+    """Returns a Python that has the peers' packages and this environment's; installs what is missing."""
+    packages = [package for name in names for package in INSTALLED.get(name, [])]
+    if not packages:
+        return sys.executable
+    python = folder / "bin" / "python"
+    if not python.exists():
+        venv.create(folder, with_pip=False)
+    library = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    (library / "base.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]
+    if subprocess.run(pip, check=False).returncode:
+        raise SystemExit(f"error: cannot install {', '.join(packages)} into {folder}; run with --only ours nanoGPT")
+    return str(python)
+
+
+def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
+    """Returns the seconds from the start of each program to the end of its first step, with empty caches."""
+    seconds = {}
+    for program in programs:
+        with Running(program) as running:
+            running.step()
+            seconds[program.name] = running.age_seconds
+    return seconds
+
+
+def _count_flops(programs: Sequence[Program], work: Mapping[str, object], *, folder: Path) -> int:
+    """Returns the FLOPs of the products of a step, which must be the same in all programs; counted in eager mode."""
+    flops = {}
+    for program in (program for program in programs if program.name != BARE):
+        options = {**work, "compile": False, "count_flops": True}
+        command = [*program.command[:-1], json.dumps(options)]
+        counting = replace(program, command=command, log=folder / "flops.log")
+        with Running(counting) as running:
+            running.step()
+            running.step()
+        flops[program.name] = int(re.findall(r"^flops (\d+)$", counting.log.read_text(), re.MULTILINE)[-1])
+    if len(set(flops.values())) != 1:
+        raise SystemExit(f"error: the programs do not compute the same; FLOPs of the products of a step: {flops}")
+    return flops[OURS]
+
+
+# ---------------------------------------------------------------- results
+
+
+def _row(
+    name: str, steps: Mapping[str, list[Step]], *, cold: Mapping[str, float], first: Mapping[str, float], tokens: int
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "time": str(ratio_of(steps[name], steps[OURS])),
+        "CPU time": str(ratio_of(steps[name], steps[OURS], clock="cpu")),
+        "tokens/s": tokens / statistics.median(step["wall"] for step in steps[name]),
+        "cold": cold.get(name),
+        "first": first[name],
+        "gib": steps[name][-1]["gib"],
+    }
+
+
+def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(f"{'':22}{'time / ours':>20}{'CPU time / ours':>20}{'tokens/s':>10}{'cold s':>8}{'first s':>8}{'GiB':>7}")
+    for row in rows:
+        cold = "" if row["cold"] is None else f"{row['cold']:.1f}"
+        print(
+            f"{row['name']:22}{row['time']:>20}{row['CPU time']:>20}{row['tokens/s']:10,.0f}"
+            f"{cold:>8}{row['first']:8.1f}{row['gib']:7.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
