@@ -1,9 +1,9 @@
 """lm-evaluation-harness on a trained model, read without conversion; needs the extra "eval"."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from torchtitan_clone.run.generation import Generator, Sampling
@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):
         texts = [self._text(context, continuation) for _, context, continuation in requests]
         return [(nats, not misses) for nats, misses in self._score(texts)]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihood of each text, in stretches; the end of a document is before the first token."""
         totals: list[float] = []
         for (string,) in (request.args for request in requests):
@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
             totals.append(sum(nats for nats, _ in self._score(texts)))
         return totals
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Returns the greedy continuations, up to the first of the texts that end them."""
         return [self._continue(context, **options) for context, options in (request.args for request in requests)]
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +13,7 @@ from torchtitan_clone.models.decoder import ModelArgs, named_state
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 
 
-def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> Any:
+def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> nn.Module:
     """Returns transformers' model in float32."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
     sources = sources_of(spec.hub_pieces(state, args=args))
