@@ -36,7 +36,7 @@ def converse(generator: Generator) -> None:
     print("Enter a prompt in one line; Ctrl-D ends.", file=sys.stderr)
     for line in sys.stdin:
         try:
-            for text in generator.stream_text(line.rstrip("\n")):
+            for text in generator.stream_text(*generator.encode([line.rstrip("\n")])):
                 print(text, end="", flush=True)
             print(flush=True)
         except ConfigError as error:

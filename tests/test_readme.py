@@ -1,5 +1,6 @@
 """Every command of the README, of CONTRIBUTING.md and of docs/ runs, and every file in train_configs/ trains."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -27,6 +28,8 @@ NOT_EXECUTED = {
 """Commands that cannot run in a test, as patterns, each with the reason."""
 BENCHMARK = r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity)\.py)"
 """Commands that measure the code or inject faults, which take longest."""
+if importlib.util.find_spec("lm_eval") is None:
+    NOT_EXECUTED[r"scripts/evaluate\.py"] = 'needs the extra "eval"'
 AT_ONCE = "scripts/lighthouse.py"
 """A block with this command is typed into several terminals, a line into each."""
 

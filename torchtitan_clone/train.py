@@ -42,9 +42,9 @@ PATH_OPTIONS = (
 
 def main(argv: list[str]) -> int:
     """Runs one process of the run that the arguments describe; returns its exit code."""
-    if "--help" in argv or "-h" in argv:
-        sys.stdout.write(help_text())
-        return 0
+    if asked := {"--help", "-h"}.intersection(argv):
+        after = argv[argv.index(asked.pop()) + 1 :]
+        return _help([word for word in after if not word.startswith("-")])
     stop = StopRequest()
     stop.install()
     try:
@@ -58,6 +58,15 @@ def main(argv: list[str]) -> int:
         if isinstance(error, EnvironmentVariableError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print_error(error)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _help(words: list[str]) -> int:
+    try:
+        sys.stdout.write(help_text(words))
+    except ConfigError as error:
+        print_error(error)
+        return 2
+    return 0
 
 
 def run(

@@ -24,6 +24,7 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, set_determinism
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
+from torchtitan_clone.run.dry_run import describe_results
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
 from torchtitan_clone.run.gc_control import GCControl, collect_all
@@ -337,5 +338,6 @@ class Trainer:
             is_exported=is_exported,
             stop_reason=self._stop.reason,
             goodput=self._metrics.ledger.line(),
+            next_steps=describe_results(plan),
         ).report()
         return is_complete or is_obsolete

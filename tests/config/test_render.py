@@ -1,13 +1,14 @@
 """to_toml round-trips; --help shows every option."""
 
 import random
+import re
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
-from torchtitan_clone.config import Config, help_text, load_config, run_folder, to_toml
+from torchtitan_clone.config import Config, ConfigError, changes_to_toml, help_text, load_config, run_folder, to_toml
 from torchtitan_clone.config.checks import ranges_of
 from torchtitan_clone.config.overlay import describe, toml_like
 from torchtitan_clone.config.render import option_docs
@@ -66,7 +67,7 @@ def test_toml_round_trip_of_random_configurations(seed: int, tmp_path: Path) -> 
     assert to_toml(again) == to_toml(config)
 
 
-NOT_SAVED = {("job", "config_file"), ("job", "extends"), ("job", "dry_run")}
+NOT_SAVED = {("job", "config_file"), ("job", "extends"), ("job", "dry_run"), ("job", "dry_run_all")}
 
 
 def test_saved_configuration_keeps_the_run_name(tmp_path: Path) -> None:
@@ -109,4 +110,24 @@ def test_help_shows_the_keys_of_lists_of_tables() -> None:
     assert (
         " step (an integer from 1 to 1,000,000,000,000; required) First optimizer step at which this entry applies"
         in text
+    )
+
+
+def test_help_on_a_table_or_a_word() -> None:
+    text = help_text(["validation"])
+    assert "--validation.freq" in text
+    assert "--training.steps" not in text
+    found = re.findall(r"^  --([\w.]+)  ", help_text(["learning", "rate"]), re.MULTILINE)
+    assert {"optimizer.lr", "lr_scheduler.min_lr_factor"} <= set(found)
+    assert "optimizer.beta1" not in found
+    # A word within one table; the keys of a list of tables belong to it.
+    assert re.findall(r"^  --([\w.]+)  ", help_text(["optimizer", "pattern"]), re.MULTILINE) == ["optimizer.groups"]
+    with pytest.raises(ConfigError, match=r'--help "evaluaton": no table .* did you mean evaluation\?'):
+        help_text(["evaluaton"])
+
+
+def test_changes_are_what_differs_from_the_defaults() -> None:
+    config = load_config(["--training.steps=5", "--job.run_name=mine"])
+    assert changes_to_toml(config) == (
+        '[job]\nrun_name = "mine"\n\n[model]\nname = "llama3"\nflavor = "debugmodel"\n\n[training]\nsteps = 5\n'
     )

@@ -74,6 +74,8 @@ class Job:
     """Name of the run's folder in dump_folder; unset: the name of the TOML file without its suffix."""
     dry_run: bool = False
     """Validate the configuration, print the run plan and exit without training. --dry-run is a shorthand."""
+    dry_run_all: bool = False
+    """Print all options in a dry run, not only those that differ from their defaults. --all is a shorthand."""
     dry_run_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type for which a dry run or simulation checks the configuration; auto: cuda if an option requires it, else
     that of this machine."""

@@ -17,6 +17,9 @@ COMMAND_LINE = "command line"
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
 
+SHORTHANDS: dict[str, Key] = {"dry-run": ("job", "dry_run"), "all": ("job", "dry_run_all")}
+"""Options by the shorthands that the command line accepts for them."""
+
 MAX_FILE_BYTES = 1 << 20
 MAX_VALUES = 4096
 """In one file; merging takes time quadratic in them."""
@@ -50,11 +53,11 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
             hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
             problems.append(f'{COMMAND_LINE}: "{word}" is not an option; write --table.key=value{hint}')
             continue
-        path = ("job", "dry_run") if name == "dry-run" else tuple(name.split("."))
+        path = SHORTHANDS.get(name, tuple(name.split(".")))
         origin = COMMAND_LINE
         if equals:
             value = _parse_value(text, path=path)
-        elif words and not words[0].startswith("--") and name != "dry-run":
+        elif words and not words[0].startswith("--") and name not in SHORTHANDS:
             value = _parse_value(words.pop(0), path=path)
         else:
             value = True

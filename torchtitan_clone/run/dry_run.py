@@ -1,11 +1,14 @@
-"""Descriptions of a run: in one line at its start, and what --dry-run and comm.mode = "fake_backend" print."""
+"""Descriptions of a run: at its start and end, and what --dry-run and comm.mode = "fake_backend" print."""
 
-from torchtitan_clone.config import Config, to_toml
+from torchtitan_clone.checkpoint.commit import step_folder
+from torchtitan_clone.config import Config, changes_to_toml, to_toml
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
+from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.parallel.mesh import describe_mesh
+from torchtitan_clone.run.hub import EXPORT_FOLDER
 from torchtitan_clone.run.plan import RunPlan, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096
@@ -54,7 +57,7 @@ def summary(plan: RunPlan) -> str:
     """Returns what follows from the configuration alone."""
     accumulation = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
     return (
-        f"{to_toml(plan.config)}\n"
+        f"{to_toml(plan.config) if plan.config.job.dry_run_all else changes_to_toml(plan.config)}\n"
         f"data              {escape(describe_data(training=plan.config.training, data=plan.config.data))}\n"
         f"mesh              {describe_mesh(plan.degrees)}\n"
         f"pipeline          {plan.pipeline_summary or 'none'}\n"
@@ -76,3 +79,24 @@ def _describe_phase(plan: RunPlan) -> str:
         f"  pipeline        {plan.pipeline_summary or 'none'}\n"
         f"  FLOPs per token {plan.flops_per_token:,.0f}\n"
     )
+
+
+def describe_results(plan: RunPlan) -> list[str]:
+    """Returns where the results of a complete run are, and the commands that go on from them, one a line."""
+    config, folder, step = plan.config, plan.folder, plan.config.training.steps
+    saves = config.checkpoint.enable and not config.checkpoint.load_only
+    exports = config.checkpoint.last_save_in_hf
+    export, checkpoint = folder / EXPORT_FOLDER / f"step-{step}", step_folder(plan.checkpoint_folder, step)
+    source = folder if saves else export
+    lines = {
+        "metrics": f"{plan.output_folder / METRICS_FILE}",
+        "TensorBoard": f"tensorboard --logdir {plan.output_folder / config.metrics.save_tb_folder}"
+        if config.metrics.enable_tensorboard
+        else "",
+        "checkpoint": f"{checkpoint}" if saves else "",
+        "weights": f"{export}" if exports else "",
+        "export": f"python scripts/convert_to_hf.py {checkpoint} FOLDER" if saves and not exports else "",
+        "generate": f'python scripts/generate.py {source} --prompt="..."' if saves or exports else "",
+        "extend": f"rerun the same command with --training.steps={2 * step}" if saves else "",
+    }
+    return [f"{name:<13}{escape(text)}" for name, text in lines.items() if text]

@@ -99,11 +99,11 @@ class Generator:
         """Returns the text of tokens."""
         return self._trained.tokenizer.decode(ids)
 
-    def stream_text(self, prompt: str) -> Iterator[str]:
-        """Yields the text that continues one prompt, complete characters of it as they come. ConfigError as encode."""
+    def stream_text(self, prompt: Sequence[int]) -> Iterator[str]:
+        """Yields the text that continues one prompt, complete characters of it as they come."""
         ids: list[int] = []
         shown = ""
-        for (token,) in self.stream(self.encode([prompt])):
+        for (token,) in self.stream([prompt]):
             ids += [] if token is None else [token]
             text = self.decode(ids)
             if not text.endswith("\ufffd"):  # otherwise the rest of a character follows

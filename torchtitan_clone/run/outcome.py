@@ -1,7 +1,7 @@
 """What came of a step and of a run, and how it is reported."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_clone.observe.by_source import Totals
@@ -48,6 +48,8 @@ class RunOutcome:
     """False if the export of the last step was asked for and failed."""
     stop_reason: str
     goodput: str
+    next_steps: Sequence[str] = ()
+    """Lines that say where the results are, and how to go on."""
 
     @property
     def is_saved(self) -> bool:
@@ -73,7 +75,8 @@ class RunOutcome:
             logger.info("the initial state is saved as step %d", step)
         elif step == last_step:
             logger.info("training is complete: step %d of %d", step, last_step)
-            logger.info("%s", self.goodput)
+            for line in (self.goodput, *self.next_steps):
+                logger.info("%s", line)
         elif self.is_saved:
             logger.info("stopped by %s: step %d is saved, rerun the same command to resume", self.stop_reason, step)
         elif self.is_saving_enabled:

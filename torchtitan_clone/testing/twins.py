@@ -6,14 +6,14 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan_clone.models import ModelSpec
 from torchtitan_clone.models.decoder import ModelArgs, named_state
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 
 
-def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> PreTrainedModel:
+def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> nn.Module:
     """Returns transformers' model in float32."""
     state = {name: tensor.detach() for name, tensor in named_state(model).items()}
     sources = sources_of(spec.hub_pieces(state, args=args))
