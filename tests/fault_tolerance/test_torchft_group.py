@@ -8,6 +8,8 @@ import signal
 
 import pytest
 
+from torchtitan_clone.observe.report_charts import all_charts
+from torchtitan_clone.observe.report_data import read_run, run_folders
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
@@ -58,6 +60,12 @@ def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither has a majority" in cluster.log_of(0)
+        (run,) = [read_run(folder, name="") for folder in run_folders(tmp_path / "run") if folder.name == "replica-1"]
+        titles = {chart.title: chart for chart in all_charts([run], points=100)}
+        marks = {trace["name"]: trace for trace in titles["Starts, deaths, saves and recoveries"].traces}
+        assert len(marks["start"]["y"]) == 2
+        assert marks["end or death"]["y"] == [4]
+        assert marks["recovery"]["y"][-1] > 8
 
 
 def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
