@@ -63,9 +63,15 @@ def folder(tmp_path_factory):
         "progress_seconds": 9,
         "saving_seconds": 1,
     }
-    evaluation = {"step": 20, "evaluation/cloze": 0.5, "sample": HOSTILE, "time": 1_020.5}
+    evaluation = {"step": 20, "event": "evaluation", "evaluation/cloze/accuracy": 0.5, "time": 1_020.5}
+    sample = {"step": 20, "event": "sample", "prompt": "def", "text": HOSTILE, "time": 1_020.6}
     validation = {"step": 10, "validation_loss": 7.5, f"validation_loss/{HOSTILE}": 7.5, "time": 1_010.5}
-    rows = [step_row(step) for step in range(1, 31)] + [{"step": 10, **save, "time": 1_010.0}, validation, evaluation]
+    rows = [step_row(step) for step in range(1, 31)] + [
+        {"step": 10, **save, "time": 1_010.0},
+        validation,
+        evaluation,
+        sample,
+    ]
     recovery = {"step": 12, "event": "recovered from another replica group", "seconds": 1.0, "time": 1_012.0}
     write_lines(folder / "metrics.jsonl", *rows, recovery, {"step": 30, **goodput, "time": 1_030.0})
     with (folder / "metrics.jsonl").open("a") as file:
@@ -130,6 +136,7 @@ def test_marks_and_shares_are_those_of_the_rows(folder):
     assert traces["target/web"]["y"] == [75, 75]
     assert traces["validation"]["xs"]["tokens"] == [640]
     assert (traces["end or death"]["x"], traces["end or death"]["y"]) == ([round(14 / 3600, 6)], [13])
+    assert traces["evaluation/cloze/accuracy"]["y"] == [0.5]
     assert traces["forward"]["y"] == ["rank 0", "rank 1"]
     (heat,) = charts["Computation of each rank in measured steps, in seconds"].traces
     assert heat["z"] == [[pytest.approx(0.2)], [pytest.approx(0.4)]]
@@ -138,12 +145,14 @@ def test_marks_and_shares_are_those_of_the_rows(folder):
 def test_lines_that_are_no_rows_are_skipped_and_counted(folder, page):
     # The text, NaN, the negative step, the incomplete line, two values that are too large, and a file of collectives.
     assert read_run(folder, name="full").num_skipped == 7
-    assert "36 rows of metrics read, 7 incomplete or malformed lines and values skipped" in page
+    assert "37 rows of metrics read, 7 incomplete or malformed lines and values skipped" in page
 
 
 def test_text_of_files_cannot_become_elements(page):
     found = Tags(page)
+    assert f"full20promptdeffull20text{HOSTILE}" in found.text
     assert [tag for tag, _ in found.tags].count("script") == 2
+    assert "\\u003cbr>stage 0" in page  # "<" of the data is an escape
     assert not [tag for tag, attributes in found.tags if tag in ("img", "iframe", "link") or "src" in attributes]
     assert found.text.count(HOSTILE) == 4  # the sample, the layer, and the processor of both starts
 

@@ -27,6 +27,8 @@ POINTS = (1_000, 400, 150, 50)
 MAX_ROWS = 40
 """Of one run."""
 MAX_TABLE = 400
+MAX_CELL = 600
+"""Characters of a cell."""
 _PAGE = Path(__file__).with_name("report_page.html")
 
 
@@ -88,7 +90,7 @@ def _as_data(chart: Chart) -> dict[str, object]:
 
 def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table, nothing without rows."""
-    cells = [[html.escape(as_text(cell)) for cell in row] for row in islice(rows, MAX_TABLE)]
+    cells = [[html.escape(as_text(cell, max_chars=MAX_CELL)) for cell in row] for row in islice(rows, MAX_TABLE)]
     if not cells:
         return ""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)

@@ -55,7 +55,7 @@ class RunData:
     columns: dict[str, Series] = field(default_factory=dict[str, Series])
     events: list[Record] = field(default_factory=list[Record])
     texts: list[tuple[int, str, str]] = field(default_factory=list[tuple[int, str, str]])
-    """Step, name and text of the last columns of text, such as samples."""
+    """Step, name and text of the last columns of text of events, such as samples."""
     starts: list[Record] = field(default_factory=list[Record])
     breakdowns: list[Record] = field(default_factory=list[Record])
     timeline: Record = field(default_factory=dict[str, object])
@@ -144,17 +144,16 @@ def _read_rows(run: RunData) -> None:
         run.num_rows += 1
         if isinstance(row.get("event"), str):
             run.events.append(_bounded(row))
+            texts = [(key, text) for key, text in row.items() if isinstance(text, str) and key != "event"]
+            run.texts = [*run.texts, *((int(number(row, "step")), key, text) for key, text in texts)][-MAX_TEXTS:]
         by_keys.setdefault(tuple(row), []).append(row)
     parts: dict[str, list[Series]] = {}
     for keys, rows in by_keys.items():
         steps, times = (np.array([row[key] for row in rows], dtype=np.float64) for key in ("step", "time"))
-        for key in (key for key in keys if key not in ("step", "time", "event")):
-            values = [row[key] for row in rows]
-            if str in set(map(type, values)):
-                texts = [(int(steps[index]), key, text) for index, text in enumerate(values) if isinstance(text, str)]
-                run.texts = sorted([*run.texts, *texts[-MAX_TEXTS:]])[-MAX_TEXTS:]
-            if "event" in keys:
+        for key in keys:
+            if key in ("step", "time") or ("event" in keys and not key.startswith("evaluation/")):
                 continue
+            values = [row[key] for row in rows]
             is_known = key in parts or len(parts) < MAX_COLUMNS
             column = _floats(values) if is_known else np.full(len(values), np.inf)
             is_small = np.abs(column) < MAX_NUMBER
