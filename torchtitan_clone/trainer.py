@@ -3,7 +3,6 @@
 What a step does is written in `Trainer.train_step`; what happens between two steps, in `Trainer.train`.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
-from torchtitan_clone.models.balancing import load_statistics
 from torchtitan_clone.observe.profiling import Profiler
+from torchtitan_clone.observe.records import RECOVERED
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, set_determinism
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
@@ -29,7 +28,7 @@ from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
 from torchtitan_clone.run.gc_control import GCControl, collect_all
 from torchtitan_clone.run.loaders import open_loaders
-from torchtitan_clone.run.measuring import build_run_metrics, log_step
+from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
 from torchtitan_clone.run.plan import CONFIG_FILE, describe_phase, plan_after, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
@@ -40,8 +39,6 @@ from torchtitan_clone.run.saving import Saver
 from torchtitan_clone.run.stopping import StepInterrupted, StopBeforeTraining, StopPolicy, StopRequest
 from torchtitan_clone.run.timeouts import Timeouts
 from torchtitan_clone.run.validation import Validator
-
-logger = logging.getLogger("torchtitan_clone")
 
 
 class Trainer:
@@ -182,13 +179,15 @@ class Trainer:
             metrics.ledger.book("start_up", self._stop.process_age_seconds - seconds)
         elif state.was_recovered:
             metrics.forget(after_step=state.step, lost=self._replicas.rolled_back_steps())
+        if state.was_recovered:
+            metrics.log_event(state.step, RECOVERED, seconds=seconds)
         metrics.ledger.book("healing" if state.was_recovered else "waiting", seconds)
         return can_train
 
     def _attempt_step(self, step: int, *, attempt: int) -> StepResult | None:
         """Runs a step, traced and timed as the options say; None if the deadline interrupted it."""
         plan = self.engine.plan
-        timer = self._stragglers.timer(step) if plan.degrees.pp == 1 else None
+        timer = self._stragglers.timer(step, mesh=self.engine.mesh) if plan.degrees.pp == 1 else None
         is_traced = attempt == 2 and plan.config.debug.trace_collectives
         group_axes = self.engine.mesh.group_axes() if is_traced else {}
         trace = trace_collectives(is_traced, group_axes=group_axes, rank=self._launch.rank, folder=plan.output_folder)
@@ -203,9 +202,8 @@ class Trainer:
         self._stop.step_seconds = time.perf_counter() - start
         self._metrics.observe_step(data_seconds=result.data_seconds, by_source=result.by_source)
         seconds = self._stop.step_seconds
-        slow = self._stragglers.report(step, timer=timer, data_seconds=result.data_seconds, total_seconds=seconds)
-        for line in slow if self._metrics.active else ():
-            logger.warning("step %d: %s", self._state.step, line)
+        found = self._stragglers.report(step, timer=timer, data_seconds=result.data_seconds, total_seconds=seconds)
+        log_stragglers(self._metrics, found=found, state=self._state)
         self._discard_steps(step - self._state.step)
         return result
 
@@ -272,7 +270,7 @@ class Trainer:
             loss=totals.loss,
             grad_norm=grad_norm,
             auxiliary=totals.auxiliary,
-            router=load_statistics(totals.loads),
+            loads=totals.loads,
             by_source=totals.by_source,
             data_seconds=data_seconds,
             stop=stops > 0,

@@ -3,11 +3,15 @@
 Tests of torchft_group.py and of what it consists of: collectives.py, connection.py, quorum.py and recovery.py.
 """
 
+import json
 import math
 import signal
 
 import pytest
 
+from torchtitan_clone.observe.records import TIMELINE_FILE
+from torchtitan_clone.observe.report_charts import all_charts
+from torchtitan_clone.observe.report_data import read_run, run_folders
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
@@ -58,6 +62,12 @@ def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(1, [-signal.SIGKILL])]
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert "neither has a majority" in cluster.log_of(0)
+        (run,) = [read_run(folder, name="") for folder in run_folders(tmp_path / "run") if folder.name == "replica-1"]
+        titles = {chart.title: chart for chart in all_charts([run], points=100)}
+        marks = {trace["name"]: trace for trace in titles["Starts, deaths, saves and recoveries"].traces}
+        assert len(marks["start"]["y"]) == 2
+        assert marks["end or death"]["y"] == [4]
+        assert marks["recovery"]["y"][-1] > 8
 
 
 def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
@@ -69,9 +79,11 @@ def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path
         Fault(kind="late", place="heal_source", step=25, group=1, rank=1),
         Fault(kind="exception", place="forward", step=48, group=2, rank=1),
     ]
-    with Cluster(corpus, tmp_path, groups=3, ranks=2, **SMALL) as cluster:
+    with Cluster(corpus, tmp_path, groups=3, ranks=2, comm__straggler_freq=20, **SMALL) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
+        timeline = json.loads((tmp_path / "run" / "replica-0" / TIMELINE_FILE).read_text())
+        assert "replica groups all_reduce" in {name for name, _, _ in timeline["spans"][0]}
         assert died(cluster)[:3] == [1, 1, 0]
         # The rank that did not raise ends because the other did.
         assert any(group == 2 and codes[1] == 1 for _, group, codes in cluster.deaths)

@@ -5,9 +5,11 @@ import signal
 import time
 
 import pytest
+import torch
 
 from torchtitan_clone.observe.goodput import EVENT, KINDS, Ledger, resumed_ledger
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.observe.records import STARTS_FILE
+from torchtitan_clone.testing.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 
 
 def write_rows(file, *rows: dict) -> None:
@@ -96,3 +98,8 @@ def test_the_ledger_accounts_for_all_time_over_restarts(corpus, tmp_path):
     assert ledger["goodput_percent"] == pytest.approx(100 * ledger["progress_seconds"] / total)
     assert f"goodput {ledger['goodput_percent']:.1f} %" in output
     assert "over 2 starts" in output
+    first, second = read_json_lines(tmp_path / "run" / STARTS_FILE)
+    assert (first["after_step"], first["was_complete"], "last_step" in first) == (0, False, False)
+    assert (second["after_step"], second["last_step"]) == (killed_after // 10 * 10, killed_after)
+    assert second["last_time"] == last_row["time"] < killed < restarted - 1 < second["time"]
+    assert (second["ranks"], second["device"], second["torch"]) == (2, "cpu", torch.__version__)

@@ -18,7 +18,17 @@ from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import MetricsWriter, StepRecord, check_metrics
 
 ROW_KEYS = {
-    *("step", "loss", "grad_norm", "lr", "tokens_per_second", "tflops_per_second", "mfu_percent", "step_seconds"),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "clipped",
+        "lr",
+        "tokens_per_second",
+        "tflops_per_second",
+        "mfu_percent",
+        "step_seconds",
+    ),
     *("data_seconds", "tokens_seen", "memory_gib", "skipped_steps", "time"),
 }
 
@@ -32,6 +42,7 @@ def writer(
         "flops_per_token": 3e9,
         "peak_flops": 24e12,
         "run_config": {"training": {"steps": 100}},
+        "environment": {"torch": "2.13"},
         "started": time.time(),
         "ensure_folder": lambda: None,
     }
@@ -44,6 +55,7 @@ def record(step: int, **changes: float) -> StepRecord:
     values = {
         "loss": 5.0 - step / 10,
         "grad_norm": 1.5,
+        "clipped": True,
         "lr": 8e-4,
         "tokens_seen": 1000 * step,
         "step_seconds": 0.5,
@@ -193,7 +205,7 @@ os.kill(os.getpid(), 9)
     assert (tmp_path / "metrics.jsonl").read_text().endswith('"lo')
     log_steps(tmp_path, range(4, 6), resume_step=3)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "starts.jsonl"]
 
 
 def test_full_disk_loses_rows_but_not_the_run(tmp_path):
@@ -239,7 +251,7 @@ from pathlib import Path
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.metrics import MetricsWriter
 MetricsWriter(Metrics(enable_tensorboard=True), folder=Path({str(tmp_path)!r}), rank=0, total_steps=1,
-              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, started=0.0,
+              tokens_per_step=1, flops_per_token=1.0, peak_flops=None, run_config={{}}, environment={{}}, started=0.0,
               ensure_folder=lambda: None).start(after_step=0)
 print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys.modules])
 """

@@ -9,7 +9,8 @@ from tests.marks import needs_split_backward
 from tests.parallel.test_gradients import check_gradients, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.parallel.pipeline import bubble_fraction, describe_pipeline
+from torchtitan_clone.observe.records import PIPELINE_FILE
+from torchtitan_clone.parallel.pipeline import bubble_fraction, describe_pipeline, timed_actions
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.rules import find_pipeline_errors
@@ -134,6 +135,9 @@ def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, o
     code, output = train(argv, world_size=4, log_folder=tmp_path)
     assert code == 0, output
     assert "Interleaved1F1B, 4 stages on 2 ranks" in output
+    pipeline = json.loads((tmp_path / "run" / PIPELINE_FILE).read_text())
+    assert pipeline["summary"] in output
+    assert {(rank, stage) for rank, _, stage, *_ in pipeline["actions"]} == {(0, 0), (1, 1), (0, 2), (1, 3)}
     assert len(losses(tmp_path)) == 6
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("validation_loss", 1e-5), ("validation_targets", 0)):
         assert logged(tmp_path, name) == pytest.approx(logged(one_rank, name), rel=tolerance), name
@@ -175,6 +179,14 @@ def test_bubble_is_that_of_the_papers(schedule, ranks, each, microbatches, expec
     parallelism = Parallelism(pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule)
     stages = stages_of(schedule, ranks, each=each)
     assert bubble_fraction(parallelism, stages=stages, microbatches=microbatches) == pytest.approx(expected)
+    actions = timed_actions(parallelism, stages=stages, microbatches=microbatches)
+    work = sum(action.end - action.start for action in actions)
+    assert work == 3 * microbatches * len(stages.ranks)
+    assert 1 - work / (ranks * max(action.end for action in actions)) == pytest.approx(expected)
+    ends = {(action.kind, action.stage, action.microbatch): action.end for action in actions}
+    for action in actions:
+        before = {"F": ("F", action.stage - 1), "B": ("B", action.stage + 1)}.get(action.kind, ("", 0))
+        assert action.start >= ends.get((*before, action.microbatch), 0)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

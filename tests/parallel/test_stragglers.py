@@ -1,5 +1,6 @@
 """Slow ranks and slow links are named; equal ones are not."""
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -8,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.config.schema import Comm
+from torchtitan_clone.config import resolved_degrees
+from torchtitan_clone.config.schema import Comm, Parallelism
+from torchtitan_clone.observe.records import BREAKDOWNS_FILE, TIMELINE_FILE
+from torchtitan_clone.parallel.mesh import build_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.stragglers import (
     StepBreakdown,
@@ -17,7 +21,7 @@ from torchtitan_clone.parallel.stragglers import (
     describe_stragglers,
 )
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, train
+from torchtitan_clone.testing.runs import losses, options, read_json_lines, train
 
 CPU = torch.device("cpu")
 
@@ -34,12 +38,13 @@ def lines_of_steps(*, can_time_collectives):
     dist.batch_isend_irecv = late  # torch's own: the delay of a link
     reports = {}
     with process_group(Comm(), launch=launch, device=CPU):
+        mesh = build_mesh(resolved_degrees(Parallelism(), 3), loss_rank=0, device_type="cpu")
         monitor = StragglerMonitor(
             Comm(straggler_freq=2), launch=launch, device=CPU, can_time_collectives=can_time_collectives
         )
         for step in range(1, 5):
             start = time.perf_counter()
-            timer = monitor.timer(step)
+            timer = monitor.timer(step, mesh=mesh)
             assert (timer is not None) == (can_time_collectives and step % 2 == 0)
             if timer is not None:
                 with timer:
@@ -67,8 +72,8 @@ SLOW_LINK = "the link from rank 2 to rank 0 is slow"
 )
 def test_slow_rank_and_slow_link_are_named(run, expected):
     for reports in run_ranks(run, 3):
-        for step, lines in reports.items():
-            named = [re.sub(r" \(.*?\)|:.*", "", line) for line in lines]
+        for step, report in reports.items():
+            named = [re.sub(r" \(.*?\)|:.*", "", line) for line in report.lines]
             assert named == (expected if step % 2 == 0 else []), step
 
 
@@ -79,6 +84,17 @@ def test_monitoring_is_bit_equal(corpus, tmp_path):
         assert code == 0
         assert "the link" not in output
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
+    folder = tmp_path / "on" / "run"
+    breakdowns = read_json_lines(folder / BREAKDOWNS_FILE)
+    assert [breakdown["step"] for breakdown in breakdowns] == list(losses(tmp_path / "on"))
+    timeline = json.loads((folder / TIMELINE_FILE).read_text())
+    assert timeline["step"] == breakdowns[-1]["step"]
+    for rank in range(2):
+        spans = timeline["spans"][rank]
+        assert {name for name, _, _ in spans} >= {"world/fsdp all_gather", "world/fsdp reduce_scatter"}
+        assert sum(seconds for _, _, seconds in spans) == pytest.approx(timeline["communication"][rank], abs=1e-4)
+        assert all(0 <= start < start + seconds <= timeline["total"][rank] for _, start, seconds in spans)
+    assert not (tmp_path / "off" / "run" / BREAKDOWNS_FILE).exists()
 
 
 def test_equal_ranks_are_not_named():

@@ -4,6 +4,7 @@ Only tokens that are trained count: not those of validations, recomputed forward
 engine.py.
 """
 
+import json
 import math
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from tests.marks import needs_split_backward
 from torchtitan_clone.models.moe import Router
+from torchtitan_clone.observe.records import LOADS_FILE
 from torchtitan_clone.testing.cluster import Cluster
 from torchtitan_clone.testing.faults import Fault, digest
 from torchtitan_clone.testing.harness import run_ranks
@@ -170,6 +172,11 @@ def check(argv, folder, expected, *, world_size):
     for row, expected_row in zip(logged, columns, strict=False):
         for name, value in (expected_row or {}).items():
             assert row[name] == pytest.approx(value, rel=1e-4 if name == "grad_norm" else 1e-5), (row["step"], name)
+    record = json.loads((folder / "run" / LOADS_FILE).read_text())
+    assert record["step"] == logged[-1]["step"]
+    assert [f"{name}.expert_bias" for name in record["loads"]] == list(expected_biases)
+    ratio = max(max(load) * len(load) / sum(load) for load in record["loads"].values())
+    assert ratio == pytest.approx(logged[-1]["router/load_max_over_mean"])
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -
     return Ledger(started=started, sums=sums)
 
 
+def last_sign(file: Path) -> dict[str, float | bool]:
+    """Returns step and time of the last row of metrics.jsonl, none without rows, and whether the run was complete."""
+    written, last = _newest_rows(read_rows(file))
+    signs = {"last_step": last["step"], "last_time": last["time"]} if last else {}
+    return {**signs, "was_complete": bool(written and written["complete"])}
+
+
 def read_rows(file: Path) -> list[bytes]:
     """Returns the lines of metrics.jsonl with their ends; DocumentError if it is not a regular file or too large."""
     try:

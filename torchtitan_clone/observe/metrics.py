@@ -16,15 +16,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.documents import DocumentError, escape, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.by_source import Totals, add_totals, source_columns
-from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, read_rows, resumed_ledger
+from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, last_sign, read_rows, resumed_ledger
 from torchtitan_clone.observe.logging import logger
+from torchtitan_clone.observe.records import STARTS_FILE, append_record, ignore_disk_errors, open_to_append
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -63,6 +64,8 @@ class StepRecord:
     """Mean over the target tokens of the global batch, in nats."""
     grad_norm: float
     """Global gradient norm before clipping."""
+    clipped: bool
+    """Whether the gradients were scaled down to training.max_norm."""
     lr: float
     tokens_seen: int
     """Tokens of all ranks since step 1 of the run."""
@@ -103,7 +106,8 @@ class MetricsWriter:
     """Logs metrics on rank 0 to the console and to sinks in the run's `folder`; call `start` before logging.
 
     tokens_per_step is over all ranks; peak_flops sums all devices, None: MFU is not logged; `started` is epoch seconds.
-    `ensure_folder` is called before each row, and recreates the folder if it is gone.
+    `ensure_folder` is called before each row, and recreates the folder if it is gone. `environment` describes this
+    process in starts.jsonl.
     """
 
     def __init__(
@@ -117,6 +121,7 @@ class MetricsWriter:
         flops_per_token: float,
         peak_flops: float | None,
         run_config: dict[str, object],
+        environment: Mapping[str, object],
         started: float,
         ensure_folder: Callable[[], object],
     ) -> None:
@@ -125,6 +130,7 @@ class MetricsWriter:
         self.sinks = _build_sinks(metrics, file=self._file, run_config=run_config) if self.active else []
         self.ledger = Ledger(started=started)
         self._started = started
+        self._environment = environment
         self._ensure_folder = ensure_folder
         self._newest_step = 0
         self._interval = _Interval()
@@ -141,6 +147,8 @@ class MetricsWriter:
         if not self.active:
             return
         self.ledger = resumed_ledger(self._file, resume_step=after_step, lost=len(lost), started=self._started)
+        start = {"time": self._started, "after_step": after_step, **last_sign(self._file), **self._environment}
+        append_record(self._file.with_name(STARTS_FILE), start)
         self._forget(after_step, lost)
         if sys.stdout.isatty():
             self._bar = _show_bar(self._total_steps, done=after_step, opened=self._opened)
@@ -203,7 +211,7 @@ class MetricsWriter:
     def close(self) -> None:
         self._opened.close()
         for sink in self.sinks:
-            _ignore_disk_errors(sink.close)
+            ignore_disk_errors(sink.close)
 
     def _rates(self, record: StepRecord) -> dict[str, float]:
         tokens_per_second = self.tokens_per_step / record.step_seconds
@@ -218,7 +226,7 @@ class MetricsWriter:
         self._newest_step = max(self._newest_step, step)
         self._ensure_folder()
         for sink in self.sinks:
-            _ignore_disk_errors(sink.write, row)
+            ignore_disk_errors(sink.write, row)
 
 
 def check_metrics(metrics: Metrics) -> None:
@@ -252,7 +260,7 @@ def _build_sinks(metrics: Metrics, *, file: Path, run_config: dict[str, object])
 class _JsonLines:
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.stream = _open_to_append(file)
+        self.stream = open_to_append(file)
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
         """Also drops the incomplete line of a killed process; replaces the file atomically."""
@@ -262,12 +270,12 @@ class _JsonLines:
         if dropped := len(lines) - len(kept):
             logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
             write_atomically(self.file, b"".join(kept))
-        self.stream = _open_to_append(self.file)
+        self.stream = open_to_append(self.file)
 
     def write(self, row: Row) -> None:
         if not self.file.exists():  # deleted while training
             self.stream.close()
-            self.stream = _open_to_append(self.file)
+            self.stream = open_to_append(self.file)
         self.stream.write(row.to_json() + "\n")
         self.stream.flush()
 
@@ -342,12 +350,6 @@ def _wandb_id(file: Path) -> str:
     return run_id
 
 
-def _open_to_append(file: Path) -> TextIO:
-    """Opens a file of rows; OSError for a link, a pipe or a device, which could lead anywhere or block."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return open(os.open(file, flags, 0o644), "a", encoding="utf-8")
-
-
 def _show_bar(total_steps: int, *, done: int, opened: contextlib.ExitStack) -> "tqdm":
     """Shows a progress bar until `opened` closes; log lines are written above it."""
     from tqdm import tqdm
@@ -356,14 +358,6 @@ def _show_bar(total_steps: int, *, done: int, opened: contextlib.ExitStack) -> "
     opened.enter_context(logging_redirect_tqdm([logger]))
     bar = tqdm(total=total_steps, initial=done, unit="step", file=sys.stdout, dynamic_ncols=True, leave=False)
     return opened.enter_context(bar)
-
-
-def _ignore_disk_errors(write: Callable[..., None], *row: Row) -> None:
-    """Calls `write`; a disk error (full, quota) loses rows but does not stop training."""
-    try:
-        write(*row)
-    except OSError as error:
-        logger.warning("metrics cannot be written: %s", error)
 
 
 def _step_of(line: bytes) -> float:

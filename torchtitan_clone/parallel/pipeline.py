@@ -5,6 +5,7 @@ Legend: B batch rows, T tokens, D model, A auxiliary terms of the model, K depth
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -111,9 +112,39 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
     Raises ConfigError for a schedule file with missing actions, or with actions that wait for one another in a cycle.
     """
     ranks = parallelism.pipeline_parallel_degree
-    path = parallelism.pipeline_parallel_schedule_csv
-    if not path and SCHEDULES[parallelism.pipeline_parallel_schedule].stages_per_rank == 1:
+    if _has_single_stages(parallelism):
         return (ranks - 1) / (microbatches + ranks - 1)
+    actions = timed_actions(parallelism, stages=stages, microbatches=microbatches)
+    work = sum(action.end - action.start for action in actions)
+    return 1 - work / (ranks * max(action.end for action in actions))
+
+
+def _has_single_stages(parallelism: Parallelism) -> bool:
+    schedule = parallelism.pipeline_parallel_schedule
+    return not parallelism.pipeline_parallel_schedule_csv and SCHEDULES[schedule].stages_per_rank == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedAction:
+    """A forward (F), a backward (B) or its half for inputs (I) or weights (W); in units of one forward."""
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int | None
+    start: int
+    end: int
+
+
+def timed_actions(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> list[TimedAction]:
+    """Returns the actions of a pass if all stages take equally long. Raises ConfigError as bubble_fraction()."""
+    ranks = parallelism.pipeline_parallel_degree
+    path = parallelism.pipeline_parallel_schedule_csv
+    if _has_single_stages(parallelism):
+        is_gpipe = parallelism.pipeline_parallel_schedule == "GPipe"
+        first = [microbatches if is_gpipe else min(microbatches, ranks - rank) for rank in range(ranks)]
+        orders = {rank: _single_order(rank, ahead=first[rank], microbatches=microbatches) for rank in range(ranks)}
+        return _timed(orders, last_stage=ranks - 1)
     # What a schedule reads of stages to plan its order, without process groups.
     stand_in = partial(SimpleNamespace, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
     try:
@@ -129,7 +160,7 @@ def bubble_fraction(parallelism: Parallelism, *, stages: Stages, microbatches: i
             ]
             for rank, order in schedule.pipeline_order.items()
         }
-        return _bubble_fraction(orders, last_stage=len(stages.ranks) - 1)
+        return _timed(orders, last_stage=len(stages.ranks) - 1)
     except (AssertionError, ValueError, RuntimeError) as error:
         if not path:
             raise
@@ -144,9 +175,18 @@ _Action = tuple[str, int, int | None]  # kind as in read_schedule_file(), stage 
 _COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
-def _bubble_fraction(orders: Mapping[int, list[_Action]], *, last_stage: int) -> float:
-    """Returns the same for the actions of each rank in their order, which is used up."""
-    work = sum(_COST[kind] for order in orders.values() for kind, _, _ in order)
+def _single_order(rank: int, *, ahead: int, microbatches: int) -> list[_Action]:
+    """Returns the actions of a rank with one stage, which runs `ahead` forwards before its first backward."""
+    order: list[_Action] = [("F", rank, index) for index in range(ahead)]
+    for index in range(microbatches):
+        order.append(("B", rank, index))
+        order += [("F", rank, index + ahead)] if index + ahead < microbatches else []
+    return order
+
+
+def _timed(orders: Mapping[int, list[_Action]], *, last_stage: int) -> list[TimedAction]:
+    """Returns the actions of each rank, whose order is used up, as early as their inputs are there."""
+    timed: list[TimedAction] = []
     ends: dict[_Action, int] = {}
     clock = dict.fromkeys(orders, 0)
     while any(orders.values()):
@@ -154,11 +194,16 @@ def _bubble_fraction(orders: Mapping[int, list[_Action]], *, last_stage: int) ->
         for rank, order in orders.items():
             while order and (start := _start(order[0], ends=ends, last_stage=last_stage)) is not None:
                 kind, stage, microbatch = order.pop(0)
-                clock[rank] = max(clock[rank], start) + _COST[kind]
+                begin = max(clock[rank], start)
+                clock[rank] = begin + _COST[kind]
+                action = TimedAction(
+                    rank=rank, kind=kind, stage=stage, microbatch=microbatch, start=begin, end=clock[rank]
+                )
+                timed.append(action)
                 # After either kind of backward the previous stage has its gradients.
                 ends["I" if kind == "B" else kind, stage, microbatch] = clock[rank]
         assert len(ends) > done, "torch plans no order in which ranks wait for one another"
-    return 1 - work / (len(clock) * max(clock.values()))
+    return timed
 
 
 def _start(action: _Action, *, ends: Mapping[_Action, int], last_stage: int) -> int | None:

@@ -3,7 +3,8 @@
 import socket
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.documents import Value
-from torchtitan_clone.ops.json_collectives import all_gather_json
+from torchtitan_clone.ops.json_collectives import all_gather_json, gather_json
+from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.runtime import Launch
-from torchtitan_clone.parallel.trace import Kwargs, collective_name, see_context_attention
+from torchtitan_clone.parallel.trace import Kwargs, axes_of, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
 SLOW_RANK_FACTOR = 1.2  # of the median
@@ -22,17 +24,29 @@ LINK_BYTES = 4 << 20
 LINK_NOISE_SECONDS = {"cpu": 0.03, "cuda": 0.002}
 """By which times of equally fast links may differ: gloo's threads wait for a core."""
 
+MAX_SPANS = 20_000
+"""Collectives of all ranks that a timeline has; of each rank the longest."""
+Span = tuple[str, float, float]
+"""A collective's axes and name, and its start and duration in seconds."""
+
 
 class CollectiveTimer(TorchDispatchMode):
-    """Sums the seconds of the collectives that run inside it, and waits for each of them: none overlaps."""
+    """Times the collectives that run inside it, and waits for each of them: none overlaps."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, group_axes: Mapping[str, Sequence[str]]) -> None:
         super().__init__()
         self._device = device
-        self.seconds = 0.0
+        self._group_axes = group_axes
+        self._created = time.perf_counter()
+        self.spans: list[Span] = []
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the durations."""
+        return sum(seconds for _, _, seconds in self.spans)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
-        if collective_name(func) is None:
+        if (name := collective_name(func)) is None:
             return func(*args, **(kwargs or {}))
         _synchronize(self._device)
         start = time.perf_counter()
@@ -43,7 +57,8 @@ class CollectiveTimer(TorchDispatchMode):
             elif isinstance(value, Tensor) and func.namespace == "_c10d_functional":
                 wait_tensor(value)
         _synchronize(self._device)
-        self.seconds += time.perf_counter() - start
+        axes = "/".join(axes_of(args, group_axes=self._group_axes)) or "replica groups"
+        self.spans.append((f"{axes} {name}", start - self._created, time.perf_counter() - start))
         return result
 
 
@@ -83,6 +98,18 @@ class StepBreakdown:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StragglerReport:
+    """What a measured step found: a line for each slow rank and link, the same on all ranks, and the measurements.
+
+    `spans` are the collectives by rank, on rank 0 only; none of a step without a timer.
+    """
+
+    lines: Sequence[str] = ()
+    ranks: Sequence[StepBreakdown] = ()
+    spans: Sequence[Sequence[Span]] = field(default_factory=list[list[Span]])
+
+
 class StragglerMonitor:
     """Reports slow ranks and slow links every comm.straggler_freq steps.
 
@@ -95,16 +122,18 @@ class StragglerMonitor:
         self._device = device
         self._can_time_collectives = can_time_collectives
 
-    def timer(self, step: int) -> CollectiveTimer | None:
+    def timer(self, step: int, *, mesh: Mesh) -> CollectiveTimer | None:
         """Returns the context in which to run this step; None for most steps, which are not measured."""
-        return CollectiveTimer(self._device) if self._can_time_collectives and self._is_due(step) else None
+        if not (self._can_time_collectives and self._is_due(step)):
+            return None
+        return CollectiveTimer(self._device, group_axes=mesh.group_axes())
 
     def report(
         self, step: int, *, timer: CollectiveTimer | None, data_seconds: float, total_seconds: float
-    ) -> list[str]:
-        """Returns a line for each slow rank and link, the same on all ranks; a collective at steps that are due."""
+    ) -> StragglerReport:
+        """Returns what was measured, nothing for most steps; a collective at steps that are due."""
         if not self._is_due(step):
-            return []
+            return StragglerReport()
         source, link = measure_link(local_rank=self._launch.local_rank, device=self._device)
         own = StepBreakdown(
             host=socket.gethostname(), data=data_seconds, total=total_seconds, source=source, link=link,
@@ -112,10 +141,19 @@ class StragglerMonitor:
         )  # fmt: skip
         ranks = [StepBreakdown.from_json(value) for value in all_gather_json(asdict(own))]
         noise = LINK_NOISE_SECONDS[self._device.type]
-        return [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]
+        lines = [*describe_stragglers(ranks), *describe_slow_links(ranks, noise_seconds=noise)]
+        return StragglerReport(lines=lines, ranks=ranks, spans=_gather_spans(timer) if timer else [])
 
     def _is_due(self, step: int) -> bool:
         return self._freq > 0 and step % self._freq == 0
+
+
+def _gather_spans(timer: CollectiveTimer) -> list[list[Span]]:
+    """Returns the longest collectives of each rank on rank 0; a collective."""
+    longest = sorted(timer.spans, key=lambda span: span[2])[-max(1, MAX_SPANS // dist.get_world_size()) :]
+    own = [(name, round(start, 6), round(seconds, 6)) for name, start, seconds in longest]
+    triples = [[span.items(count=3) for span in rank.items()] for rank in gather_json(own)]
+    return [[(name.text(), start.number(), size.number()) for name, start, size in rank] for rank in triples]
 
 
 def describe_stragglers(ranks: list[StepBreakdown]) -> list[str]:

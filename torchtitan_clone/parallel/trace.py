@@ -57,6 +57,19 @@ def collective_name(func: Operator) -> str | None:
     return _COLLECTIVES.get(_name(func).rstrip("_")) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
+def axes_of(args: tuple, *, group_axes: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Returns the axes whose ranks are those of a collective's process group; none if it is not a group of the mesh."""
+    for value in tree_leaves(args):
+        if isinstance(value, torch.ScriptObject):
+            try:
+                value = dist.ProcessGroup.unbox(value).group_name
+            except RuntimeError:  # the operation of a reduction, after a group that is none of the mesh
+                continue
+        if isinstance(value, str) and value in group_axes:
+            return group_axes[value]
+    return ()
+
+
 class LayerTracker:
     """Tells which module runs, in forward, backward and recomputation, by its name in the outermost module."""
 
@@ -204,12 +217,8 @@ class CollectiveTrace(TorchDispatchMode):
 
     def _axis(self, args: tuple) -> str:
         """Returns the axis of a collective; axes that hold the same ranks may share a process group."""
-        for value in tree_leaves(args):
-            if isinstance(value, torch.ScriptObject):
-                value = dist.ProcessGroup.unbox(value).group_name
-            if isinstance(value, str) and value in self._group_axes:
-                return self._pick_axis(self._group_axes[value])
-        return "?"
+        axes = axes_of(args, group_axes=self._group_axes)
+        return self._pick_axis(axes) if axes else "?"
 
     def _pick_axis(self, axes: Sequence[str]) -> str:
         of_fsdp = [axis for axis in axes if axis in ("dp_replicate", "fsdp")]

@@ -3,8 +3,12 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchtitan_clone.observe.by_source import Totals
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -21,7 +25,8 @@ class StepResult:
     loss: float
     grad_norm: float
     auxiliary: dict[str, float]
-    router: dict[str, float]
+    loads: Mapping[str, "Tensor"]
+    """Tokens [E] of each expert by router, fp64."""
     by_source: Mapping[str, Totals]
     data_seconds: float
     stop: bool

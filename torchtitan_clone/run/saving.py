@@ -3,6 +3,7 @@
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.metrics import MetricsWriter
+from torchtitan_clone.observe.records import SAVED
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts
@@ -41,7 +42,7 @@ class Saver:
                 self._stop.save_seconds = max(self._stop.save_seconds, save.seconds)
                 self._metrics.log_event(
                     save.step,
-                    "checkpoint saved",
+                    SAVED,
                     seconds=save.seconds,
                     blocked_seconds=save.blocked_seconds,
                     staging_seconds=save.staging_seconds,

@@ -1,0 +1,45 @@
+"""Writes a report of one or several runs as one HTML page, which opens without a network; needs the extra "report".
+
+    python scripts/report.py outputs/debug_model
+    python scripts/report.py outputs/debug_model outputs/lower_lr --output=compared.html
+    python scripts/report.py outputs/debug_model --serve
+
+Reads the run folders only, also of runs that are under way, and copies of them.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.files import format_bytes, write_atomically
+from torchtitan_clone.observe.report import build_report
+from torchtitan_clone.observe.report_server import serve
+
+
+def main() -> int:
+    """Parses the command line and writes or serves the page; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="folder of a run")
+    parser.add_argument("--output", type=Path, help="file to write (report.html in the first folder)")
+    parser.add_argument("--serve", action="store_true", help="serve the page to this machine, and refresh it")
+    parser.add_argument("--port", type=int, default=8080, help="port of --serve (8080); 0 picks a free one")
+    options = parser.parse_args()
+    output = options.output or options.folders[0] / "report.html"
+    try:
+        if options.serve:
+            return serve(options.folders, port=options.port)
+        write_atomically(output, build_report(options.folders).encode())
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{output}: {format_bytes(output.stat().st_size)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
