@@ -22,6 +22,7 @@ from torchtitan_clone.parallel.forward_backward import ForwardBackward, StepOutp
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
+from torchtitan_clone.parallel.runtime import set_compile_cache
 from torchtitan_clone.run.plan import RunPlan
 
 
@@ -132,6 +133,8 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
+    if plan.config.compile.enable:
+        set_compile_cache()
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
