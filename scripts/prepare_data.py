@@ -1,4 +1,4 @@
-"""Tokenizes the data of a run before it starts, alone or as one of several tasks.
+"""Tokenizes the local data of a run before it starts, alone or as one of several tasks.
 
     python scripts/prepare_data.py --training.dataset_path=my_text
     sbatch --array=0-15 --wrap "python scripts/prepare_data.py --job.config_file=my_run.toml"
@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.data.preparation import PART_BYTES, prepare_parts, prepare_store
-from torchtitan_clone.data.sources import find_source, hub_id
+from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
+from torchtitan_clone.data.preparation import PART_BYTES
 
 
 def array_task() -> tuple[int, int]:
@@ -46,21 +46,21 @@ def main(words: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = load_config(words)
-        if dataset := hub_id(config.training):
-            raise ConfigError(f"training.dataset = {dataset}: it is streamed, and tokenized while it trains.")
-        source = find_source(config.training)
-        tokenizer = build_tokenizer(config.model.hf_assets_path)
         part_bytes = max(1, int(options.part_mib * 2**20))
-        if options.tasks > 1 and not prepare_parts(
-            source, tokenizer=tokenizer, data=config.data, task=options.task, tasks=options.tasks, part_bytes=part_bytes
-        ):
+        choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
+        if not (local := find_sources(training=config.training, data=config.data)):
+            raise ConfigError("every source is streamed, and tokenized while it trains; nothing is prepared.")
+        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        task = {"task": options.task, "tasks": options.tasks}
+        if options.tasks > 1 and not prepare_share(**choices, **task, tokenizer=tokenizer):
             print(f"task {options.task} of {options.tasks} is done; others are not")
             return 0
-        store = prepare_store(source, tokenizer=tokenizer, data=config.data, part_bytes=part_bytes)
+        stores = prepare_sources(**choices, tokenizer=tokenizer)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{sum(store.meta.tokens.values()):,} tokens in {store.folder}")
+    for name, store in stores.items():
+        print(f"{local[name].name}: {sum(store.meta.tokens.values()):,} tokens in {store.folder}")
     return 0
 
 

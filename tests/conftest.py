@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_clone.testing.harness import PRELOADED
 from torchtitan_clone.testing.runs import make_corpus, make_short_documents
 from torchtitan_clone.testing.warm_python import WarmPython
+
+# Each takes two seconds, in every rank that compiles or whose file of tests imports it.
+PRELOADED[:0] = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,8 @@ COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in bl
 """In the order of the pages, each once; a page whose commands need a file makes it first."""
 TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
+COMPILED = "llama3_8b"
+"""The file that trains compiled, which takes seconds, if the file says so."""
 GPUS = {"llama3_70b": 64, "llama3_405b": 512, "qwen3_30b_a3b": 64, "deepseek_v3_671b": 1024}
 """Number of GPUs that a file is written for, if it is not 8."""
 SMALL_MODEL = {
@@ -58,7 +60,7 @@ SMALL_MODEL = {
 # Training commands of the documentation run for minutes; these options limit each to seconds.
 SMALL = [
     "--training.steps=3", "--lr_scheduler.warmup_steps=1", "--training.seq_len=64", "--training.local_batch_size=2",
-    "--validation.steps=1", "--model.args.dim=64", "--model.args.n_heads=8",
+    "--validation.steps=1", "--model.args.dim=64", "--model.args.n_heads=8", "--model.args.n_layers=4",
 ]  # fmt: skip
 
 
@@ -79,14 +81,18 @@ def shortened(command: str) -> str:
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
         return f"{command.replace(' &', f' {small} &')} {small}"
+    if "fake_backend" in command:
+        return f"{command} --model.args.n_layers=4"
     if "inject_faults.py --grid" in command:
         return f"{command} --groups=2 --ranks=1 --places=commit"
     if "goodput.py" in command:
-        return f"{command} --seconds=2 --every=1 --revive=0"
+        return f"{command} --seconds=1 --every=0.5 --revive=0"
     if "benchmarks/checkpoint.py" in command:
         return f"{command} --gib=0.01 --saves=1"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
+    if "benchmarks/generation.py" in command:
+        return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=1"
     if "hostile_folders.py" in command:
         return f"{command} --count=1 --timeout=120"
     if "fuzz_checkpoint.py" in command:
@@ -172,8 +178,9 @@ def test_train_configs_resolve_and_train(file, workplace, tmp_path):
     assert code == 0, output
     assert f"{ranks} ranks" in output
     small = [
-        *words, *SMALL, f"--training.dataset_path={workplace / 'my_text'}", "--model.args.n_layers=2",
+        *words, *SMALL, f"--training.dataset_path={workplace / 'my_text'}",
         "--model.args.vocab_size=2048", "--training.global_batch_size=2", "--compile.backend=aot_eager",
+        *(() if file.stem == COMPILED else ["--compile.enable=false"]),
         f"--data.cache_folder={workplace / 'cache'}", "--data.num_workers=0",
         "--parallelism.data_parallel_shard_degree=-1", "--parallelism.tensor_parallel_degree=1",
         "--parallelism.pipeline_parallel_degree=1", "--parallelism.expert_parallel_degree=1",

@@ -43,12 +43,12 @@ def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):
 
 def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path):
     def run(name, **changes):
-        return options(corpus, tmp_path / name, training__steps=60, checkpoint__interval=10, **changes)
+        return options(corpus, tmp_path / name, training__steps=30, checkpoint__interval=5, **changes)
 
     common = {"world_size": 2, "log_folder": tmp_path}
     assert train(run("uninterrupted"), **common)[0] == 0
     expected = losses(tmp_path / "uninterrupted")
-    assert list(expected) == list(range(1, 61))
+    assert list(expected) == list(range(1, 31))
 
     stopped = Ranks(run("stopped"), **common)
     wait_for_step(tmp_path / "stopped", 5)
@@ -57,22 +57,22 @@ def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path):
     code, output = stopped.wait()
     assert code == 0
     assert "stopped by" in output
-    assert 5 <= max(losses(tmp_path / "stopped")) < 60
+    assert 5 <= max(losses(tmp_path / "stopped")) < 30
     code, output = train(run("stopped"), **common)
     assert code == 0
     assert "resumed after step" in output
     assert losses(tmp_path / "stopped") == expected
 
     killed = Ranks(run("killed"), **common)
-    wait_for_step(tmp_path / "killed", 25)
+    wait_for_step(tmp_path / "killed", 12)
     killed.signal(signal.SIGKILL)
     killed.join()
-    assert 25 <= max(losses(tmp_path / "killed")) < 60
+    assert 12 <= max(losses(tmp_path / "killed")) < 30
     code, output = train(run("killed"), **common)
     assert code == 0
     assert "resumed after step" in output
     assert losses(tmp_path / "killed") == expected
-    assert list(losses(tmp_path / "killed")) == list(range(1, 61))
+    assert list(losses(tmp_path / "killed")) == list(range(1, 31))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Trainer:
         outer_weights = outer_state(config.fault_tolerance, parameters=engine.parameters)
         # 3. What it is trained on.
         loader, validation_loader = open_loaders(plan, dataset=run.dataset, rank=launch.rank, position=progress.data)
-        self._validator = Validator(config.validation, loader=validation_loader, last_step=config.training.steps)
+        self._validator = Validator(config, loader=validation_loader, tasks=run.tasks, prompts=run.prompts)
         self._state = RunState(progress, engine=engine, loader=loader, outer_weights=outer_weights)
         self._load_weights()
         # 4. What is measured and watched.
@@ -298,15 +298,12 @@ class Trainer:
         self._metrics.progress(result.step)
 
     def _validate(self, step: int) -> bool:
-        """Logs the validation loss; returns False if a request to stop interrupted it."""
-        start = time.perf_counter()
-        result = self._validator.run(self.engine, timeouts=self._timeouts, stop=self._stop)
-        if result is not None:
-            seconds = time.perf_counter() - start
-            values = {"validation_targets": result.num_targets, "seconds": seconds, **result.source_columns()}
-            self._metrics.log_validation(step, result.loss, **values)
+        """Logs validation and evaluation; returns False if a request to stop interrupted them."""
+        is_done = self._validator.run(
+            step, engine=self.engine, metrics=self._metrics, timeouts=self._timeouts, stop=self._stop
+        )
         self._metrics.restart_interval()
-        return result is not None
+        return is_done
 
     def _maybe_export(self, step: int) -> None:
         if self._exporter.is_due(step) and self._replicas.is_writer:

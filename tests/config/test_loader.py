@@ -139,7 +139,7 @@ UNKNOWN = [
     ("[training]\n\n# c\nlr = 1\n", "a.toml:4: training.lr: unknown option; did you mean optimizer.lr?"),
     (
         "[checkpoint]\nfreq = 1\n",
-        "a.toml:2: checkpoint.freq: unknown option; did you mean validation.freq?",
+        "a.toml:2: checkpoint.freq: unknown option; did you mean validation.freq or evaluation.freq?",
     ),
     (
         "[compile]\nzzz = 1\n",

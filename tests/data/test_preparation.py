@@ -3,7 +3,6 @@
 Runs scripts/prepare_data.py, too.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import random
@@ -17,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
+from tests.programs import ROOT, load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+SCRIPT = "scripts/prepare_data.py"
 PROCESSES = multiprocessing.get_context("forkserver")
 NUM_FILES = 6
 
@@ -117,10 +117,7 @@ def test_files_of_finished_parts_are_not_read_again(tmp_path, corpus):
 @pytest.fixture(scope="module")
 def script():
     """Returns scripts/prepare_data.py as a module."""
-    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(SCRIPT)
 
 
 def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monkeypatch, capsys):
@@ -152,6 +149,6 @@ def test_a_wrong_option_is_one_error(script, capsys, words, complaint):
 
 
 def test_a_task_beyond_the_last_is_one_error():
-    command = [sys.executable, SCRIPT, "--task=3", "--tasks=2"]
+    command = [sys.executable, ROOT / SCRIPT, "--task=3", "--tasks=2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, "must be from 0 to 1" in done.stderr) == (2, True)

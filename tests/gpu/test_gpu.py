@@ -57,13 +57,13 @@ def test_resume_is_bitwise(corpus, tmp_path):
     "changes",
     [
         {"training__enable_cpu_offload": True},
-        {"activation_checkpoint__selective_ac_option": "op"},
+        {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
         {"activation_checkpoint__mode": "full"},
     ],
     ids=["offload", "selective op", "full"],
 )
 def test_options_do_not_change_losses(corpus, tmp_path, changes):
-    for name, more in (("plain", {"activation_checkpoint__mode": "none"}), ("changed", changes)):
+    for name, more in (("plain", {}), ("changed", changes)):
         code, output = train(options(corpus, tmp_path / name, **more), log_folder=tmp_path, env=GPU)
         assert code == 0, output
     expected = losses(tmp_path / "plain")

@@ -86,7 +86,7 @@ def train_and_validate(argv):
 def test_validation_leaves_the_layers_out_and_training_balances_them(corpus, tmp_path):
     changes = {
         "validation__enable": True, "validation__freq": 1, "training__steps": 2, "checkpoint__enable": False,
-        "model__args__moe__bias_update_rate": 0.001, "activation_checkpoint__mode": "none",
+        "model__args__moe__bias_update_rate": 0.001,
     }  # fmt: skip
     ((has_gradients, bias_E, loss),) = run_ranks(train_and_validate, 1, options(corpus, tmp_path, **COMMON | changes))
     assert has_gradients == [True] * 4  # two steps of two micro-batches
@@ -103,7 +103,7 @@ def simulated(argv):
 def test_the_simulation_has_the_layers_on_the_last_stage(corpus, tmp_path):
     axes = {
         DEGREE.format("pipeline"): 2, DEGREE.format("tensor"): 2, DEGREE.format("expert"): 2,
-        "parallelism__pipeline_parallel_schedule": "Interleaved1F1B", "activation_checkpoint__mode": "none",
+        "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
     }  # fmt: skip
     ((count, modules, text),) = run_ranks(simulated, 1, options(corpus, tmp_path, **COMMON, **axes))
     assert modules[-2:] == ("layers.4", "layers.5")

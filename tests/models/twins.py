@@ -4,27 +4,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
-
-
-def twin_of(spec, model, args):
-    """Returns transformers' model with the weights of ours."""
-    state = {name: tensor.detach() for name, tensor in named_state(model).items()}
-    sources = sources_of(spec.hub_pieces(state, args=args))
-    exported = {name: assemble_source(users, read=state.get, dtype=torch.float32) for name, users in sources.items()}
-    with TemporaryDirectory() as folder:  # transformers stacks experts when it reads files
-        AutoConfig.for_model(**spec.hugging_face.to_config(args)).save_pretrained(folder)
-        save_file(exported, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-        twin, loading = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
-        )
-    assert not any(loading.values()), loading
-    return twin.eval()
+from torchtitan_clone.testing.twins import twin_of
 
 
 def assert_logits_equal(spec, args, *, tokens=200):

@@ -34,7 +34,7 @@ def gathers_before_each_block(argv):
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
     changes = {
-        "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead, "activation_checkpoint__mode": "none",
+        "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead,
         "training__local_batch_size": 4,
     }  # fmt: skip
     first, *others = run_ranks(gathers_before_each_block, 2, options(corpus, tmp_path, **changes))[0]

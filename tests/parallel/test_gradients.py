@@ -26,6 +26,7 @@ from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 
 TIED = {"model__args__tied_embeddings": True}
+SELECTIVE_OP = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
 
 
 def masked(batch, *, first_row, tokens=None):
@@ -111,7 +112,7 @@ def check_gradients(argv, *, world_size, run=parallel_gradients):
     [
         (1, {"training__local_batch_size": 8}),
         (1, {"training__local_batch_size": 2}),
-        (1, {"training__local_batch_size": 4, "activation_checkpoint__selective_ac_option": "op"}),
+        (1, {"training__local_batch_size": 4, **SELECTIVE_OP}),
         (2, {"training__local_batch_size": 1}),
         (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
         (2, {"training__local_batch_size": 2, **TIED}),
@@ -166,7 +167,7 @@ def mixed_precision_types(argv):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_mixed_precision_computes_in_bf16_and_keeps_fp32_masters(corpus, tmp_path, world_size):
-    argv = options(corpus, tmp_path, training__mixed_precision_param="bfloat16", activation_checkpoint__mode="none")
+    argv = options(corpus, tmp_path, training__mixed_precision_param="bfloat16")
     for in_blocks, masters, gradients in run_ranks(mixed_precision_types, world_size, argv):
         assert in_blocks == {torch.bfloat16}
         assert masters == gradients == {torch.float32}

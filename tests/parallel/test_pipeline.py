@@ -32,7 +32,7 @@ def pipelined(corpus, folder, schedule="1F1B", *, degree=2, **changes):
         changes["parallelism__pipeline_parallel_schedule_csv"] = folder / "schedule.csv"
     else:
         changes["parallelism__pipeline_parallel_schedule"] = schedule
-    common = {"model__args__n_layers": 6, "activation_checkpoint__mode": "none", "training__local_batch_size": 8}
+    common = {"model__args__n_layers": 6, "training__local_batch_size": 8}
     return options(corpus, folder, **common | {"parallelism__pipeline_parallel_degree": degree} | changes)
 
 

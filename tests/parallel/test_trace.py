@@ -30,7 +30,7 @@ def total(found, **wanted):
 
 
 def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, tmp_path):
-    changes = {"training__steps": 3, "debug__trace_collectives": True, "activation_checkpoint__mode": "none"}
+    changes = {"training__steps": 3, "debug__trace_collectives": True}
     code, output = train(
         options(corpus, tmp_path, training__local_batch_size=2, **changes), world_size=2, log_folder=tmp_path
     )
@@ -85,7 +85,7 @@ def test_axes_of_the_same_ranks_keep_their_names(corpus, tmp_path, method):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensor_parallelism_communicates_for_projections(corpus, tmp_path, compiled):
     changes = {
-        "training__steps": 2, "debug__trace_collectives": True, "activation_checkpoint__mode": "none",
+        "training__steps": 2, "debug__trace_collectives": True,
         "parallelism__tensor_parallel_degree": 2, "training__local_batch_size": 8,
         "compile__enable": compiled, "compile__backend": "aot_eager",
     }  # fmt: skip

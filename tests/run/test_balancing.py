@@ -26,7 +26,7 @@ MOE = {
     "model__args__multiple_of": None, "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64, "model__args__moe__expert_bias": True,
     "model__args__moe__bias_update_rate": RATE, "training__steps": STEPS, "checkpoint__enable": False,
-    "activation_checkpoint__mode": "none", "optimizer__lr": 1e-3, "lr_scheduler__total_steps": STEPS,
+    "optimizer__lr": 1e-3, "lr_scheduler__total_steps": STEPS,
     **{f"model__args__moe__{name}": coefficient for name, coefficient in TERMS.items()},
 }  # fmt: skip
 EXPERT = "parallelism__expert_parallel_degree"
@@ -37,6 +37,7 @@ ZERO_BUBBLE = {
     "parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "ZBVZeroBubble",
     "parallelism__pipeline_parallel_first_stage_less_layers": 0,
     "parallelism__pipeline_parallel_last_stage_less_layers": 0, "model__args__n_layers": 4,
+    "training__local_batch_size": 8, "parallelism__pipeline_parallel_microbatch_size": 2,
 }  # fmt: skip
 FULL = {
     "activation_checkpoint__mode": "full", "validation__enable": True, "validation__freq": 2, "validation__steps": 2

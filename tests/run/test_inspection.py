@@ -1,20 +1,26 @@
 """The rows that are shown are those that a run trains on, also with scripts/inspect_data.py."""
 
-import importlib.util
 import json
+import os
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from tests.data.corpora import jsonl, write
+from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.inspection import inspect_run
 from torchtitan_clone.run.loaders import open_loaders
+from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import make_short_documents, options, rows, train
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "inspect_data.py"
+from torchtitan_clone.testing.trainers import open_trainers
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +32,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def script():
     """Returns scripts/inspect_data.py as a module."""
-    spec = importlib.util.spec_from_file_location("inspect_data", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("scripts/inspect_data.py")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +57,8 @@ def test_any_row_of_any_step_is_the_one_that_is_trained(corpus, tmp_path, packin
     generator = random.Random(0)
     for _ in range(100):
         step, row = generator.randint(1, 300), generator.randrange(8)
-        assert np.array_equal(inspected.rows_of_step(step)[row, :-1], seen[step - 1][row])
+        (source, tokens) = inspected.rows_of_step(step)[row]
+        assert (source, tokens[:-1].tolist()) == ("", seen[step - 1][row].tolist())
 
 
 def test_the_batch_size_is_read_from_the_metrics(corpus, run):
@@ -63,7 +67,8 @@ def test_the_batch_size_is_read_from_the_metrics(corpus, run):
     known = inspect_run(run, words=["--training.global_batch_size=8"])
     for step in (1, 2, 3, 6, 9):
         assert inspected.samples_of_step(step) == range(8 * step - 8, 8 * step)
-        assert np.array_equal(inspected.rows_of_step(step), known.rows_of_step(step))
+        found, expected = ([tokens for _, tokens in each.rows_of_step(step)] for each in (inspected, known))
+        assert np.array_equal(found, expected)
     # A run that went on with twice as many ranks, and a line that a killed process left behind.
     metrics = run / "metrics.jsonl"
     before = metrics.read_text()
@@ -90,6 +95,115 @@ def test_the_script_shows_documents_and_their_lengths(run, corpus, script, capsy
     assert "are longer than a row of 65 tokens" in shown[2]
 
 
+SOURCES = ("web", "sums", "lines")
+STAGES = [
+    {"first_step": 13, "weights": {"web": 0.2, "lines": 0.8}},
+    {"first_step": 23, "seq_len": 128, "local_batch_size": 2, "weights": {"web": 1.0, "sums": 1.0, "lines": 1.0}},
+]
+SHAPES = [(8, 64)] * 22 + [(4, 128)] * 20
+"""Sequences and their tokens, of each global batch."""
+
+
+def record_batches(argvs, dump):
+    """Trains runs one after another, and saves the tokens that enter the embedding of this rank, as they come."""
+    found = []
+
+    def record(module, inputs):
+        if isinstance(module, nn.Embedding):
+            found.append(inputs[0].numpy().copy())
+
+    with register_module_forward_pre_hook(record):
+        for trainer in open_trainers(argvs):
+            assert trainer.train()
+    tokens = np.concatenate([batch.ravel() for batch in found])
+    np.save(f"{dump}{os.environ['RANK']}.npy", tokens)
+
+
+@pytest.fixture(scope="module")
+def mixture_run(corpus, tmp_path_factory):
+    """Returns the folder of a run of two ranks on a mixture in three stages, and the tokens of each of its steps.
+
+    The run is stopped after step 10, and continues with ranges of batches that it passes over, one of them trained.
+    """
+    folder = tmp_path_factory.mktemp("mixture")
+    sums = [f"{n} and {n + 1} make {2 * n + 1}" for n in range(400)]
+    lines = [json.loads(line)["text"] for line in (corpus / "documents.jsonl").read_text().splitlines()]
+    write(folder, {"sums/a.jsonl": jsonl(sums * 2), "lines/a.jsonl": jsonl([*sums, *lines, *lines[::3]])})
+    write(folder, {"lines/b.py": Path(json.__file__).read_text()})
+    paths = {"web": corpus, "sums": folder / "sums", "lines": folder / "lines"}
+    sources = [{"name": name, "path": str(path), "weight": 0.5} for name, path in paths.items()]
+    changes = {
+        "training__dataset_path": None,
+        "training__global_batch_size": None,  # only the metrics tell it
+        "data__sources": toml_like(sources),
+        "data__stages": toml_like(STAGES),
+        "data__packing": "best_fit",
+        "data__drop_duplicates": True,
+        "model__args__max_seq_len": 128,
+        "metrics__log_freq": 4,
+    }
+    argv = options(corpus, folder, training__steps=10, **changes)
+    skipping = options(corpus, folder, training__steps=32, data__skip_steps="[[4, 5], [14, 16], [21, 24]]", **changes)
+    run_ranks(record_batches, 2, [argv, skipping], folder / "dump")
+    batches = [*range(1, 14), 17, 18, 19, 20, *range(25, 40)]
+    dumps = [np.load(folder / f"dump{rank}.npy") for rank in range(2)]
+    seen = []
+    for batch in batches:
+        size, seq_len = SHAPES[batch - 1]
+        parts = [dump[: size * seq_len // 2].reshape(-1, seq_len) for dump in dumps]
+        dumps = [dump[size * seq_len // 2 :] for dump in dumps]
+        seen.append(np.concatenate(parts))
+    assert [dump.size for dump in dumps] == [0, 0]
+    return folder / "run", seen
+
+
+def test_any_row_of_a_mixture_is_the_one_that_was_trained(mixture_run):
+    folder, seen = mixture_run
+    inspected = inspect_run(folder, words=[])
+    assert [each.step for each in inspected.logged] == [0, 1, 4, 8, 10, 11, 12, 16, 20, 24, 28, 32]
+    generator = random.Random(0)
+    steps = [1, 4, 5, 10, 11, 13, 14, 17, 18, 32, *(generator.randint(1, 32) for _ in range(100))]
+    for step in steps:
+        row = generator.randrange(len(seen[step - 1]))
+        source, tokens = inspected.rows_of_step(step)[row]
+        assert source in SOURCES
+        assert tokens[:-1].tolist() == seen[step - 1][row].tolist()
+    # As if the ranges were not known, which a rule may have added: only logged steps can be told.
+    unknown = inspect_run(folder, words=["--data.skip_steps=[]"])
+    assert np.array_equal(unknown.rows_of_step(16)[3][1][:-1], seen[15][3])
+    with pytest.raises(ConfigError, match="passed over between the logged steps 12 and 16 that"):
+        unknown.rows_of_step(14)
+
+
+def test_the_script_shows_the_plan_of_a_mixture(mixture_run, script, capsys):
+    folder, _ = mixture_run
+    assert script.main(["plan", f"--folder={folder}"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    tables = {title: [row.split() for row in shown[shown.index(title) + 2 :][:3]] for title in shown if title[0] != " "}
+    titles = [
+        "stage 1, from step 1: 12 batches of 8 sequences of 64 tokens",
+        "stage 2, from step 13: 10 batches of 8 sequences of 64 tokens",
+        "stage 3, from step 23: 17 batches of 4 sequences of 128 tokens",
+        "all 32 steps",
+    ]
+    assert list(tables) == titles
+    assert [row[:2] for row in tables[titles[1]]] == [["web", "20.00%"], ["sums", "0.00%"], ["lines", "80.00%"]]
+    assert tables[titles[1]][1][2:] == ["0", "0.000"]
+    # The last row of the metrics counts the same: the tokens that were trained, and the epochs of the order.
+    last = [row for row in rows(folder.parent) if "tokens_seen" in row][-1]
+    for name, _, tokens, epochs in tables[titles[3]]:
+        assert abs(last[f"epochs/{name}"] - float(epochs)) <= 5e-4
+        assert abs(sum(float(table[SOURCES.index(name)][3]) for table in tables.values()) - 2 * float(epochs)) <= 2e-3
+        assert int(tokens.replace(",", "")) > 0
+    assert script.main(["documents", f"--folder={folder}"]) == 0
+    shown = capsys.readouterr().out
+    dropped = [int(line.split()[0].replace(",", "")) for line in shown.splitlines() if "dropped as duplicates" in line]
+    assert dropped[1] == 400
+    assert dropped[2] > 400
+    assert script.main(["rows", f"--folder={folder}", "--step=30", "--row=2"]) == 0
+    assert re.match(r"step 30, row 2, source (web|sums|lines)\n--- document of ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
@@ -97,6 +211,8 @@ def test_the_script_shows_documents_and_their_lengths(run, corpus, script, capsy
         (["rows", "--row=9"], "rows 0 to 7"),
         (["rows", "--training.dataset=org/name"], "streamed data"),
         (["rows", "--training.datset=x"], "training.dataset"),
+        (["plan"], "no data.sources, data.stages or data.skip_steps"),
+        (["plan", "--data.skip_steps=[[5, 2]]"], "must be a range [first, last]"),
     ],
 )
 def test_what_cannot_be_shown_is_one_error(run, script, capsys, words, complaint):

@@ -111,7 +111,10 @@ def merged(states):
 
 
 ALONE = {"pipeline_parallel_degree": 1, "local_batch_size": 2}
-PIPELINE = {"training__local_batch_size": 8, "parallelism__pipeline_parallel_degree": 2}
+PIPELINE = {
+    "training__local_batch_size": 8, "parallelism__pipeline_parallel_degree": 2,
+    "parallelism__pipeline_parallel_microbatch_size": 2,
+}  # fmt: skip
 SCHEDULE, TENSOR = "parallelism__pipeline_parallel_schedule", {"parallelism__tensor_parallel_degree": 2}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
 CONTEXT = {"parallelism__context_parallel_degree": 2}
@@ -127,7 +130,7 @@ IDS = "one", "zero bubble", "shrinks compiled", "tensor", "context"
             2,
             {},
             {},
-            PIPELINE | {SCHEDULE: "ZBVZeroBubble", "activation_checkpoint__mode": "none", "comm__straggler_freq": 2},
+            PIPELINE | {SCHEDULE: "ZBVZeroBubble", "comm__straggler_freq": 2},
             marks=needs_split_backward,
         ),
         (
@@ -223,12 +226,11 @@ def total(found, key, **wanted):
 
 
 def test_frozen_blocks_are_neither_reduced_nor_gathered_for_backward(corpus, tmp_path):
-    none = {"activation_checkpoint__mode": "none"}
-    found = collectives(corpus, tmp_path / "fsdp", 2, training__local_batch_size=4, **none)
+    found = collectives(corpus, tmp_path / "fsdp", 2, training__local_batch_size=4)
     embedding, ends = 4 * 2048 * 64, 4 * (2048 + 1) * 64
     block = 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64)
     assert total(found, "bytes", axis="fsdp", collective="reduce_scatter") == block + ends
     assert total(found, "bytes", axis="fsdp", collective="all_gather") == 5 * block + embedding + ends
-    found = collectives(corpus, tmp_path / "pipeline", 2, **PIPELINE, **none)
-    assert total(found, "count", axis="pp", collective="send") == 8
+    found = collectives(corpus, tmp_path / "pipeline", 2, **PIPELINE)
+    assert total(found, "count", axis="pp", collective="send") == 4
     assert total(found, "count", axis="pp", collective="recv") == 0

@@ -49,7 +49,6 @@ def test_experts_are_simulated(corpus, tmp_path):
     axes = {
         "parallelism__expert_parallel_degree": 4, "parallelism__pipeline_parallel_degree": 2,
         "parallelism__pipeline_parallel_schedule": "Interleaved1F1B", "comm__mode": "fake_backend",
-        "activation_checkpoint__mode": "none",
     }  # fmt: skip
     argv = options(corpus, tmp_path, **LATENT, **axes, model__args__n_layers=4, training__global_batch_size=16)
     code, text = train(argv, log_folder=tmp_path, env={"WORLD_SIZE": "8"})

@@ -22,6 +22,7 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
         *_find_training_errors(config),
         *_find_profiling_errors(config.profiling, device_type),
         *_find_replica_group_errors(config, device_type),
+        *_find_evaluation_errors(config),
         *_find_storage_errors(config),
         *_find_async_tensor_errors(config, device_type),
         *_find_slurm_errors(config.slurm),
@@ -71,6 +72,17 @@ def _find_training_errors(config: Config) -> Iterator[str]:
     if config.validation.enable and config.data.held_out_fraction == 0:
         rule = "data.held_out_fraction = 0 holds out no documents"
         yield f"validation.enable = true: {rule}; set data.held_out_fraction to 0.01, or validation.enable to false."
+
+
+def _find_evaluation_errors(config: Config) -> Iterator[str]:
+    if config.validation.prompts and not config.validation.enable:
+        yield "validation.prompts: samples are logged at validations; set validation.enable to true, or remove them."
+    if config.evaluation.enable and not config.evaluation.tasks:
+        yield "evaluation.enable = true: evaluation.tasks is empty; add a task, or set evaluation.enable to false."
+    names = [task.name for task in config.evaluation.tasks]
+    for name in sorted({name for name in names if names.count(name) > 1 or not is_plain_name(name)}):
+        rule = "must be printable, without a slash, and differ from those of other tasks"
+        yield f"evaluation.tasks, name {shown(name)}: {rule}; rename it."
 
 
 def _find_async_tensor_errors(config: Config, device_type: str) -> Iterator[str]:

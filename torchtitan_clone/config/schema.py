@@ -219,6 +219,8 @@ class Data:
     packing: Literal["concatenate", "best_fit"] = "concatenate"
     """How local documents become sequences. concatenate: joined, and cut every seq_len tokens; best_fit: packed whole,
     so that only longer ones are cut, which requires training.document_masking."""
+    drop_duplicates: bool = False
+    """Drop local documents whose tokens equal those of a document before, in the same source or in an earlier one."""
     max_bad_rows: StepsOrZero = 0
     """Maximum number of unreadable records (invalid JSON, missing key, invalid UTF-8) to skip; one more is an error."""
 
@@ -514,7 +516,44 @@ class Validation:
     steps: Annotated[int, Range(1, MAX_STEPS, or_auto=True)] = -1
     """Batches per validation; -1: one pass over the validation split."""
     local_batch_size: Size = 8
-    """Micro-batch size per data-parallel rank, in sequences."""
+    """Micro-batch size per data-parallel rank in validation and evaluation, in sequences."""
+    prompts: list[str] = field(default_factory=list[str])
+    """Texts whose most likely continuation is logged at each validation."""
+    sample_tokens: Size = 32
+    """Tokens of each continuation; each takes a forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTask:
+    """One entry of evaluation.tasks."""
+
+    name: str
+    """Name of the task in messages and metrics."""
+    kind: Literal["text", "multiple_choice", "cloze", "copy", "recall", "brackets"]
+    """text: bits per byte of documents; multiple_choice: a .jsonl file of query, choices and gold (index of the right
+    choice); cloze: names in source code; copy, recall, brackets: probes made by code."""
+    path: str | None = None
+    """Local file or folder; unset, for cloze only: the held-out modules of the standard library."""
+    text_key: str = "text"
+    """Field or column that holds the text, as training.text_key."""
+    examples: Size = 100
+    """Number of examples that are made, for cloze and probes."""
+    length: Annotated[int, Range(1, 900)] = 16
+    """Length of a probe: words to copy, pairs of key and value, or brackets."""
+    depth: UnitInterval = 0.5
+    """Place of the key that recall asks for, from 0 (first) to 1 (last)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Scores on tasks by log-likelihood while training, in batches of validation.local_batch_size."""
+
+    enable: bool = False
+    """Evaluate at the interval and after the last step."""
+    freq: Steps = 1000
+    """Training steps between two evaluations."""
+    tasks: list[EvaluationTask] = field(default_factory=list[EvaluationTask])
+    """Tasks, for example [{name = "arc", kind = "multiple_choice", path = "arc.jsonl"}]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -621,6 +660,7 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
     slurm: Slurm = field(default_factory=Slurm)
     debug: Debug = field(default_factory=Debug)

@@ -11,16 +11,16 @@ Source: H. Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.
 """
 
 import logging
-import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, get_args
 
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import TokenArray, map_bytes
-from torchtitan_clone.data.token_store import Split, TokenStore, commit, corrupt_store_error, locked
+from torchtitan_clone.data.formats import Tokens, map_bytes
+from torchtitan_clone.data.token_store import Split, TokenStore, build_once, corrupt_store_error
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
 
@@ -43,7 +43,7 @@ class Rows(Protocol):
 class Windows:
     """Consecutive windows of the tokens, each of which begins with the last token of the one before."""
 
-    tokens: np.ndarray | TokenArray
+    tokens: Tokens
     seq_len: int
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Windows:
 class PackedRows:
     """Rows of whole pieces, each filled up with end-of-text tokens."""
 
-    tokens: np.ndarray | TokenArray
+    tokens: Tokens
     seq_len: int
     eos_id: int
     rows: np.ndarray
@@ -88,10 +88,7 @@ def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> Rows:
         return Windows(tokens=store.tokens(split), seq_len=seq_len)
     folder = store.folder / f"best_fit-{seq_len}"
     try:
-        if not folder.exists():
-            with locked(store.folder / "lock", name=store.meta.source):
-                if not folder.exists():
-                    _pack_store(store, seq_len=seq_len, folder=folder)
+        build_once(folder, name=store.meta.source, build=partial(_write_rows, store=store, seq_len=seq_len))
         return _open_packed(store, split, seq_len=seq_len, folder=folder)
     except DocumentError as error:
         raise corrupt_store_error(folder, reason=str(error)) from error
@@ -111,10 +108,7 @@ def _open_packed(store: TokenStore, split: Split, *, seq_len: int, folder: Path)
     return PackedRows(tokens=tokens, seq_len=seq_len, eos_id=eos_id, rows=rows, starts=starts, lengths=lengths)
 
 
-def _pack_store(store: TokenStore, *, seq_len: int, folder: Path) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _write_rows(folder: Path, *, store: TokenStore, seq_len: int) -> None:
     for split in get_args(Split):
         offsets = store.offsets(split)
         starts, lengths = divide(offsets, seq_len=seq_len)
@@ -122,10 +116,9 @@ def _pack_store(store: TokenStore, *, seq_len: int, folder: Path) -> None:
         order = np.argsort(row_of_piece, kind="stable")
         rows = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece))]).astype(np.int64)
         for name, array in zip(PIECE_FILES, (rows, starts[order], lengths[order]), strict=True):
-            write_atomically(partial / f"{split}.{name}", array.tobytes())
+            write_atomically(folder / f"{split}.{name}", array.tobytes())
         if split == "train":
             _report(store, documents=np.diff(offsets), lengths=lengths, num_rows=len(rows) - 1, seq_len=seq_len)
-    commit(partial, folder)
 
 
 def _report(store: TokenStore, *, documents: np.ndarray, lengths: np.ndarray, num_rows: int, seq_len: int) -> None:

@@ -87,6 +87,7 @@ def _encode(texts: Sequence[str], *, process: Popen[bytes]) -> Encoded:
 
 
 def _serve() -> None:
+    """Answers until the input ends, also where the other process is killed while it writes or reads."""
     import tokenizers
 
     content, eos_id, dtype = pickle.load(sys.stdin.buffer)
@@ -95,7 +96,7 @@ def _serve() -> None:
     while True:
         try:
             texts = pickle.load(sys.stdin.buffer)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):
             return
         try:
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -104,8 +105,11 @@ def _serve() -> None:
             answer = np.fromiter(chain.from_iterable(documents), dtype=dtype), lengths
         except BaseException as error:  # noqa: BLE001, the library's panics are no Exception
             answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        try:
+            pickle.dump(answer, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            os._exit(0)  # without another attempt to write what is buffered
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -69,6 +69,17 @@ class SplitIndex:
     """int64; start of each document, and the end of the last."""
     added: np.ndarray
     """int64; positions of the added tokens."""
+
+
+class Tokens(Protocol):
+    """Token ids that are read in slices: an array of NumPy, or one that is put together from several."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: slice, /) -> np.ndarray: ...
 
 
 class TokenArray:

@@ -153,12 +153,14 @@ class Loader:
         """First sample of the current global batch."""
         return self._samples if self._mixture is None else self._mixture.mixture.timeline.next_sample(self._samples)
 
-    def source_progress(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Returns the tokens trained of each source, and how often each local one was read; empty without a mixture."""
+    def source_progress(self) -> tuple[int | None, dict[str, int], dict[str, float]]:
+        """Returns the number of the last global batch in data.stages, None without a mixture; the tokens trained of
+        each source; and how often each local one was read."""
         if self._mixture is None:
-            return {}, {}
-        tokens = self._mixture.mixture.tokens_before(self._samples)
-        return dict(zip(self._mixture.sources, tokens, strict=True)), self._mixture.epochs_before(self._samples)
+            return None, {}, {}
+        mixture = self._mixture.mixture
+        tokens = dict(zip(mixture.names, mixture.tokens_before(self._samples), strict=True))
+        return mixture.timeline.batch_at(self._samples) - 1, tokens, self._mixture.epochs_before(self._samples)
 
     def _label_sources(self, batch: Batch) -> None:
         if self._mixture is not None and self.sample_range:

@@ -76,15 +76,19 @@ class Mixture:
         lengths = [max(0, min(sample, end) - stage.first_sample) for stage, end in zip(stages, ends, strict=True)]
         return np.stack([self._uses_in_stage(index, length) for index, length in enumerate(lengths)])
 
-    def tokens_before(self, sample: int) -> list[int]:
-        """Returns how many tokens of each source were trained before a sample, without the batches passed over."""
+    def tokens_by_stage(self, sample: int) -> np.ndarray:
+        """Returns the tokens [stages, sources] trained before a sample, without the batches passed over."""
         timeline = self.timeline
         uses = self.uses_by_stage(sample)
         for first, last in timeline.skipped:
             ends = (timeline.first_sample(batch=batch) for batch in (first, last + 1))
             before, after = (self.uses_by_stage(min(end, sample)) for end in ends)
             uses = uses - (after - before)
-        return (np.array([stage.seq_len for stage in timeline.stages]) @ uses).tolist()
+        return uses * np.array([[stage.seq_len] for stage in timeline.stages])
+
+    def tokens_before(self, sample: int) -> list[int]:
+        """Returns the tokens of each source trained before a sample."""
+        return self.tokens_by_stage(sample).sum(axis=0).tolist()
 
     def _uses_in_stage(self, index: int, samples: int) -> np.ndarray:
         """Returns the uses of each source in the first samples of a stage."""

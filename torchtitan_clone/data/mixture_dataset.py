@@ -75,16 +75,35 @@ class MixtureDataset:
             _warn_once(message)
         return partial(_read_in_turn, readers)
 
+    def read_batch(self, batch: int, *, seed: int) -> list[tuple[str, np.ndarray | None]]:
+        """Returns source and tokens [T + 1] of each row of a global batch; None: of a stream, which has no numbers."""
+        timeline, names = self.mixture.timeline, list(self.sources)
+        stage = timeline.stages[timeline.stage_index(batch=batch)]
+        first = timeline.first_sample(batch=batch)
+        indices, uses = self.mixture.locate(range(first, first + stage.global_batch_size))
+        found: list[tuple[str, np.ndarray | None]] = [(names[index], None) for index in indices.tolist()]
+        for index in np.unique(indices).tolist():
+            source = self.sources[names[index]]
+            if isinstance(source, TokenDataset):
+                chosen = np.flatnonzero(indices == index)
+                rows = source.train_rows(seq_len=stage.seq_len, seed=seed)(uses[chosen])
+                for place, row in zip(chosen.tolist(), rows, strict=True):
+                    found[place] = names[index], row
+        return found
+
     def epochs_before(self, sample: int) -> dict[str, float]:
         """Returns how many times each local source was read before a sample."""
+        return {name: sum(epochs) for name, epochs in self.epochs_by_stage(sample).items()}
+
+    def epochs_by_stage(self, sample: int) -> dict[str, list[float]]:
+        """Returns for each local source how many times each stage read it before a sample."""
         uses = self.mixture.uses_by_stage(sample)
         lengths = [stage.seq_len for stage in self.mixture.timeline.stages]
         return {
-            name: sum(
-                rows / self._num_rows(name, seq_len=seq_len)
+            name: [
+                rows / self._num_rows(name, seq_len=seq_len) if rows else 0.0
                 for rows, seq_len in zip(uses[:, index].tolist(), lengths, strict=True)
-                if rows
-            )
+            ]
             for index, (name, source) in enumerate(self.sources.items())
             if isinstance(source, TokenDataset)
         }

@@ -1,21 +1,27 @@
 """Opens the data that the options name: one dataset, or the sources of a mixture."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Data, DataSource, Training
 from torchtitan_clone.config.stages import WHOLE_RUN
+from torchtitan_clone.data.duplicates import drop_duplicates
 from torchtitan_clone.data.mixture import Mixture
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
-from torchtitan_clone.data.preparation import prepare_store
+from torchtitan_clone.data.preparation import PART_BYTES, prepare_parts, prepare_store, show_progress
 from torchtitan_clone.data.row_reader import Dataset
-from torchtitan_clone.data.sources import describe_source, find_source, hub_id
+from torchtitan_clone.data.sources import Source, describe_source, find_source, hub_id
 from torchtitan_clone.data.streaming import HubDataset, open_hub
 from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.token_store import TokenStore
 from torchtitan_clone.data.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer, mixture: Mixture | None = None) -> Dataset:
@@ -23,38 +29,85 @@ def open_dataset(*, training: Training, data: Data, tokenizer: Tokenizer, mixtur
 
     Call it before process groups start, see prepare_store. ConfigError if the data cannot be read.
     """
+
+    def open_stream(options: Training) -> HubDataset | None:
+        dataset = hub_id(options)
+        return open_hub(dataset, training=options, data=data, tokenizer=tokenizer) if dataset else None
+
+    streamed = _of_each_source(open_stream, training=training, data=data)
+    stores = prepare_sources(training=training, data=data, tokenizer=tokenizer)
+    opened = {name: stream or TokenDataset(store=stores[name]) for name, stream in streamed.items()}
     if mixture is None:
-        return _open_source(training, data=data, tokenizer=tokenizer)
-    sources: dict[str, TokenDataset | HubDataset] = {}
-    for source in data.sources:
-        with _naming(source):
-            sources[source.name] = _open_source(_options_of(source, training), data=data, tokenizer=tokenizer)
-    sources = sources or {WHOLE_RUN: _open_source(training, data=data, tokenizer=tokenizer)}
+        return opened[WHOLE_RUN]
     limits = {source.name: source.max_epochs for source in data.sources if source.max_epochs is not None}
-    return MixtureDataset(mixture=mixture, sources=sources, max_epochs=limits)
+    return MixtureDataset(mixture=mixture, sources=opened, max_epochs=limits)
 
 
 def describe_data(*, training: Training, data: Data) -> str:
     """Returns a one-line description of the data that the options name; ConfigError if local files are missing."""
-    if not data.sources:
-        return describe_source(training)
-    found: list[str] = []
+    found = _of_each_source(describe_source, training=training, data=data)
+    return "; ".join(f"{name}: {each}" if data.sources else each for name, each in found.items())
+
+
+def find_sources(*, training: Training, data: Data) -> dict[str, Source]:
+    """Returns the files of each local source by its name; ConfigError if some are missing."""
+    found = _of_each_source(_find_local, training=training, data=data)
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def prepare_sources(
+    *, training: Training, data: Data, tokenizer: Tokenizer, part_bytes: int = PART_BYTES
+) -> dict[str, TokenStore]:
+    """Returns the store of each local source by its name, and makes those that do not exist; ConfigError as there."""
+    prepare = partial(prepare_store, tokenizer=tokenizer, data=data, part_bytes=part_bytes)
+    stores = _prepare_each(prepare, training=training, data=data)
+    return drop_duplicates(stores) if data.drop_duplicates else stores
+
+
+def prepare_share(
+    *, training: Training, data: Data, tokenizer: Tokenizer, part_bytes: int, task: int, tasks: int
+) -> bool:
+    """Makes the parts of all local sources that are those of one of several tasks; returns whether now all exist."""
+    share = {"part_bytes": part_bytes, "task": task, "tasks": tasks}
+    prepare = partial(prepare_parts, tokenizer=tokenizer, data=data, **share)
+    return all(_prepare_each(prepare, training=training, data=data).values())
+
+
+def _prepare_each(prepare: Callable[..., T], *, training: Training, data: Data) -> dict[str, T]:
+    """Prepares the local sources one after another, each in parallel processes, with one progress bar."""
+    sources = find_sources(training=training, data=data)
+    sizes = {name: sum(file.stat().st_size for file in source.files) for name, source in sources.items()}
+    found: dict[str, T] = {}
+    with show_progress(total=sum(sizes.values())) as report:
+        for name, source in sources.items():
+            before = sum(sizes[each] for each in found)
+            with _naming(name, data=data):
+                found[name] = prepare(source, report=partial(_report_after, before, report=report))
+    return found
+
+
+def _report_after(before: int, bytes_read: int, *, report: Callable[[int], None]) -> None:
+    report(before + bytes_read)
+
+
+def _of_each_source(act: Callable[[Training], T], *, training: Training, data: Data) -> dict[str, T]:
+    """Returns what a function makes of the options of each source; ConfigError with the problems of all."""
+    found: dict[str, T] = {}
     problems: list[str] = []
-    for source in data.sources:
+    options = {source.name: partial(_options_of, source, training) for source in data.sources}
+    for name, options_of_source in (options or {WHOLE_RUN: lambda: training}).items():
         try:
-            with _naming(source):
-                found.append(f"{source.name}: {describe_source(_options_of(source, training))}")
+            with _naming(name, data=data):
+                found[name] = act(options_of_source())
         except ConfigError as error:
             problems += error.messages
     if problems:
         raise ConfigError(problems)
-    return "; ".join(found)
+    return found
 
 
-def _open_source(training: Training, *, data: Data, tokenizer: Tokenizer) -> TokenDataset | HubDataset:
-    if dataset := hub_id(training):
-        return open_hub(dataset, training=training, data=data, tokenizer=tokenizer)
-    return TokenDataset(store=prepare_store(find_source(training), tokenizer=tokenizer, data=data))
+def _find_local(options: Training) -> Source | None:
+    return None if hub_id(options) else find_source(options)
 
 
 def _options_of(source: DataSource, training: Training) -> Training:
@@ -72,15 +125,17 @@ def _options_of(source: DataSource, training: Training) -> Training:
 
 
 @contextmanager
-def _naming(source: DataSource) -> Iterator[None]:
-    """Names the source and its own options in a ConfigError."""
+def _naming(name: str, *, data: Data) -> Iterator[None]:
+    """Names the source of a mixture, and its own options, in a ConfigError."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([_of_source(source, message) for message in error.messages]) from error
+        if not data.sources:
+            raise
+        raise ConfigError([_of_source(name, message) for message in error.messages]) from error
 
 
-def _of_source(source: DataSource, message: str) -> str:
-    for option, name in (("dataset_path", "path"), ("dataset", "dataset"), ("text_key", "text_key")):
-        message = message.replace(f"training.{option}", name)
-    return f"data.sources, name {shown(source.name)}: {message}"
+def _of_source(name: str, message: str) -> str:
+    for option, own in (("dataset_path", "path"), ("dataset", "dataset"), ("text_key", "text_key")):
+        message = message.replace(f"training.{option}", own)
+    return f"data.sources, name {shown(name)}: {message}"

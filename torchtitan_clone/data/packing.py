@@ -34,9 +34,9 @@ class Batch:
 
     def label_sources(self, sources_B: np.ndarray, /) -> None:
         """Adds the index of the source of the first rows, plus 1, to their targets, SOURCE_BITS to the left."""
-        targets_BT = self.targets_BT[: len(sources_B)]
-        labels_B1 = torch.from_numpy((sources_B + 1) << SOURCE_BITS)[:, None]
-        targets_BT += torch.where(targets_BT == IGNORE_INDEX, 0, labels_B1)
+        targets_BT = self.targets_BT[: len(sources_B)].numpy()  # the threads of torch would wait for one another
+        labels_B1 = ((sources_B + 1) << SOURCE_BITS)[:, None]
+        np.add(targets_BT, labels_B1, out=targets_BT, where=targets_BT != IGNORE_INDEX)
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""

@@ -13,11 +13,11 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -61,21 +61,28 @@ from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import write_atomically
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 logger = logging.getLogger("torchtitan_clone")
 
 BATCH_CHARACTERS = 1 << 19
 LOG_SECONDS = 10.0
+LISTING_FILE = "files.json"
+Report = Callable[[int], None]
 PART_BYTES = 1 << 28
 """A file of this size is a part, and so are several smaller ones together."""
 
 
-def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data, part_bytes: int = PART_BYTES) -> TokenStore:
+def prepare_store(
+    source: Source, *, tokenizer: Tokenizer, data: Data, part_bytes: int = PART_BYTES, report: Report = lambda _: None
+) -> TokenStore:
     """Returns the store of a source, and makes it first if it does not exist.
 
     Call it before process groups start: it can take long, and the other processes of the node wait for it. ConfigError
     if the source cannot be read, has no text, or has more than data.max_bad_rows bad rows.
     """
-    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, part_bytes=part_bytes)
+    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, part_bytes=part_bytes, report=report)
     with _explained_errors(preparation):
         store = preparation.prepare()
     _bad_rows(store.meta, limit=data.max_bad_rows).check()
@@ -83,14 +90,21 @@ def prepare_store(source: Source, *, tokenizer: Tokenizer, data: Data, part_byte
 
 
 def prepare_parts(
-    source: Source, *, tokenizer: Tokenizer, data: Data, task: int, tasks: int, part_bytes: int = PART_BYTES
+    source: Source,
+    *,
+    tokenizer: Tokenizer,
+    data: Data,
+    task: int,
+    tasks: int,
+    part_bytes: int = PART_BYTES,
+    report: Report = lambda _: None,
 ) -> bool:
     """Tokenizes every `tasks`-th part of a source; returns whether now all exist, so that prepare_store joins them.
 
     The tasks may run at the same time, on machines with a common cache folder. ConfigError as for prepare_store.
     """
-    owner = f"-{task}-of-{tasks}"
-    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, part_bytes=part_bytes, owner=owner)
+    options = {"part_bytes": part_bytes, "report": report, "owner": f"-{task}-of-{tasks}"}
+    preparation = _Preparation(source=source, tokenizer=tokenizer, data=data, **options)
     with _explained_errors(preparation):
         return preparation.prepare_parts(slice(task, None, tasks))
 
@@ -105,10 +119,14 @@ def _explained_errors(preparation: "_Preparation") -> Iterator[None]:
         remedy = "correct the tokenizer (model.hf_assets_path), or lower data.prepare_processes if memory is short"
         raise ConfigError(f"{name} cannot be tokenized: {shorten(str(error))}; {remedy}.") from error
     except OSError as error:
-        raise ConfigError(
-            f"data.cache_folder = {toml_like(str(preparation.cache))}: preparing {name} there failed: {error}; set it "
-            "to a folder that can be written, with enough space."
-        ) from error
+        option = f"data.cache_folder = {toml_like(str(_cache_folder(preparation.data)))}"
+        remedy = "set it to a folder that can be written, with enough space"
+        raise ConfigError(f"{option}: preparing {name} there failed: {error}; {remedy}.") from error
+
+
+def _cache_folder(data: Data) -> Path:
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache, "torchtitan_clone") if data.cache_folder is None else Path(data.cache_folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +167,19 @@ class _Preparation:
     tokenizer: Tokenizer
     data: Data
     part_bytes: int
+    report: Report
+    """Is called with the bytes of the source that were read so far."""
     owner: str = ""
 
     @property
-    def cache(self) -> Path:
-        user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(user_cache, "torchtitan_clone") if self.data.cache_folder is None else Path(self.data.cache_folder)
-
-    @property
     def _work_dir(self) -> Path:
-        return self.cache / "sources" / digest_of([self.source.name, str(self.source.root.resolve())])[:16]
+        identity = digest_of([self.source.name, str(self.source.root.resolve())])[:16]
+        return _cache_folder(self.data) / "sources" / identity
+
+    def _find_store(self) -> tuple[StoreKey, Path]:
+        """Returns key and folder of the store, after reading the files that have changed."""
+        key = self._key(source_fingerprint(self.source, listing=self._work_dir / LISTING_FILE))
+        return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
     @property
     def _partial(self) -> Path:
@@ -177,8 +198,7 @@ class _Preparation:
     def prepare(self) -> TokenStore:
         """Returns the store, and makes it first if it does not exist."""
         with self._working():
-            key = self._key(source_fingerprint(self.source, listing=self._work_dir / "files.json"))
-            folder = self.cache / "stores" / digest_of(asdict(key))[:16]
+            key, folder = self._find_store()
             if not folder.exists():
                 start = time.perf_counter()
                 meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
@@ -190,8 +210,11 @@ class _Preparation:
     def prepare_parts(self, chosen: slice) -> bool:
         """Makes some of the parts; returns whether now all exist."""
         if holds_tokens(self.source.files):
-            return chosen.start == 0  # no parts: they are read in place
+            return True  # no parts: they are read in place
         with self._working():
+            # Without the list of hashes, each task would read the corpus to look for the store.
+            if (self._work_dir / LISTING_FILE).exists() and self._find_store()[1].exists():
+                return True  # the parts are gone
             parts = self._parts(self.data.held_out_fraction)
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
@@ -298,11 +321,11 @@ class _Preparation:
         if 0 < len(missing) < len(parts):
             logger.info("preparing %s: %d of %d parts exist", self.source.name, len(parts) - len(missing), len(parts))
         batches = (batch for part in missing for batch in _batches(part, limit=self.data.max_bad_rows))
-        with _progress(self.source) as report, closing(_encode(batches, preparation=self)) as encoded:
+        with closing(_encode(batches, preparation=self)) as encoded:
             for part, batches_of_part in groupby(encoded, key=lambda batch: batch[0].part):
-                self._write_part(part, batches_of_part, report=report)
+                self._write_part(part, batches_of_part)
 
-    def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, report: Callable[[int], None]) -> None:
+    def _write_part(self, part: _Part, batches: Iterator[_Encoded]) -> None:
         self._partial.mkdir()
         train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
         bad_rows = BadRows(limit=0)
@@ -310,7 +333,7 @@ class _Preparation:
             for label, tokens, lengths in batches:
                 train.append(tokens[np.repeat(~label.held_out, lengths)], lengths[~label.held_out])
                 validation.append(tokens[np.repeat(label.held_out, lengths)], lengths[label.held_out])
-                report(part.bytes_before + label.bytes_read)
+                self.report(part.bytes_before + label.bytes_read)
                 bad_rows = label.bad_rows
         self._write_meta(
             part.key,
@@ -391,19 +414,21 @@ def _take_characters(documents: Iterator[tuple[_Document, int]], size: int) -> I
 
 
 @contextmanager
-def _progress(source: Source) -> Iterator[Callable[[int], None]]:
-    """Yields a function that reports the bytes read so far: a progress bar on a terminal, else log messages."""
-    from tqdm import tqdm
-
-    total = sum(file.stat().st_size for file in source.files)
+def show_progress(*, total: int) -> Iterator[Report]:
+    """Yields a function that shows the bytes read so far: a progress bar on a terminal, else log messages."""
     last_log = time.monotonic()
+    bar: tqdm | None = None
 
     def report(bytes_read: int) -> None:
-        nonlocal last_log
+        nonlocal last_log, bar
+        from tqdm import tqdm
+
+        if bar is None:
+            bar = shown.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=None))
         bar.update(bytes_read - bar.n)
         if bar.disable and time.monotonic() - last_log > LOG_SECONDS:
             last_log = time.monotonic()
-            logger.info("preparing %s: %.0f %% of %.1f MB", source.name, 100 * bytes_read / total, total / 1e6)
+            logger.info("preparing data: %.0f %% of %.1f MB", 100 * bytes_read / total, total / 1e6)
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"preparing {source.name}", disable=None) as bar:
+    with ExitStack() as shown:
         yield report

@@ -171,6 +171,9 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
     if data.packing != "concatenate":
         rule = f"the documents of {dataset} are streamed, and only stored ones are packed"
         raise ConfigError(f'data.packing = "{data.packing}": {rule}; set it to "concatenate".')
+    if data.drop_duplicates:
+        rule = f"the documents of {dataset} are streamed, and only stored ones can be compared"
+        raise ConfigError(f"data.drop_duplicates = true: {rule}; set it to false, or download the dataset.")
     name, _, configuration = dataset.partition(":")
     try:
         builder = datasets.load_dataset_builder(name, configuration or None)

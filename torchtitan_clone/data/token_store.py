@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import Segment, TokenArray, map_bytes, read_segments
+from torchtitan_clone.data.formats import Segment, TokenArray, Tokens, map_bytes, read_segments
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
 
@@ -84,7 +84,7 @@ class TokenStore:
         """Type of a token id in the files of the store."""
         return dtype_of_ids(self.meta.vocab_size)
 
-    def tokens(self, split: Split) -> np.ndarray | TokenArray:
+    def tokens(self, split: Split) -> Tokens:
         """Returns the tokens of a split, as an array that can be sliced."""
         if self.segments:
             added = self._map(f"{split}.added", dtype="int64")
@@ -169,6 +169,19 @@ def locked(path: Path, *, name: str) -> Iterator[None]:
         yield
 
 
+def build_once(folder: Path, *, name: str, build: Callable[[Path], None]) -> None:
+    """Makes a folder in that of a store, unless it exists: complete, or not at all if this process is killed."""
+    if folder.exists():
+        return
+    with locked(folder.parent / "lock", name=name):
+        if not folder.exists():
+            prepared = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(prepared, ignore_errors=True)
+            prepared.mkdir()
+            build(prepared)
+            commit(prepared, folder)
+
+
 def open_store(
     folder: Path, *, key: StoreKey, files: tuple[Path, ...] = (), packing: str = "concatenate"
 ) -> TokenStore:
@@ -185,7 +198,7 @@ def open_store(
         for split in get_args(Split):
             _check_tokens(store, split)
             _check_size(folder / f"{split}.offsets", expected=(meta.documents[split] + 1) * 8)
-            _check_documents(store, split)
+            check_documents(store, split)
     except (FileNotFoundError, DocumentError) as error:
         raise corrupt_store_error(folder, reason=str(error)) from error
     return store
@@ -227,7 +240,7 @@ def _check_size(path: Path, *, expected: int) -> None:
         raise DocumentError(f"{path.name} has {size:,} bytes, not {expected:,}")
 
 
-def _check_documents(store: TokenStore, split: Split) -> None:
+def check_documents(store: TokenStore, split: Split) -> None:
     """Looks at the ends of some documents: offsets increase to the number of tokens, and eos is before each."""
     tokens, offsets = store.tokens(split), store.offsets(split)
     if offsets[0] != 0 or offsets[-1] != len(tokens):

@@ -69,6 +69,10 @@ class DecoderHub:
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}
 
+    def is_format_of(self, config: Mapping[str, object]) -> bool:
+        """Returns whether a config.json is of this family, by its type of model; see from_config() for the rest."""
+        return config.get("model_type") == self.fixed["model_type"]
+
     def prefix(self, config: Mapping[str, object]) -> str:
         """Returns what the names of all tensors start with in a folder with that config.json."""
         return ""

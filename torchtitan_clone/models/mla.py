@@ -69,22 +69,30 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
         """Returns [B, t, D]; infers the number of heads, because tensor parallelism shards the projections' outputs."""
+        q_BTNH = self.queries(x_BtD, rope)
+        return self.attend(q_BTNH, *self.latents(x_BtD, rope), mask)
+
+    def queries(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns the queries of all heads [B, T, N, H], with positions."""
         sizes = self.sizes
-        q_BTNH = self._queries(x_BtD).unflatten(-1, (-1, sizes.qk))
-        q_BTNC, q_BTNR = q_BTNH.split((sizes.nope, sizes.rope), dim=-1)
-        kv_BtL, key_BtR = self.wkv_a(x_BtD).split((sizes.kv_latent, sizes.rope), dim=-1)
-        kv_BTN = self.wkv_b(self.kv_norm(kv_BtL)).unflatten(-1, (-1, sizes.nope + sizes.value))
-        k_BTNC, v_BTNV = kv_BTN.split((sizes.nope, sizes.value), dim=-1)
-        # Every rank has some of the heads: the gradient of their shared key is the sum over the ranks.
-        key_BT1R = rotate(local_with_partial_grad(self.shared_key(key_BtR))[:, :, None], *rope)
+        q_BTD = self.wq_b(self.q_norm(self.wq_a(x_BtD))) if sizes.q_latent else self.wq(x_BtD)
+        q_BTNC, q_BTNR = q_BTD.unflatten(-1, (-1, sizes.qk)).split((sizes.nope, sizes.rope), dim=-1)
         q_BTNH = torch.cat((q_BTNC, rotate(q_BTNR, *rope)), dim=-1)
+        return q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
+
+    def latents(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the normalized latents [B, t, L], and the key that all heads share [B, T, 1, R]."""
+        kv_BtL, key_BtR = self.wkv_a(x_BtD).split((self.sizes.kv_latent, self.sizes.rope), dim=-1)
+        # Every rank has some of the heads: the gradient of their shared key is the sum over the ranks.
+        return self.kv_norm(kv_BtL), rotate(local_with_partial_grad(self.shared_key(key_BtR))[:, :, None], *rope)
+
+    def attend(self, q_BTNH: Tensor, latent_BtL: Tensor, key_BT1R: Tensor, mask: AttentionMask) -> Tensor:
+        """Returns [B, t, D]: attention over the keys and values of these latents."""
+        sizes = self.sizes
+        kv_BTN = self.wkv_b(latent_BtL).unflatten(-1, (-1, sizes.nope + sizes.value))
+        k_BTNC, v_BTNV = kv_BTN.split((sizes.nope, sizes.value), dim=-1)
         k_BTNH = torch.cat((k_BTNC, key_BT1R.expand(-1, -1, k_BTNC.shape[2], -1)), dim=-1)
-        q_BTNH = q_BTNH * self.score_scale if self.score_scale != 1.0 else q_BTNH
         # The kernels need heads of one size; padding costs less than the kernels that do not.
         v_BTNH = F.pad(v_BTNV, (0, sizes.qk - sizes.value))
         out_BTNV = self.core(q_BTNH, k_BTNH, v_BTNH, mask)[..., : sizes.value]
         return self.wo(out_BTNV.flatten(-2))
-
-    def _queries(self, x_BtD: Tensor) -> Tensor:
-        """Returns the queries of all heads [B, T, N * H]."""
-        return self.wq_b(self.q_norm(self.wq_a(x_BtD))) if self.sizes.q_latent else self.wq(x_BtD)

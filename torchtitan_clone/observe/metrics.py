@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Metrics
-from torchtitan_clone.documents import DocumentError, open_regular, parse_json, read_regular
+from torchtitan_clone.documents import DocumentError, escape, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.by_source import Totals, add_totals, source_columns
 from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, read_rows, resumed_ledger
@@ -73,6 +73,8 @@ class StepRecord:
     """Peak memory of this rank's device; on CPU, of the process."""
     skipped_steps: int
     """Steps of the run that were skipped for a non-finite loss or gradient norm."""
+    batch: int | None = None
+    """Number of the global batch in data.stages; not logged for a run without a mixture."""
     auxiliary: Mapping[str, float] = field(default_factory=dict[str, float])
     """Additional loss terms per target token, by name; logged as columns auxiliary/<name>."""
     router: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -84,7 +86,8 @@ class StepRecord:
 
     def columns(self) -> dict[str, Value]:
         groups = ("auxiliary", "router", "tokens", "epochs")
-        columns = {key: value for key, value in vars(self).items() if key not in ("step", *groups)}
+        unset = ("step", *groups, *(["batch"] if self.batch is None else []))
+        columns = {key: value for key, value in vars(self).items() if key not in unset}
         return columns | {f"{group}/{name}": value for group in groups for name, value in getattr(self, group).items()}
 
 
@@ -182,7 +185,7 @@ class MetricsWriter:
             logger.info("step %s  validation loss %.4f%s", f"{step:,}", loss, _named(values))
             self._write(step, {"validation_loss": loss, **values})
 
-    def log_event(self, step: int, name: str, **values: float) -> None:
+    def log_event(self, step: int, name: str, **values: Value) -> None:
         """Logs another event at `step`, for example a save and its seconds."""
         if self.active:
             logger.info("step %s  %s%s", f"{step:,}", name, _named(values))
@@ -376,8 +379,9 @@ def _finite(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _named(values: Mapping[str, float]) -> str:
-    columns = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+def _named(values: Mapping[str, Value]) -> str:
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else escape(str(value)) for key, value in values.items()}
+    columns = (f"{key} {text}" for key, text in shown.items())
     return "".join(f"  {column}" for column in columns)
 
 

@@ -109,7 +109,7 @@ def _sum(losses: list[Tensor], observe: ObserveFn) -> Tensor:
     return torch.stack([losses_C1.sum() for losses_C1 in losses]).sum()
 
 
-def _local(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
+def local_shards(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
     """Returns plain tensors where tensor parallelism sharded them: full hidden states, this rank's rows of weights."""
     if not isinstance(weight_VD, DTensor):
         return hidden_BTD, weight_VD, Vocabulary()
@@ -137,7 +137,7 @@ def build_loss(
         eval_chunk = torch.compile(eval_chunk, backend=compile_backend)
 
     def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-        hidden_BTD, weight_VD, vocabulary = _local(hidden_BTD, weight_VD)
+        hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
         hidden_ND = hidden_BTD.flatten(0, 1)
         targets_N = targets_BT.flatten()
         observe: ObserveFn = _ignore

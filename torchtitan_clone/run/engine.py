@@ -18,7 +18,7 @@ from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
-from torchtitan_clone.parallel.forward_backward import ForwardBackward, StepOutput, build_forward_backward
+from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
@@ -206,11 +206,12 @@ def build_plan_forward_backward(
     mesh: Mesh,
     device: torch.device,
     source_sums: SourceSums | None = None,
+    loss_fn: LossFn | None = None,
 ) -> ForwardBackward:
-    """Builds forward_backward: plain, or through a pipeline."""
+    """Builds forward_backward: plain, or through a pipeline; with a loss of its own, or cross-entropy."""
     config = plan.config
     compiled = config.compile.enable and "loss" in config.compile.components
-    loss_fn = build_loss(
+    loss_fn = loss_fn or build_loss(
         chunk_tokens=config.training.loss_chunk_tokens,
         compile_backend=config.compile.backend if compiled else None,
         sums=source_sums,

@@ -20,7 +20,7 @@ from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
 from torchtitan_clone.documents import shorten
-from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.models import MODELS, ModelArgs, ModelSpec
 from torchtitan_clone.models.hf import Arguments
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
@@ -65,6 +65,16 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
             "folder that holds the .safetensors files"
         )
     return Path(path)
+
+
+def family_of_folder(folder: WeightFolder) -> ModelSpec:
+    """Returns the family of the folder's config.json; ConfigError if there is none."""
+    found = next((spec for spec in MODELS.values() if spec.hugging_face.is_format_of(folder.config)), None)
+    if found is None:
+        kind = shorten(repr(folder.config.get("model_type")))
+        rule = f"model_type = {kind}: no family has this type; known families: {', '.join(MODELS)}"
+        raise ConfigError(f"{folder.path / CONFIG_FILE}: {rule}")
+    return found
 
 
 def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:

@@ -48,13 +48,16 @@ def open_loaders(
     return loader, ValidationLoader(dataset, options=replace(options, mtp_depth=0), global_batch_size=rows)
 
 
-def tokens_of_rank(plan: RunPlan, *, rank: int) -> Tensor | None:
-    """Returns the indices in each sequence of the tokens that this rank reads; None for all."""
+def tokens_of_rank(plan: RunPlan, *, rank: int, seq_len: int | None = None) -> Tensor | None:
+    """Returns the indices in each sequence of the tokens that this rank reads; None for all.
+
+    `seq_len` is the length of the sequences; None: that of the plan.
+    """
     degree, parallelism = plan.degrees.cp, plan.config.parallelism
     if degree == 1:
         return None
     pieces = local_tokens(
-        plan.config.training.seq_len,
+        seq_len or plan.config.training.seq_len,
         rank=context_rank(plan.degrees, rank=rank),
         degree=degree,
         method=parallelism.context_parallel_rotate_method,

@@ -39,7 +39,7 @@ def build_run_metrics(
 def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> None:
     """Logs a committed step."""
     step_seconds, data_seconds = metrics.mean_seconds()
-    tokens, epochs = state.loader.source_progress()
+    batch, tokens, epochs = state.loader.source_progress()
     metrics.log(
         StepRecord(
             step=result.step,
@@ -53,6 +53,7 @@ def log_step(metrics: MetricsWriter, *, result: StepResult, state: RunState) -> 
             skipped_steps=state.progress.skipped_steps,
             auxiliary=result.auxiliary,
             router=result.router,
+            batch=batch,
             tokens=tokens,
             epochs=epochs,
         )

@@ -195,7 +195,7 @@ def replica_identity(config: Config) -> str:
     """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
     sources = [replace(source, path=None) for source in config.data.sources]
-    data = (sources, config.data.stages, config.data.skip_steps)
+    data = (sources, config.data.stages, config.data.skip_steps, config.data.packing, config.data.drop_duplicates)
     debug = (config.debug.seed, config.debug.moe_force_load_balance)
     return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data))
 

@@ -278,7 +278,7 @@ def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool
     found = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
     stages = num_stages(parallelism, n_layers=n_layers)
     found += _microbatches(parallelism, stages, "training.local_batch_size", config.training.local_batch_size)
-    if config.validation.enable:
+    if config.validation.enable or config.evaluation.enable:
         found += _microbatches(parallelism, stages, "validation.local_batch_size", config.validation.local_batch_size)
     return found
 

@@ -1,15 +1,20 @@
-"""Loss on the held-out documents."""
+"""What is measured between two steps: the loss on the held-out documents, samples and evaluation tasks."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from torchtitan_clone.config.schema import Validation
+from torchtitan_clone.config import Config
 from torchtitan_clone.data import ValidationLoader
 from torchtitan_clone.observe.by_source import Totals, source_columns
+from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine
+from torchtitan_clone.run.evaluation import evaluate
+from torchtitan_clone.run.evaluation_tasks import Task
+from torchtitan_clone.run.samples import sample
 from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts
 
@@ -28,18 +33,62 @@ class ValidationResult:
 
 
 class Validator:
-    """Runs forward_backward without gradients over the validation split."""
+    """Measures the model between two steps: validation loss, continuations of prompts, and evaluation tasks."""
 
-    def __init__(self, validation: Validation, *, loader: ValidationLoader | None, last_step: int) -> None:
-        self._options = validation
-        self._last_step = last_step
+    def __init__(
+        self,
+        config: Config,
+        *,
+        loader: ValidationLoader | None,
+        tasks: Sequence[Task],
+        prompts: Sequence[Sequence[int]],
+    ) -> None:
+        self._options = config.validation
+        self._evaluation = config.evaluation
+        self._last_step = config.training.steps
+        self._tasks = tasks
+        self._prompts = prompts
         self.loader = loader
 
     def is_due(self, step: int) -> bool:
-        """Whether the options ask for a validation after this step."""
+        """Whether the options ask for a validation or an evaluation after this step."""
+        return self._is_validation_due(step) or self._is_evaluation_due(step)
+
+    def _is_validation_due(self, step: int) -> bool:
         return self._options.enable and (step % self._options.freq == 0 or step == self._last_step)
 
-    def run(self, engine: Engine, *, timeouts: Timeouts, stop: StopPolicy) -> ValidationResult | None:
+    def _is_evaluation_due(self, step: int) -> bool:
+        return self._evaluation.enable and (step % self._evaluation.freq == 0 or step == self._last_step)
+
+    def run(self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stop: StopPolicy) -> bool:
+        """Logs what is due after a step; returns False if a request to stop interrupted it. A collective."""
+        start = time.perf_counter()
+        if self._is_validation_due(step):
+            result = self.validate(engine, timeouts=timeouts, stop=stop)
+            if result is None:
+                return False
+            seconds = time.perf_counter() - start
+            values = {"validation_targets": result.num_targets, "seconds": seconds, **result.source_columns()}
+            metrics.log_validation(step, result.loss, **values)
+            self._log_samples(step, engine=engine, metrics=metrics)
+        if self._is_evaluation_due(step):
+            start = time.perf_counter()
+            scores = evaluate(engine, self._tasks, timeouts=timeouts, stop=stop)
+            if scores is None:
+                return False
+            for task, found in scores.items():
+                metrics.log_event(step, "evaluation", **{f"evaluation/{task}/{name}": x for name, x in found.items()})
+            metrics.log_event(step, "evaluated", seconds=time.perf_counter() - start)
+        return True
+
+    def _log_samples(self, step: int, *, engine: Engine, metrics: MetricsWriter) -> None:
+        if self._prompts:
+            decode = engine.plan.tokenizer.decode
+            found = sample(engine, self._prompts, new_tokens=self._options.sample_tokens)
+            for prompt, ids in zip(self._prompts, found, strict=True):
+                metrics.log_event(step, "sample", prompt=decode(prompt), text=decode(ids))
+
+    def validate(self, engine: Engine, *, timeouts: Timeouts, stop: StopPolicy) -> ValidationResult | None:
         """Returns the mean loss; None if a request to stop interrupted it. A collective."""
         assert self.loader is not None
         engine.source_sums.reset()

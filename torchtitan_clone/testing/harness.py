@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torchtitan_clone.network import LOOPBACK, serve_store
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
-        "torch.distributed.tensor.parallel", "torch.profiler", "torchtitan_clone.trainer",
-        "torchtitan_clone.testing.preloaded",
-    ]
-)  # fmt: skip
+PRELOADED = [
+    "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "torch.profiler", "torchtitan_clone.testing.sabotage",
+    "torchtitan_clone.trainer", "torchtitan_clone.testing.preloaded",
+]  # fmt: skip
+"""Modules that the forkserver imports once for all processes, of which the last must stay the last."""
+_CONTEXT.set_forkserver_preload(PRELOADED)
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 if _ROOT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):

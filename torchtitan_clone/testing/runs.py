@@ -52,6 +52,7 @@ def options(corpus: Path, folder: Path, **changes: object) -> list[str]:
         "optimizer.lr": 3e-3,
         "lr_scheduler.warmup_steps": 2,
         "metrics.log_freq": 1,
+        "activation_checkpoint.mode": "none",
         **{f"model.args.{key}": value for key, value in MODEL.items()},
         **{key.replace("__", "."): value for key, value in changes.items()},
     }

@@ -128,6 +128,9 @@ class DeepSeekHub(_Release):
 
     v2: _Release
 
+    def is_format_of(self, config: Mapping[str, object]) -> bool:
+        return self.v2.is_format_of(config) or super().is_format_of(config)
+
     def arguments(self, args: DeepSeekV3Args) -> Arguments:
         return self.v2.arguments(args) if args.moe.score_func == "softmax" else super().arguments(args)
 

@@ -27,6 +27,9 @@ class Llama4Hub(MoEHub):
         }
         return {**self.rules, **rotary}
 
+    def is_format_of(self, config: Mapping[str, object]) -> bool:
+        return config.get("model_type") == "llama4" or super().is_format_of(config)
+
     def prefix(self, config: Mapping[str, object]) -> str:
         return "language_model." if "text_config" in config else ""
 

@@ -1,0 +1,180 @@
+"""Tests of evaluation.py, evaluation_tasks.py, scoring.py, samples.py: equal scores and samples on every mesh."""
+
+import json
+import math
+
+import pytest
+
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.schema import EvaluationTask
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.ops import SOURCE_BITS
+from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
+from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices
+from torchtitan_clone.run.scoring import ScoredText, pack_texts
+from torchtitan_clone.testing.runs import options, rows, train
+
+MESHES = {
+    "one rank": (1, {}),
+    "shard": (2, {}),
+    "tensor": (2, {"parallelism__tensor_parallel_degree": 2}),
+    "pipeline": (2, {"parallelism__pipeline_parallel_degree": 2}),
+    "context": (2, {"parallelism__context_parallel_degree": 2}),
+}
+KINDS = ("cloze", "copy", "recall", "brackets")
+EXAMPLES = [
+    {"query": "import", "choices": [" os", " sys as one", " (", " für"], "gold": 0},
+    {"query": "def f(self", "choices": ["):", " \n"], "gold": 0},
+    {"query": "return ", "choices": ["None", "class", "\u4e16\u754c"], "gold": 2, "comment": "more keys may follow"},
+]
+
+
+@pytest.fixture(scope="module")
+def tasks(corpus, tmp_path_factory):
+    """Returns evaluation.tasks for the command line, of every kind."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "choices.jsonl").write_text("\n".join(json.dumps(example) for example in EXAMPLES))
+    text = str(next(corpus.glob("argparse.py"), corpus / "abc.py"))
+    files = [
+        {"name": "held out", "kind": "text", "path": str(corpus / "abc.py")},
+        {"name": "choices", "kind": "multiple_choice", "path": str(folder / "choices.jsonl")},
+    ]
+    made = [{"name": kind, "kind": kind, "examples": 3, "length": 6} for kind in KINDS]
+    made[0]["path"] = text
+    return [*files, *made]
+
+
+@pytest.fixture(scope="module")
+def evaluated(corpus, tasks, tmp_path_factory):
+    """Returns the rows of metrics.jsonl by mesh."""
+    found = {}
+    for name, (world_size, changes) in MESHES.items():
+        folder = tmp_path_factory.mktemp("run")
+        argv = options(
+            corpus, folder, **changes, training__steps=2, training__seq_len=320, validation__enable=True,
+            validation__freq=2, validation__steps=1, validation__local_batch_size=4, validation__sample_tokens=6,
+            validation__prompts='["import", "def main(self"]', evaluation__enable=True, evaluation__freq=1,
+            evaluation__tasks=toml_like(tasks), checkpoint__enable=False, metrics__enable_tensorboard=True,
+        )  # fmt: skip
+        code, output = train(argv, world_size=world_size, log_folder=folder)
+        assert code == 0, output
+        found[name] = (rows(folder), output)
+    return found
+
+
+def scores_of(lines, step):
+    found = [row for row in lines if row.get("event") == "evaluation" and row["step"] == step]
+    return {name: value for row in found for name, value in row.items() if name.startswith("evaluation/")}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_scores_are_those_of_one_rank(evaluated, tasks, mesh):
+    lines, output = evaluated[mesh]
+    names = {f"evaluation/held out/{metric}" for metric in ("bits_per_byte", "loss")}
+    metrics = ("accuracy", "accuracy_per_char", "accuracy_per_byte", "gold_bits_per_byte")
+    names |= {f"evaluation/{task['name']}/{metric}" for task in tasks[1:] for metric in metrics}
+    for step in (1, 2):
+        found = scores_of(lines, step)
+        assert found.keys() == names
+        assert found == pytest.approx(scores_of(evaluated["one rank"][0], step), rel=1e-5)
+    assert scores_of(lines, 1) != scores_of(lines, 2)
+    assert "step 1  evaluation  evaluation/choices/accuracy 0." in output
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_samples_are_those_of_one_rank(evaluated, mesh):
+    lines, output = evaluated[mesh]
+    found, expected = (
+        [(row["step"], row["prompt"], row["text"]) for row in each if row.get("event") == "sample"]
+        for each in (lines, evaluated["one rank"][0])
+    )
+    assert [row[:2] for row in found] == [(2, "import"), (2, "def main(self")]
+    assert found == expected
+    assert "step 2  sample  prompt import  text " in output
+
+
+ERRORS = {
+    "missing key": ('{"query": "a", "choices": ["b", "c"]}', "tasks.jsonl:2: missing key gold"),
+    "gold": (
+        '{"query": "a", "choices": ["b", "c"], "gold": 2}',
+        "tasks.jsonl:2: gold = 2: must be an integer from 0 to 1",
+    ),
+    "one choice": ('{"query": "a", "choices": ["b"], "gold": 0}', "choices = a list: must have at least two items"),
+    "empty choice": ('{"query": "a", "choices": ["b", ""], "gold": 0}', "tasks.jsonl:2: choices[1]"),
+    "no query": ('{"query": " ", "choices": ["b", "c"], "gold": 0}', "tasks.jsonl:2: query"),
+    "not JSON": ("query: a", "tasks.jsonl:2: not valid JSON"),
+    "long choice": (
+        json.dumps({"query": "a", "choices": ["b", "long " * 200], "gold": 0}),
+        "tasks.jsonl:2: a choice has",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_unusable_line_of_a_task_is_named(name, tmp_path):
+    line, message = ERRORS[name]
+    (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(EXAMPLES[0])}\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        tasks_of({"name": "mine", "kind": "multiple_choice", "path": str(tmp_path / "tasks.jsonl")})
+    assert message in str(error.value)
+    assert str(error.value).startswith('evaluation.tasks, name "mine": ')
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"kind": "text"}, 'kind "text" needs a path'),
+        ({"kind": "text", "path": "nowhere"}, "no such file or folder"),
+        ({"kind": "multiple_choice", "path": "nowhere"}, "nowhere cannot be read: No such file"),
+        ({"kind": "recall", "length": 100}, "example 1: a choice has"),
+        ({"kind": "hellaswag"}, 'kind = "hellaswag": must be "text" | "multiple_choice"'),
+    ],
+    ids=["no path", "no text", "no file", "long probe", "unknown kind"],
+)
+def test_a_task_that_cannot_be_evaluated_is_named(task, message):
+    with pytest.raises(ConfigError) as error:
+        tasks_of({"name": "mine", **task})
+    assert message in str(error.value)
+
+
+def tasks_of(task):
+    config = load_config(["--evaluation.enable", f"--evaluation.tasks={toml_like([task])}"])
+    return build_tasks(config, tokenizer=build_tokenizer(None), seq_len=64)
+
+
+def test_probes_have_one_right_choice():
+    config = load_config([])
+    for kind in ("copy", "recall", "brackets"):
+        options = EvaluationTask(name=kind, kind=kind, examples=20, length=12, depth=1.0)
+        found = list(EXAMPLES_OF[kind](options, config))
+        assert found == list(EXAMPLES_OF[kind](options, config))
+        assert len(found) == 20
+        assert len({example.gold for example in found}) > 1
+        for example in found:
+            assert len(set(example.choices)) == 4
+            right = example.choices[example.gold]
+            if kind == "copy":
+                assert example.query.count(right) == 1
+                assert (example.query + right).count(right + "\n") == 1
+            if kind == "recall":
+                assert example.query.splitlines()[-2] == f"{example.query.splitlines()[-1]}{right}"
+
+
+def test_texts_are_packed_into_rows_in_any_order_of_sizes():
+    texts = [ScoredText(tokens=[*range(size + 1)], first=min(2, size)) for size in (5, 9, 3, 10, 1)]
+    rows = pack_texts(texts, seq_len=10, multiple=4)
+    assert len(rows.tokens_BT) == 4
+    assert rows.documents_BT[0].tolist() == [0] * 5 + [1] * 3 + [2] + [3]
+    assert rows.positions_BT[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 0]
+    labels = (rows.targets_BT >> SOURCE_BITS)[0].tolist()
+    assert labels == [-1, 1, 1, 1, 1, -1, 3, 3, 5, -1]
+    assert rows.num_targets == sum(text.size + 1 - text.first for text in texts)
+
+
+def test_accuracies_divide_by_the_length_of_choices():
+    example = Example(query="", choices=["ab", "\u4e16\u754c"], gold=1, where="")
+    found = measure_choices([example], [[-4.0, -5.0]])
+    assert found["accuracy"] == found["accuracy_per_char"] == 0.0
+    assert found["accuracy_per_byte"] == 1.0
+    assert found["gold_bits_per_byte"] == pytest.approx(5.0 / math.log(2) / 6)

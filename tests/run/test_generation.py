@@ -1,0 +1,141 @@
+"""Tests of generation.py and trained_model.py, against transformers, and of scripts/generate.py."""
+
+import io
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scripts import convert_to_hf
+from scripts import generate as script
+from tests.models.test_kv_cache import generator_of
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.testing.harness import start_ranks
+from torchtitan_clone.testing.runs import options, train_rank
+
+
+def test_samples_depend_on_the_seed_only():
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    hot = {"temperature": 2.0, "seed": 3}
+    generator = generator_of("llama3", use_cache=True, **hot)
+    both = list(generator.complete(prompts))
+    assert both == list(generator_of("llama3", use_cache=True, **hot, batch_size=1).complete(prompts))
+    assert both[:1] == list(generator.complete(prompts[:1]))
+    assert both != list(generator_of("llama3", use_cache=True, temperature=2.0, seed=4).complete(prompts))
+    # The most likely token alone is left.
+    greedy = list(generator_of("llama3", use_cache=True).complete(prompts))
+    assert list(generator_of("llama3", use_cache=True, **hot, top_k=1).complete(prompts)) == greedy
+    assert list(generator_of("llama3", use_cache=True, **hot, top_p=1e-6).complete(prompts)) == greedy
+    few = {token for ids in generator_of("llama3", use_cache=True, **hot, top_k=3).complete(prompts) for token in ids}
+    assert len(few) > 1
+    assert both != greedy
+
+
+def die_while_saving(argv, logs):
+    """Trains, and is killed when the first file of step 4 has been written but not the others."""
+    fsync = os.fsync
+
+    def kill(descriptor):
+        fsync(descriptor)
+        if "step-4.partial" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = kill
+    return train_rank(argv, logs)
+
+
+@pytest.fixture(scope="module")
+def killed_run(corpus, tmp_path_factory):
+    """Returns the folder of a run on two ranks that were killed in the middle of a save."""
+    folder = tmp_path_factory.mktemp("killed")
+    changes = {"parallelism__tensor_parallel_degree": 2, "checkpoint__interval": 2, "optimizer__lr": 1e-2}
+    argv = options(corpus, folder, **changes)
+    for rank in start_ranks(die_while_saving, 2, argv, [folder / "0.log", folder / "1.log"]):
+        rank.process.join(60)
+        assert rank.process.exitcode == -signal.SIGKILL
+    assert list((folder / "run" / "checkpoint").glob("step-4.partial*"))
+    return folder / "run"
+
+
+def test_a_run_that_was_killed_while_saving_can_be_sampled_from(killed_run, tmp_path, capsys):
+    """The newest complete step, its export and transformers give the same text."""
+    step, export = killed_run / "checkpoint" / "step-2", tmp_path / "hub"
+    convert_to_hf.convert(step, export, dtype=torch.float32, hf_assets_path=None)
+    prompts = ["import os\n", "def main(", "class A:"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts[1:]) + "\n")
+    words = [f"--prompt={prompts[0]}", f"--prompt_file={tmp_path / 'prompts.txt'}", "--max_new_tokens=20"]
+    texts = []
+    for folder in (killed_run, killed_run / "checkpoint", step, export):
+        assert script.main([str(folder), *words]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts == [texts[0]] * 4
+    tokenizer = build_tokenizer(None)
+    theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    continued = []
+    for prompt, ids in zip(prompts, tokenizer.encode_batch(prompts), strict=True):
+        out = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)[0, len(ids) :]
+        text = tokenizer.decode([token for token in out.tolist() if token != tokenizer.eos_id])
+        continued.append(f"{prompt}{text}\n{'-' * 40}\n")
+    assert texts[0] == "".join(continued)
+
+
+def test_lines_of_standard_input_are_prompts(killed_run, capsys, monkeypatch):
+    words = [str(killed_run), "--max_new_tokens=8", "--temperature=1", "--dtype=bfloat16"]
+    assert script.main([*words, "--prompt=def main("]) == 0
+    text = capsys.readouterr().out.removeprefix("def main(").rpartition("\n" + "-" * 40)[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ndef main(\n"))
+    assert script.main(words) == 0
+    out, error = capsys.readouterr()
+    assert out == f"{text}\n"
+    assert "error: prompt 1 is empty" in error
+
+
+ERRORS = {
+    "unknown folder": (["nowhere"], "nowhere: there is no such folder"),
+    "no step": (["."], "the folder has no complete checkpoint"),
+    "empty prompt": (["RUN", "--prompt=a", "--prompt="], "prompt 2 is empty"),
+    "long prompt": (["RUN", f"--prompt={'x = 1; ' * 3000}"], "more than the 8,192 of the model's context"),
+    "too many new": (["RUN", "--prompt=a", "--max_new_tokens=8192"], "with --max_new_tokens=8192 more than"),
+    "no tokens": (["RUN", "--prompt=a", "--max_new_tokens=0"], "--max_new_tokens = 0: must be from 1"),
+    "cold": (["RUN", "--prompt=a", "--temperature=0"], "--temperature = 0.0: must be above 0"),
+    "not a number": (["RUN", "--prompt=a", "--temperature=nan"], "--temperature = nan: must be above 0"),
+    "top_p": (["RUN", "--prompt=a", "--temperature=1", "--top_p=1.5"], "--top_p = 1.5: must be above 0 and at most 1"),
+    "top_k alone": (["RUN", "--prompt=a", "--top_k=5"], "require --temperature"),
+    "no file": (["RUN", "--prompt_file=none.txt"], "--prompt_file=none.txt cannot be read"),
+    "no text": (["RUN", "--prompt_file=/dev/null"], "--prompt_file=/dev/null cannot be read"),
+    "tokenizer": (["RUN", "--prompt=a", "--hf_assets_path=."], "the folder has no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_one_line_says_what_is_wrong(name, killed_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words, message = ERRORS[name]
+    assert script.main([str(killed_run) if word == "RUN" else word for word in words]) == 2
+    out, error = capsys.readouterr()
+    assert message in error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not out
+
+
+def test_a_folder_of_an_unknown_family_is_refused(killed_run, tmp_path, capsys):
+    export = tmp_path / "hub"
+    convert_to_hf.convert(killed_run / "checkpoint" / "step-2", export, dtype=torch.float32, hf_assets_path=None)
+    file = export / "config.json"
+    file.write_text(file.read_text().replace('"model_type": "llama"', '"model_type": "mamba"'))
+    assert script.main([str(export), "--prompt=a"]) == 2
+    assert "model_type = 'mamba': no family has this type; known families: llama3" in capsys.readouterr().err
+
+
+def test_damaged_weights_are_refused(killed_run, tmp_path, capsys):
+    damaged = shutil.copytree(killed_run / "checkpoint" / "step-2", tmp_path / "step-2")
+    file = damaged / "rank-1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert script.main([str(damaged), "--prompt=a"]) == 2
+    assert "rank-1.safetensors does not match its digest" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Keys and values of earlier tokens, kept for generation: each step then computes one token of each row.
+
+Rows are padded on the left, so that their newest tokens have one index. A layer with windows or chunks keeps as many
+tokens as it can see, and overwrites the oldest. Latent attention keeps latents, and computes with those alone.
+
+Legend: B batch, T tokens, D model, N heads, K kv heads, G queries of a kv head, H head dim, S tokens kept; L latent,
+C dimensions of a head without positions, R those with rotary positions, V dimensions of a value.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan_clone.models.attention import AttentionMask, DocumentMask
+from torchtitan_clone.models.decoder import Decoder
+from torchtitan_clone.models.mla import LatentAttention
+
+Reach = int | None
+"""Most tokens that a layer's tokens see, themselves included; None: all of their document."""
+
+
+class CacheState:
+    """What all layers have in common: the tokens before those of the next forward, and how many can be kept."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.limit = 0
+        self.is_padded = False
+
+    def reset(self, *, limit: int, is_padded: bool) -> None:
+        """Forgets all tokens; `limit` is the number of tokens of the longest row, prompt and continuation."""
+        self.length, self.limit, self.is_padded = 0, limit, is_padded
+
+    def capacity(self, reach: Reach) -> int:
+        """Returns the number of tokens that a layer keeps."""
+        return self.limit if reach is None else min(reach, self.limit)
+
+
+class TokenStore:
+    """Vectors of the newest tokens [B, K, S, H] of a layer, whose first `reserved` slots stay zero."""
+
+    def __init__(self, state: CacheState, *, reach: Reach, reserved: int = 0) -> None:
+        self._state = state
+        self._reach = reach
+        self._reserved = reserved
+        self._slots = torch.empty(0)
+
+    def fill(self, x_BKTH: Tensor) -> None:
+        """Keeps the newest of the first tokens."""
+        size, tokens = self._state.capacity(self._reach), x_BKTH.shape[2]
+        shape = (*x_BKTH.shape[:2], self._reserved + size, x_BKTH.shape[3])
+        self._slots = torch.zeros(shape, dtype=x_BKTH.dtype, device=x_BKTH.device)
+        kept = range(max(0, tokens - size), tokens)
+        slots = self._reserved + torch.arange(kept.start, kept.stop, device=x_BKTH.device) % size
+        self._slots[:, :, slots] = x_BKTH[:, :, kept.start :]
+
+    def append(self, x_BKH: Tensor) -> Tensor:
+        """Adds one token, and returns all that are kept, in the order of CacheMask."""
+        size, length = self._state.capacity(self._reach), self._state.length
+        self._slots[:, :, self._reserved + length % size] = x_BKH
+        return self._slots[:, :, : self._reserved + min(length + 1, size)]
+
+
+class CacheMask(nn.Module):
+    """Mask of the tokens that are kept for the next one; of the first tokens, what `mask` returns."""
+
+    def __init__(self, mask: DocumentMask, *, state: CacheState):
+        super().__init__()
+        self._mask = mask
+        self._state = state
+
+    def forward(
+        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: Reach = None, chunk: Reach = None
+    ) -> AttentionMask:
+        """Returns which of the tokens kept each row's next token sees [B, 1, 1, S]; None: all."""
+        state = self._state
+        if not state.length:
+            return self._mask(documents_BT, positions_BT, window=window, chunk=chunk)
+        if not state.is_padded and (chunk is None or state.limit <= chunk):
+            return None  # a window keeps no others
+        size = state.capacity(window or chunk)
+        index_S = torch.arange(min(state.length + 1, size), device=positions_BT.device)
+        seen_B1 = positions_BT % chunk + 1 if chunk else positions_BT + 1
+        seen_B1 = seen_B1 if window is None else seen_B1.clamp_max(window)
+        return ((state.length - index_S) % size < seen_B1)[:, None, None]
+
+
+def attend(
+    q_BKGH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None, *, scale: float | None = None
+) -> Tensor:
+    """Returns attention [B, K, G, H] of one token: the queries of a kv head are rows of one product."""
+    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scale)
+
+
+class CachedCore(nn.Module):
+    """CoreAttention over the tokens kept and the next one."""
+
+    def __init__(self, core: nn.Module, *, state: CacheState, reach: Reach, has_sinks: bool):
+        super().__init__()
+        self._core = core
+        self._state = state
+        # A sink is a key of zero with a score of its own, and a value of zero.
+        self._keys, self._values = (TokenStore(state, reach=reach, reserved=int(has_sinks)) for _ in range(2))
+
+    def forward(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
+    ) -> Tensor:
+        if not self._state.length:
+            self._keys.fill(k_BTKH.transpose(1, 2))
+            self._values.fill(v_BTKH.transpose(1, 2))
+            return self._core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)
+        k_BKSH, v_BKSH = self._keys.append(k_BTKH[:, 0]), self._values.append(v_BTKH[:, 0])
+        q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BKSH.shape[1], -1))
+        assert mask is None or isinstance(mask, Tensor)
+        if sinks_N is not None:
+            mask = _with_sinks(mask, sinks_N.to(q_BKGH.dtype).view(q_BKGH.shape[1:3]), tokens=k_BKSH.shape[2] - 1)
+        return attend(q_BKGH, k_BKSH, v_BKSH, mask).flatten(1, 2)[:, None]
+
+
+def _with_sinks(mask: Tensor | None, sinks_KG: Tensor, *, tokens: int) -> Tensor:
+    """Returns what is added to the scores [B or 1, K, G, 1 + S], the first of which is that of the sink."""
+    scores = torch.zeros(1, 1, 1, tokens, dtype=sinks_KG.dtype, device=sinks_KG.device)
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    sinks = sinks_KG[None, :, :, None]
+    return torch.cat((sinks.expand(len(scores), -1, -1, -1), scores.expand(-1, *sinks_KG.shape, -1)), dim=-1)
+
+
+class CachedLatentAttention(nn.Module):
+    """LatentAttention that keeps L + R numbers of a token instead of the keys and values of all heads.
+
+    Products with `wkv_b` move to queries and results, so that attention is over latents. Source: arXiv 2405.04434.
+    """
+
+    def __init__(self, attention: LatentAttention, *, state: CacheState, reach: Reach):
+        super().__init__()
+        self._attention = attention
+        self._state = state
+        self._store = TokenStore(state, reach=reach)
+
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:
+        attention, sizes = self._attention, self._attention.sizes
+        q_BTNH, (latent_BTL, key_BT1R) = attention.queries(x_BTD, rope), attention.latents(x_BTD, rope)
+        kept_BT = torch.cat((latent_BTL, key_BT1R[:, :, 0]), dim=-1)
+        if not self._state.length:
+            self._store.fill(kept_BT[:, None])
+            return attention.attend(q_BTNH, latent_BTL, key_BT1R, mask)
+        kept_B1S = self._store.append(kept_BT)
+        weight_N = attention.wkv_b.weight.unflatten(0, (q_BTNH.shape[2], -1))
+        k_NCL, v_NVL = weight_N.split((sizes.nope, sizes.value), dim=1)
+        q_NBC, q_NBR = q_BTNH[:, 0].transpose(0, 1).split((sizes.nope, sizes.rope), dim=-1)
+        q_B1N = torch.cat((q_NBC @ k_NCL, q_NBR), dim=-1).transpose(0, 1)[:, None]
+        assert mask is None or isinstance(mask, Tensor)
+        out_B1N = attend(q_B1N, kept_B1S, kept_B1S, mask, scale=sizes.qk**-0.5)
+        out_NBL = out_B1N[:, 0, :, : sizes.kv_latent].transpose(0, 1)
+        return attention.wo((out_NBL @ v_NVL.transpose(1, 2)).transpose(0, 1).flatten(1)[:, None])
+
+
+class LastToken(nn.Module):
+    """Logits [B, 1, V] of the last token only."""
+
+    def __init__(self, output: nn.Module):
+        super().__init__()
+        self._output = output
+
+    def forward(self, hidden_BTD: Tensor, *given: object) -> Tensor:
+        return self._output(hidden_BTD[:, -1:], *given)
+
+
+def apply_kv_cache(model: Decoder) -> CacheState:
+    """Replaces attention, masks and output of a model on one device in place, so that it keeps what it has seen.
+
+    The first forward after a reset of the state gets the prompts, each later one a token of each row; the caller adds
+    the tokens of each forward to `length`.
+    """
+    state = CacheState()
+    model.add_module("attention_mask", CacheMask(model.attention_mask, state=state))
+    for kind, block in zip(model.args.layer_kinds(), model.layers.children(), strict=True):
+        reach = kind.window or kind.chunk
+        attention = block.get_submodule("attention")
+        if isinstance(attention, LatentAttention):
+            block.attention = CachedLatentAttention(attention, state=state, reach=reach)
+        else:
+            has_sinks = getattr(attention, "sinks", None) is not None
+            attention.core = CachedCore(attention.get_submodule("core"), state=state, reach=reach, has_sinks=has_sinks)
+    return state
