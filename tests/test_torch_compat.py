@@ -147,6 +147,7 @@ STILL_PRIVATE = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
+    ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_world"),
     ("torch._C._distributed_c10d", "_dump_fr_trace_json"),

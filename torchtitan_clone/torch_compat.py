@@ -167,6 +167,13 @@ def round_as_eager() -> None:
     config.emulate_precision_casts = True
 
 
+def default_compile_cache() -> str:
+    """Returns where torch.compile keeps its results; it writes that to the environment itself, as if a user had."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
+
+
 def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
     return all_to_all_single_autograd(x, None, None, group)

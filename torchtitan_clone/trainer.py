@@ -249,10 +249,10 @@ class Trainer:
         output = engine.forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(engine.parameters.values())
         norm = engine.clip_gradients()
-        # Host sync: whether the step counts must be known before the weights change.
-        grad_norm = norm.item()
+        # The step's host sync: whether it counts must be known before the weights change.
+        grad_norm, *own = engine.read(norm, output)
         is_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
-        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *engine.sums(output)])
+        stops, overdue, *sums = sum_over_ranks([self._stop.is_wanted_here(), is_overdue, *own])
         totals = engine.totals(replicas.sum(sums))
         healthy = math.isfinite(totals.loss) and math.isfinite(grad_norm)
         committed = replicas.commit(healthy=healthy)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
@@ -63,3 +64,28 @@ def test_compiled_equals_eager():
     eager = build_loss(chunk_tokens=30, compile_backend=None)(*example())
     compiled = build_loss(chunk_tokens=30, compile_backend="aot_eager")(*example())
     torch.testing.assert_close(compiled, eager)
+
+
+class LargeTensors(TorchDispatchMode):
+    """Notes the operators that write a tensor of this many elements, and the memory that they write to."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.operators, self.memory = elements, [], set()
+        self.kept = []  # so that no memory is used twice
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() == self.elements and not function.is_view:
+            self.operators.append(function.overloadpacket.__name__)
+            self.memory.add(result.untyped_storage().data_ptr())
+            self.kept.append(result)
+        return result
+
+
+def test_a_chunk_has_one_tensor_of_logits_and_four_passes_over_it():
+    hidden, weight, targets = example()
+    with LargeTensors(B * T * V) as large:
+        build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
+    assert large.operators == ["mm", "log_softmax", "exp_", "scatter_add_"]
+    assert len(large.memory) == 1

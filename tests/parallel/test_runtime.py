@@ -1,5 +1,6 @@
-"""Settings of the process: random numbers by axis, timeouts, and the wait for all ranks."""
+"""Settings of the process: random numbers by axis, timeouts, compiled code, and the wait for all ranks."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,13 +9,35 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
-from torchtitan_clone.parallel.runtime import Launch, process_group, set_timeout, wait_for_all_ranks
+from torchtitan_clone.parallel.runtime import Launch, process_group, set_compile_cache, set_timeout, wait_for_all_ranks
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
-from torchtitan_clone.torch_compat import group_timeout, process_groups
+from torchtitan_clone.torch_compat import default_compile_cache, group_timeout, process_groups
 
 CPU = torch.device("cpu")
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def compile_cache_of(argv: list[str]) -> str | None:
+    """Returns where torch.compile keeps its results in a run, after its engine was built."""
+    with open_trainer(argv):
+        return os.environ.get(CACHE)
+
+
+def compile_cache() -> str | None:
+    set_compile_cache()
+    return os.environ.get(CACHE)
+
+
+def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
+    compiled = options(corpus, tmp_path, compile__enable=True, compile__backend="eager")
+    user = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert run_ranks(compile_cache_of, 1, compiled, env=user) == [str(tmp_path / "torchtitan_clone" / "inductor")]
+    assert run_ranks(compile_cache, 1, env={**user, CACHE: "mine"}) == ["mine"]
+    (tmp_path / "file").touch()
+    (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert without in (None, default_compile_cache())
 
 
 def numbers_and_timeouts(argv):

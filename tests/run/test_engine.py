@@ -3,8 +3,12 @@
 Tests of engine.py, and of run_state.py and replicas.py in recovery.
 """
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows, train
@@ -20,6 +24,8 @@ TENSOR = {"parallelism__tensor_parallel_degree": 2}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 SHARD = {"parallelism__data_parallel_shard_degree": 2, "training__local_batch_size": 2}
 DIM = 64
+READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__bool__,
+         torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.nonzero, torch.nonzero}  # fmt: skip
 
 
 def expected_buffers(*, updates):
@@ -124,3 +130,30 @@ def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(corpus, tmp_path, 
     without = options(corpus, tmp_path / "without", **{**changes, "model__args__penalty": 0.0})
     assert train(without, log_folder=tmp_path)[0] == 0
     assert losses(tmp_path / "without")[3] != losses(tmp_path / "one")[3]
+
+
+class HostReads(TorchFunctionMode):
+    """Notes where the package reads values of tensors, which on a GPU waits for the device; the loader's are on CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in READS:
+            frame = next(f for f in traceback.extract_stack()[::-1] if "/torchtitan_clone/" in f.filename)
+            if Path(frame.filename).parent.name != "data":
+                self.places.append(f"{Path(frame.filename).name}:{frame.name}")
+        return function(*args, **(kwargs or {}))
+
+
+def host_reads_of_a_step(argv):
+    with open_trainer(argv) as trainer:
+        trainer.train_step(1)
+        with HostReads() as reads:
+            trainer.train_step(2)
+        return reads.places
+
+
+def test_a_step_reads_the_device_once(corpus, tmp_path):
+    assert run_ranks(host_reads_of_a_step, 1, options(corpus, tmp_path)) == [["engine.py:read"]]

@@ -39,8 +39,12 @@ ChunkFn = Callable[[Tensor, Tensor, Tensor, Vocabulary], Chunk]
 
 
 def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Returns log-probabilities in fp32; on CPU in the memory of the logits, if they are fp32."""
     if vocabulary.group is None:
-        return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
+        # The CPU's kernel has read a row before it writes it. New memory would cost more than the computation.
+        is_reusable = logits_CV.device.type == "cpu" and logits_CV.dtype == torch.float32
+        out = logits_CV if is_reusable and not torch.compiler.is_compiling() else None
+        return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
     logits_CV = logits_CV.float()
     shifted_CV = logits_CV - vocabulary.reduce_(logits_CV.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX)
     return shifted_CV - vocabulary.reduce_(shifted_CV.exp().sum(dim=-1, keepdim=True)).log()
@@ -61,8 +65,10 @@ def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tenso
     losses_C1, log_probs_CV, column_C1 = _chunk_loss(hidden_CD, weight_VD, targets_C, vocabulary)
     grad_CV = log_probs_CV.exp_()
     grad_CV.scatter_add_(1, column_C1.clamp_min(0), -(column_C1 >= 0).to(grad_CV.dtype))
-    grad_CV = grad_CV.mul_((targets_C != IGNORE_INDEX)[:, None]).to(weight_VD.dtype)
-    return losses_C1, grad_CV @ weight_VD, grad_CV.T @ hidden_CD
+    grad_CV = grad_CV.to(weight_VD.dtype)
+    # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
+    is_target_C1 = (targets_C != IGNORE_INDEX)[:, None]
+    return losses_C1, (grad_CV @ weight_VD).mul_(is_target_C1), grad_CV.T @ (hidden_CD * is_target_C1)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -42,8 +42,10 @@ class SourceSums:
 
     def own(self, *, counts: bool) -> list[float]:
         """Returns the sums of this rank; without `counts` only losses, where another rank has the same tokens."""
-        kept_C = torch.tensor([1.0, float(counts), float(counts)], device=self._sums_SC.device)
-        return (self._sums_SC[1:] * kept_C).flatten().tolist()
+        if not self._names:
+            return []  # without a host sync
+        kept = (1.0, float(counts), float(counts))
+        return [x * keep for row in self._sums_SC[1:].tolist() for x, keep in zip(row, kept, strict=True)]
 
     def by_source(self, sums: Sequence[float]) -> dict[str, tuple[float, float, float]]:
         """Returns loss, targets and bytes by source, given the sums of own() over all ranks."""

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,8 +15,9 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import Comm, Debug
 from torchtitan_clone.documents import escape
+from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
-from torchtitan_clone.torch_compat import process_groups, set_group_timeout
+from torchtitan_clone.torch_compat import default_compile_cache, process_groups, set_group_timeout
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -155,6 +156,19 @@ def set_timeout(seconds: int) -> None:
     """Sets the timeout of later collectives in all process groups."""
     for group in process_groups():
         set_group_timeout(group, timedelta(seconds=seconds))
+
+
+def set_compile_cache() -> None:
+    """Makes torch.compile keep its results in the user's cache folder, if it can be written and no other is chosen.
+
+    torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
+    other users, whose code would be loaded from it.
+    """
+    folder, default = user_cache_folder() / "inductor", default_compile_cache()
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if os.access(folder, os.W_OK) and os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:

@@ -22,6 +22,7 @@ from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, 
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
+from torchtitan_clone.parallel.runtime import set_compile_cache
 from torchtitan_clone.run.plan import RunPlan
 
 
@@ -78,18 +79,26 @@ class Engine:
         """Scales the gradients to at most training.max_norm; returns their norm before, fp32. A collective."""
         return clip_gradients(self.parameters.values(), max_norm=self.plan.config.training.max_norm)
 
-    def sums(self, output: StepOutput) -> list[float]:
-        """Returns this rank's share of what a step computed."""
+    def read(self, norm: Tensor, output: StepOutput) -> list[float]:
+        """Returns the gradient norm, and this rank's share of what a step computed; one host sync for all of it."""
         is_leader = self.mesh.is_loss_leader
-        loss = output.loss.item() if is_leader else 0.0
+        # With CPU offload the norm is not on the device of the loss.
+        scalars = torch.stack([norm.to(self.device), output.loss, *output.auxiliary.values()])
+        grad_norm, loss, *terms = scalars.tolist()
         # Ranks of the tp axis compute the same losses, and other auxiliary terms of different tokens.
         has_terms = self.mesh.pp.get_local_rank() == self.plan.loss_rank
         counts = {name: is_leader if name.startswith(MTP_LOSS) else has_terms for name in output.auxiliary}
-        auxiliary = [term.item() if counts[name] else 0.0 for name, term in output.auxiliary.items()]
-        return [loss, *auxiliary, *self._loads.own(), *self.source_sums.own(counts=is_leader)]
+        auxiliary = [term if counts[name] else 0.0 for name, term in zip(output.auxiliary, terms, strict=True)]
+        return [
+            grad_norm,
+            loss if is_leader else 0.0,
+            *auxiliary,
+            *self._loads.own(),
+            *self.source_sums.own(counts=is_leader),
+        ]
 
     def totals(self, sums: Sequence[float]) -> StepTotals:
-        """Returns what the sums of sums() over all ranks mean."""
+        """Returns what the sums over all ranks of read(), less its norm, mean."""
         names = list(self.model_parts[0].auxiliary)
         loss, *others = sums
         ends = len(names), len(others) - self.source_sums.size
@@ -132,6 +141,8 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
+    if plan.config.compile.enable:
+        set_compile_cache()
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
