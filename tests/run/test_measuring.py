@@ -8,7 +8,7 @@ from torchtitan_clone.testing.runs import options, rows, train
 
 
 def test_rows_of_steps_follow_from_the_plan(corpus, tmp_path):
-    argv = options(corpus, tmp_path, training__steps=4, lr_scheduler__warmup_steps=4, training__max_norm=0.5)
+    argv = options(corpus, tmp_path, training__steps=4, lr_scheduler__warmup_steps=4, training__max_norm=0.45)
     code, output = train(argv, world_size=2, log_folder=tmp_path)
     assert code == 0, output
     config = load_config(argv)
@@ -17,7 +17,7 @@ def test_rows_of_steps_follow_from_the_plan(corpus, tmp_path):
     assert [row["tokens_seen"] for row in steps] == [step * plan.tokens_per_step for step in range(1, 5)]
     assert [row["skipped_steps"] for row in steps] == [0] * 4
     assert [row["lr"] for row in steps] == pytest.approx([config.optimizer.lr * step / 4 for step in range(1, 5)])
-    assert [row["clipped"] for row in steps] == [row["grad_norm"] > 0.5 for row in steps]
+    assert [row["clipped"] for row in steps] == [row["grad_norm"] > 0.45 for row in steps] == [True, True, True, False]
     for row in steps:
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(plan.tokens_per_step)
         flops = plan.tokens_per_step * plan.flops_per_token
