@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchtitan_clone.testing.harness import PRELOADED
 from torchtitan_clone.testing.runs import make_corpus, make_short_documents
 from torchtitan_clone.testing.warm_python import WarmPython
 
-# Each takes two seconds, in every rank that compiles or whose file of tests imports it.
-PRELOADED[:0] = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama"]
+torch.set_num_threads(1)  # threads of two workers on two cores would wait for one another, which doubles their time
+# Each takes up to two seconds, in every rank that compiles, streams, has replica groups, or whose file imports it.
+PRELOADED[:0] = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets", "torchft"]
 
 
 @pytest.fixture(scope="session")

@@ -106,10 +106,12 @@ def test_ranks_together_read_what_one_rank_reads(folder, expected, num_ranks):
 
 
 def test_a_stop_at_any_step_changes_no_batch(folder, expected):
+    """With other ranks and micro-batches, at 200 random steps and around the borders of stages."""
     batches, states = expected
-    generator = np.random.default_rng(0)
-    for step in [0, 1, 30, 31, 60, 61, *generator.integers(0, STEPS - 2, 30).tolist()]:
-        run = Run(open_mixture(folder), num_ranks=int(generator.choice([1, 2, 4])), state=states[step])
+    dataset, generator = open_mixture(folder), np.random.default_rng(0)
+    for step in [0, 1, 30, 31, 60, 61, *generator.integers(0, STEPS - 2, 200).tolist()]:
+        num_ranks, rows = ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1))[generator.integers(5)]
+        run = Run(dataset, num_ranks=num_ranks, local_batch_size=rows, state=states[step])
         assert_equal(joined(run.batches(2)), batches[step : step + 2])
 
 

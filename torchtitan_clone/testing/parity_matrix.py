@@ -225,7 +225,7 @@ QUICK = (
     "one rank", "replicate", "shard, prefetch 2", "pipeline, 5 layers", "replicate x shard", "pipeline x context",
     "replicate x context", "shard x tensor x pipeline, masked", "shard x tensor x context, tied",
     "shard, accumulated", "tensor, compiled", "tensor, vocabulary 2051", "shard 3", "tensor, feed-forward 171",
-    "shard x tensor, clipped", "pipeline, prediction", "context, qwen3", "shard x tensor, qwen3 tied",
+    "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
     "tensor, latent", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",
