@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -114,6 +115,8 @@ def _run(streams: list[Stream], request: dict) -> None:
     """Does in this process what the interpreter does with these arguments."""
     for number, stream in enumerate(streams):
         os.dup2(stream.detach(), number)
+    # Also where the tests were started with it ignored, as a shell starts what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
