@@ -96,6 +96,28 @@ def test_an_extension_with_resumes_equals_one_run(corpus, sources, tmp_path, alo
             assert row[key] == pytest.approx(other[key], abs=1e-4), (row["step"], key)
 
 
+@pytest.mark.benchmark
+def test_an_extension_from_512_to_2048_tokens_equals_one_run(corpus, sources, tmp_path):
+    """With a resume in each part, on one rank and on four."""
+    long = toml_like([{**EXTENSION, "seq_len": 2048}])
+    sizes = {"training__seq_len": 512, "model__args__max_seq_len": 2048, "data__stages": long}
+    found = {}
+    for name, world_size, parts, changes in (
+        ("alone", 1, [STEPS], {}), ("one", 1, RESUMED, {}), ("context", 4, RESUMED, CONTEXT),
+    ):  # fmt: skip
+        for steps in parts:
+            argv = stage_options(
+                corpus, tmp_path / name, sources, steps=steps, validation__enable=False, **sizes, **changes
+            )
+            run_ranks(train_all, world_size, argv)
+        assert [row["tokens_seen"] for row in rows(tmp_path / name) if "loss" in row] == [
+            4096 * step for step in range(1, STEPS + 1)
+        ]
+        found[name] = losses(tmp_path / name)
+    assert found["one"] == found["alone"]
+    assert found["context"] == pytest.approx(found["alone"], abs=1e-4)
+
+
 def train_both(*runs):
     """Trains several runs one after the other."""
     for argv in runs:

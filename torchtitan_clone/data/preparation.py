@@ -60,7 +60,7 @@ from torchtitan_clone.data.token_store import (
 )
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.documents import shorten
-from torchtitan_clone.files import write_atomically
+from torchtitan_clone.files import user_cache_folder, write_atomically
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -126,8 +126,7 @@ def _explained_errors(preparation: "_Preparation") -> Iterator[None]:
 
 
 def _cache_folder(data: Data) -> Path:
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user_cache, "torchtitan_clone") if data.cache_folder is None else Path(data.cache_folder)
+    return user_cache_folder() if data.cache_folder is None else Path(data.cache_folder)
 
 
 @dataclass(frozen=True, kw_only=True)
