@@ -62,10 +62,16 @@ READ_BEFORE_A_CONFIG_EXISTS = {"job.extends"}
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    """Returns the syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def sources() -> dict[str, ast.Module]:
     """Syntax tree of every module, by dotted name."""
     files = {path.relative_to(REPOSITORY).with_suffix(""): path for path in PACKAGE.glob("**/*.py")}
-    return {".".join(name.parts).removesuffix(".__init__"): ast.parse(path.read_text()) for name, path in files.items()}
+    return {".".join(name.parts).removesuffix(".__init__"): tree_of(path) for name, path in files.items()}
 
 
 def package_of(module: str) -> str:
@@ -210,7 +216,7 @@ def test_scripts_and_benchmarks_do_not_import_tests() -> None:
     wrong = [
         f"{path.relative_to(REPOSITORY)} imports {name}"
         for path in files
-        for name in imported_names(ast.walk(ast.parse(path.read_text())))
+        for name in imported_names(ast.walk(tree_of(path)))
         if name.split(".")[0] == "tests"
     ]
     assert not wrong, listed(wrong)
@@ -220,7 +226,7 @@ def test_tests_assign_to_nothing_of_this_package() -> None:
     """What a test needs is injected through constructors or the testing package, never patched."""
     wrong = []
     for path in [*REPOSITORY.glob("tests/**/*.py"), *PACKAGE.glob("testing/*.py"), *REPOSITORY.glob("benchmarks/*.py")]:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         names = {name.rpartition(".")[2] for name in imported_names(ast.walk(tree)) if "torchtitan_clone." in name}
         wrong += [
             f"{path.relative_to(REPOSITORY)}:{node.lineno} assigns to {ast.unparse(target)}"
@@ -259,9 +265,10 @@ def namesake(module: Path) -> str:
     return f"test_{'_'.join(module.parts)}"
 
 
+@cache
 def named_files(path: Path) -> set[str]:
     """Returns the Python files and shell scripts that the docstring of a file names."""
-    return set(re.findall(r"[\w./]+\.(?:py|sh)\b", ast.get_docstring(ast.parse(path.read_text())) or ""))
+    return set(re.findall(r"[\w./]+\.(?:py|sh)\b", ast.get_docstring(tree_of(path)) or ""))
 
 
 def test_every_module_has_a_test_file() -> None:
@@ -292,7 +299,7 @@ def test_names_of_tests_are_short() -> None:
     long = [
         f"{path.relative_to(REPOSITORY)}: {node.name}"
         for path in sorted(REPOSITORY.glob("tests/**/test_*.py"))
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path).body
         if isinstance(node, ast.FunctionDef) and len(node.name) > MOST_TEST_NAME
     ]
     assert not long, listed(long)
@@ -319,18 +326,19 @@ def test_every_option_is_read() -> None:
 
 def options_read(tree: ast.Module) -> set[str]:
     """Dotted options of which one file reads the attribute."""
-    accessed = [(tail_name(node.value), node.attr) for node in attributes(tree)]
+    nodes = list(ast.walk(tree))
+    accessed = [(tail_name(node.value), node.attr) for node in nodes if isinstance(node, ast.Attribute)]
     found: set[str] = set()
     for table, section in (vars(Config())).items():
-        names = names_of(tree, table=table, section=type(section).__name__)
+        names = names_of(nodes, table=table, section=type(section).__name__)
         found |= {f"{table}.{attribute}" for name, attribute in accessed if name in names}
     return found & {f"{table}.{key}" for table in TABLES for key in TABLES[table]}
 
 
-def names_of(tree: ast.Module, *, table: str, section: str) -> set[str]:
+def names_of(nodes: list[ast.AST], *, table: str, section: str) -> set[str]:
     """Names by which a file calls one table of the configuration."""
     names = {table}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.arg(arg=name, annotation=ast.Name(id=annotation)) if annotation == section:
                 names.add(name)
@@ -338,7 +346,7 @@ def names_of(tree: ast.Module, *, table: str, section: str) -> set[str]:
                 names.add(tail_name(target))
             case _:
                 pass
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             names.update(tail_name(target) for target, value in assigned(node) if tail_name(value) in names)
     return names - {""}

@@ -103,7 +103,7 @@ def test_tensor_parallel_run_computes_the_same(corpus, tmp_path):
     found = {}
     for name, (world_size, others) in runs.items():
         argv = options(corpus, tmp_path / name, **{**COMMON, **changes, **others})
-        found[name] = run_ranks(train_in_parallel, world_size, argv)
+        found[name] = [trained for (trained,) in run_ranks(train_in_parallel, world_size, [argv])]
     (expected_gradients, expected), *_ = found["one"]
     gradients, weights = zip(*found["many"], strict=True)
     one, many = ([row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in runs)

@@ -1,11 +1,18 @@
 """Tests of apply.py: combinations of parallelism train like one device; some of the cases of scripts/parity.py."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
 
-from torchtitan_clone.testing.parity import Difference, compare, largest_difference, relative_difference
+from torchtitan_clone.testing.parity import (
+    Difference,
+    compare,
+    compare_all,
+    largest_difference,
+    relative_difference,
+)
 from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
 from torchtitan_clone.testing.sabotage import MISTAKES
 
@@ -18,10 +25,24 @@ def references():
     return {}
 
 
+@pytest.fixture(scope="module")
+def differences(corpus, tmp_path_factory, references):
+    """Returns a function that gives the differences of all cases of as many ranks; the same processes train them."""
+
+    @cache
+    def of(world_size):
+        names = [name for name in QUICK if CASES[name][0] == world_size]
+        cases = [CASES[name][1] for name in names]
+        folder = tmp_path_factory.mktemp(f"parity{world_size}")
+        found = compare_all(corpus, folder, cases, world_size=world_size, references=references)
+        return dict(zip(names, found, strict=True))
+
+    return of
+
+
 @pytest.mark.parametrize("name", QUICK)
-def test_parity(corpus, tmp_path, references, name):
-    world_size, changes = CASES[name]
-    difference = compare(corpus, tmp_path, world_size=world_size, references=references, **changes)
+def test_parity(differences, name):
+    difference = differences(CASES[name][0])[name]
     assert difference.is_parity, difference
 
 

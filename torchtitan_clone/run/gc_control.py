@@ -43,7 +43,6 @@ class GCControl:
         return self
 
     def __exit__(self, *_: object) -> None:
-        gc.unfreeze()
         gc.enable()
 
     def maybe_collect(self, step: int) -> None:

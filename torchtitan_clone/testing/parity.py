@@ -4,7 +4,7 @@ The reference is `PlainLoop`, plain PyTorch: one model, full batches, logits not
 run is the trainer itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import options, rows
 from torchtitan_clone.testing.sabotage import MISTAKES
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
+from torchtitan_clone.testing.trainers import full_copies, open_trainers
+from torchtitan_clone.trainer import Trainer
 
 STEPS = 3  # with gradients of weights that were trained, and with a momentum
 # Eight rows a step, so that every data degree up to 8 and several micro-batches divide them.
@@ -29,8 +30,11 @@ MATHEMATICS = (
     "model", "optimizer", "training__document_masking", "training__seq_len", "training__global_batch_size",
     "training__max_norm", "debug__moe_force_load_balance",
 )  # fmt: skip
-References = dict[tuple[tuple[str, object], ...], "Reference"]
-"""References by the options that change the mathematics."""
+Mathematics = tuple[tuple[str, object], ...]
+"""Options that change the mathematics."""
+References = dict[Mathematics, "Reference"]
+Trained = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Gradients and weights by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +78,42 @@ def compare(
 
     `mistake`: key of sabotage.MISTAKES that the ranks make.
     """
-    mathematics = {key: value for key, value in changes.items() if key.startswith(MATHEMATICS)}
-    key = tuple(sorted(mathematics.items()))
-    if key not in references:
-        argv = options(corpus, folder / "one", **{**COMMON, **mathematics, "training__local_batch_size": 1})
-        references[key] = run_ranks(train_plainly, 1, argv)[0]
-    expected = references[key]
-    argv = options(corpus, folder / "many", **{**COMMON, **changes})
-    answers = run_ranks(train_in_parallel, world_size, argv, mistake, timeout=300)
+    return compare_all(corpus, folder, [changes], world_size=world_size, references=references, mistake=mistake)[0]
+
+
+def compare_all(
+    corpus: Path,
+    folder: Path,
+    cases: Sequence[Mapping[str, object]],
+    *,
+    world_size: int,
+    references: References,
+    mistake: str | None = None,
+) -> list[Difference]:
+    """Compares several runs of as many ranks, which the same processes train one after another."""
+    mathematics = [_mathematics_of(changes) for changes in cases]
+    missing = [key for key in dict.fromkeys(mathematics) if key not in references]
+    plain = [
+        options(corpus, folder / "one", **{**COMMON, **dict(key), "training__local_batch_size": 1}) for key in missing
+    ]
+    references.update(zip(missing, run_ranks(train_plainly, 1, plain)[0] if plain else [], strict=True))
+    folders = [folder / str(number) for number in range(len(cases))]
+    runs = [options(corpus, each, **{**COMMON, **changes}) for each, changes in zip(folders, cases, strict=True)]
+    answers = run_ranks(train_in_parallel, world_size, runs, mistake, timeout=300)
+    return [
+        _difference(answer, references[key], folder=each)
+        for *answer, key, each in zip(*answers, mathematics, folders, strict=True)
+    ]
+
+
+def _mathematics_of(changes: Mapping[str, object]) -> Mathematics:
+    return tuple(sorted((key, value) for key, value in changes.items() if key.startswith(MATHEMATICS)))
+
+
+def _difference(answers: Sequence[Trained], expected: Reference, *, folder: Path) -> Difference:
+    """Returns how far what all ranks trained is from the reference; `folder` has the logged metrics."""
     gradients, weights = zip(*answers, strict=True)
-    logged = [row for row in rows(folder / "many") if "loss" in row]
+    logged = [row for row in rows(folder) if "loss" in row]
     assert len(logged) == STEPS
     terms = [name for name in logged[0] if name.startswith("auxiliary/mtp_loss")]
     return Difference(
@@ -113,8 +143,12 @@ def _largest(numbers: list[float]) -> float:
     return torch.tensor(numbers, dtype=torch.float64).max().item()
 
 
-def train_plainly(argv: list[str]) -> Reference:
-    """Trains all steps on one device with plain PyTorch."""
+def train_plainly(runs: Sequence[list[str]]) -> list[Reference]:
+    """Trains all steps of each run on one device with plain PyTorch."""
+    return [_train_plainly(argv) for argv in runs]
+
+
+def _train_plainly(argv: list[str]) -> Reference:
     loop = PlainLoop(argv)
     gradients: dict[str, Tensor] = {}
 
@@ -136,19 +170,22 @@ def train_plainly(argv: list[str]) -> Reference:
     )
 
 
-def train_in_parallel(argv: list[str], mistake: str | None = None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the global gradients of step 1 and weights at the end, of the parameters that this rank has."""
+def train_in_parallel(runs: list[list[str]], mistake: str | None = None) -> list[Trained]:
+    """Returns the global gradients of step 1 and weights at the end of each run, of the parameters this rank has."""
     if mistake is not None:
         MISTAKES[mistake].plant()
+    return [_train_in_parallel(trainer) for trainer in open_trainers(runs)]
+
+
+def _train_in_parallel(trainer: Trainer) -> Trained:
     gradients: dict[str, Tensor] = {}
-    with open_trainer(argv) as trainer:
 
-        def keep_gradients(*_: object) -> None:
-            if not gradients:
-                found = ((name, p.grad) for name, p in trainer.engine.parameters.items())
-                gradients.update(full_copies((name, grad) for name, grad in found if grad is not None))
+    def keep_gradients(*_: object) -> None:
+        if not gradients:
+            found = ((name, p.grad) for name, p in trainer.engine.parameters.items())
+            gradients.update(full_copies((name, grad) for name, grad in found if grad is not None))
 
-        with_hook = register_optimizer_step_pre_hook(keep_gradients)
-        trainer.train()
-        with_hook.remove()
-        return gradients, full_copies(trainer.engine.parameters.items())
+    with_hook = register_optimizer_step_pre_hook(keep_gradients)
+    trainer.train()
+    with_hook.remove()
+    return gradients, full_copies(trainer.engine.parameters.items())
