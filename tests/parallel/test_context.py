@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
-from tests.parallel.test_gradients import check_gradients
+from tests.parallel.test_gradients import Runs
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.parallel.context import CompleteRows, HeadExchange, KeyExchange, LocalStarts, local_tokens
 from torchtitan_clone.testing.harness import run_ranks
@@ -100,7 +100,6 @@ COMBINATIONS = {
     # The last row has no targets: the last micro-batch consists of it and gives this rank no gradient.
     "accumulate": (2, {CP: 2, METHOD: "ring", ROWS: 1}),
     "tp alltoall": (4, {CP: 2, TP: 2, METHOD: "alltoall", **SPLIT_HEADS}),
-    "fsdp tp tied": (8, {CP: 2, TP: 2, "model__args__tied_embeddings": True}),
     "full ac": (2, {CP: 2, METHOD: "ring", MODE: "full"}),
     "selective op alltoall": (
         2, {CP: 2, METHOD: "alltoall", MODE: "selective", OPTION: "op"},
@@ -109,11 +108,17 @@ COMBINATIONS = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("context")
+    common = {ROWS: 4, "training__loss_chunk_tokens": 48}
+    changed = {name: (ranks, common | changes) for name, (ranks, changes) in COMBINATIONS.items()}
+    return Runs({name: (ranks, options(corpus, folder / name, **each)) for name, (ranks, each) in changed.items()})
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_gradients_equal_one_device(corpus, tmp_path, name):
-    world_size, changes = COMBINATIONS[name]
-    changes = {ROWS: 4, **changes}
-    check_gradients(options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes), world_size=world_size)
+def test_gradients_equal_one_device(runs, name):
+    runs.check(name)
 
 
 def saved_bytes(argv):
@@ -166,7 +171,7 @@ def test_activations_fall_with_the_degree(corpus, tmp_path, method):
 
 
 def test_losses_equal_those_of_one_device_in_fp32_and_in_bf16(corpus, tmp_path):
-    changes = {"validation__enable": True, "validation__freq": 5, "validation__steps": 2, "metrics__log_freq": 1}
+    changes = {"validation__enable": True, "validation__freq": 2, "validation__steps": 2, "training__steps": 4}
     for name, world_size, parallel in (("one", 1, {}), ("split", 2, {CP: 2, METHOD: "ring"})):
         argv = options(corpus, tmp_path / name, **changes, **parallel)
         code, output = train(argv, world_size=world_size, log_folder=tmp_path / name)
@@ -175,7 +180,7 @@ def test_losses_equal_those_of_one_device_in_fp32_and_in_bf16(corpus, tmp_path):
         one, split = ([row[name] for row in rows(tmp_path / run) if name in row] for run in ("one", "split"))
         assert split == pytest.approx(one, rel=1e-5)
         assert one
-    argv = options(corpus, tmp_path / "bf16", **{CP: 2, "training__mixed_precision_param": "bfloat16"})
+    argv = options(corpus, tmp_path / "bf16", **changes, **{CP: 2, "training__mixed_precision_param": "bfloat16"})
     code, output = train(argv, world_size=2, log_folder=tmp_path / "bf16")
     assert code == 0, output
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)

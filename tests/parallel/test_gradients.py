@@ -42,31 +42,36 @@ def std_of(plan):
     return lambda name: plan.spec.initial_std(plan.model_args, name)
 
 
-def parallel_gradients(argv, **parallelism):
-    """Returns loss, gradient norm and gradients as the trainer computes them.
+def parallel_gradients(runs, **parallelism):
+    """Returns loss, gradient norm and gradients of each run as the trainer computes them, in one process group.
 
     `parallelism` are options that are set behind the rules, which would refuse them.
     """
-    config = load_config(argv)
     launch = Launch.from_environment()
     device = pick_device(launch)
+    with process_group(load_config(runs[0]).comm, launch=launch, device=device):
+        return [gradients_of(load_config(argv), launch=launch, device=device, **parallelism) for argv in runs]
+
+
+def gradients_of(config, *, launch, device, **parallelism):
     plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     plan = replace(plan, config=replace(config, parallelism=replace(config.parallelism, **parallelism)))
     dataset = preflight.prepare(plan, launch=launch).dataset
     loader, _ = open_loaders(plan, dataset=dataset, rank=launch.rank)
-    with process_group(config.comm, launch=launch, device=device):
-        mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
-        parts = build_model_parts(plan, mesh=mesh, device=device)
-        parameters = named_parameters(parts)
-        first_row = batch_rank(plan.degrees, rank=launch.rank) * plan.global_batch_size // plan.degrees.data
-        tokens = tokens_of_rank(plan, rank=launch.rank)
-        batch = masked(next(loader), first_row=first_row, tokens=tokens)
-        (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
-        step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=device)
-        output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
-        gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
-        norm = clip_gradients(parameters.values(), max_norm=1e9)
-        return sum_over_ranks([output.loss.item() * mesh.is_loss_leader])[0], norm.item(), gradients
+    mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
+    parts = build_model_parts(plan, mesh=mesh, device=device)
+    parameters = named_parameters(parts)
+    first_row = batch_rank(plan.degrees, rank=launch.rank) * plan.global_batch_size // plan.degrees.data
+    tokens = tokens_of_rank(plan, rank=launch.rank)
+    batch = masked(next(loader), first_row=first_row, tokens=tokens)
+    (num_targets,) = sum_over_ranks([batch.num_targets * mesh.is_loss_leader])
+    step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=device)
+    output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
+    gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
+    norm = clip_gradients(parameters.values(), max_norm=1e9)
+    (loss,) = sum_over_ranks([output.loss.item() * mesh.is_loss_leader])
+    mesh.close()
+    return loss, norm.item(), gradients
 
 
 def plain_gradients(argv):
@@ -92,13 +97,37 @@ def expected_gradients(argv):
     return run_ranks(plain_gradients, 1, list(argv))[0]
 
 
-def check_gradients(argv, *, world_size, run=parallel_gradients):
-    """Compares loss, gradient norm and every gradient; a rank may have some layers of the model only."""
+class Runs:
+    """Gradients of named runs; the same processes compute those of as many ranks, as soon as one is asked for.
+
+    `argvs`: number of ranks and options of each run.
+    """
+
+    def __init__(self, argvs):
+        self.argvs = argvs
+        self._found = {}
+
+    def __getitem__(self, name):
+        """Returns what all ranks compute in a run."""
+        world_size, _ = self.argvs[name]
+        if name not in self._found:
+            runs = {each: argv for each, (ranks, argv) in self.argvs.items() if ranks == world_size}
+            answers = run_ranks(parallel_gradients, world_size, list(runs.values()), timeout=300)
+            self._found |= zip(runs, zip(*answers, strict=True), strict=True)
+        return self._found[name]
+
+    def check(self, name):
+        """Compares a run with plain PyTorch."""
+        check_gradients(self[name], self.argvs[name][1])
+
+
+def check_gradients(answers, argv):
+    """Compares loss, gradient norm and every gradient of all ranks; a rank may have some layers of the model only."""
     plain = [a for a in argv if not a.startswith(("--job", "--parallelism", "--compile", "--activation"))]
     plain = [a for a in plain if not a.startswith("--training.local_batch_size")] + ["--training.local_batch_size=1"]
     expected_loss, expected_norm, expected = expected_gradients(tuple(plain))
     found = set()
-    for loss, norm, gradients in run_ranks(run, world_size, argv):
+    for loss, norm, gradients in answers:
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-5)
         found |= set(gradients)
@@ -107,39 +136,32 @@ def check_gradients(argv, *, world_size, run=parallel_gradients):
     assert found == set(expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, {"training__local_batch_size": 8}),
-        (1, {"training__local_batch_size": 2}),
-        (1, {"training__local_batch_size": 4, **SELECTIVE_OP}),
-        (2, {"training__local_batch_size": 1}),
-        (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
-        (2, {"training__local_batch_size": 2, **TIED}),
-        (4, {"training__local_batch_size": 1, "parallelism__data_parallel_replicate_degree": 2}),
-        (3, {"training__local_batch_size": 1, "training__global_batch_size": 6}),
-        (2, {"training__local_batch_size": 4, "parallelism__tensor_parallel_degree": 2}),
-        (2, {"parallelism__tensor_parallel_degree": 2, "model__args__vocab_size": 2051, **TIED}),
-        (4, {"parallelism__tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"}),
-        (4, {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_replicate_degree": 2}),
-    ],
-    ids=[
-        "whole",
-        "accumulate",
-        "selective op",
-        "2 ranks",
-        "2 full ac",
-        "2 tied",
-        "hsdp 2x2",
-        "3 ranks",
-        "tp",
-        "tp tied uneven",
-        "fsdp tp",
-        "hsdp tp",
-    ],
-)
-def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, changes):
-    check_gradients(options(corpus, tmp_path, training__loss_chunk_tokens=48, **changes), world_size=world_size)
+MESHES = {
+    "whole": (1, {"training__local_batch_size": 8}),
+    "accumulate": (1, {"training__local_batch_size": 2}),
+    "selective op": (1, {"training__local_batch_size": 4, **SELECTIVE_OP}),
+    "2 ranks": (2, {"training__local_batch_size": 1}),
+    "2 full ac": (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
+    "2 tied": (2, {"training__local_batch_size": 2, **TIED}),
+    "hsdp 2x2": (4, {"training__local_batch_size": 1, "parallelism__data_parallel_replicate_degree": 2}),
+    "3 ranks": (3, {"training__local_batch_size": 1, "training__global_batch_size": 6}),
+    "tp": (2, {"training__local_batch_size": 4, "parallelism__tensor_parallel_degree": 2}),
+    "tp tied uneven": (2, {"parallelism__tensor_parallel_degree": 2, "model__args__vocab_size": 2051, **TIED}),
+    "fsdp tp": (4, {"parallelism__tensor_parallel_degree": 2, "activation_checkpoint__mode": "full"}),
+    "hsdp tp": (4, {"parallelism__tensor_parallel_degree": 2, "parallelism__data_parallel_replicate_degree": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gradients")
+    chunks = {"training__loss_chunk_tokens": 48}
+    return Runs({name: (n, options(corpus, folder / name, **chunks, **each)) for name, (n, each) in MESHES.items()})
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_gradients_equal_plain_pytorch(runs, name):
+    runs.check(name)
 
 
 def mixed_precision_types(argv):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.marks import needs_split_backward
-from tests.parallel.test_gradients import check_gradients, parallel_gradients
+from tests.parallel.test_gradients import Runs, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.observe.records import PIPELINE_FILE
@@ -14,7 +14,7 @@ from torchtitan_clone.parallel.pipeline import bubble_fraction, describe_pipelin
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.rules import find_pipeline_errors
-from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.harness import RankFailed, run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows, train
 
 FILE_1F1B = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
@@ -42,48 +42,67 @@ TENSOR_2 = {"parallelism__tensor_parallel_degree": 2}
 ROWS_2, ROWS_4 = {"training__local_batch_size": 2}, {"training__local_batch_size": 4}
 ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}
 REPLICATE_2 = {"parallelism__data_parallel_replicate_degree": 2}
-SPLIT = "parallelism__module_fqns_per_model_part"
-
-
-@pytest.mark.parametrize(
-    ("world_size", "schedule", "changes"),
-    [
-        (2, "GPipe", {"activation_checkpoint__mode": "full"}),
-        (2, "1F1B", {"training__document_masking": False}),
-        (2, "LoopedBFS", {}),
-        (
-            2,
-            "Interleaved1F1B",
-            {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
-        ),
-        pytest.param(
-            2,
-            "InterleavedZeroBubble",
-            {"parallelism__pipeline_parallel_layers_per_stage": 1},
-            marks=needs_split_backward,
-        ),
-        pytest.param(2, "ZBVZeroBubble", {"activation_checkpoint__mode": "selective"}, marks=needs_split_backward),
-        pytest.param(2, "DualPipeV", {}, marks=needs_split_backward),
-        (4, "Interleaved1F1B", {"degree": 4, **ROWS_4}),
-        (2, "1F1B", ROWS_2),
-        (2, "1F1B", {SPLIT: json.dumps(UNEVEN)}),
-        (3, "1F1B", {"degree": 3, MICROBATCH: 2, "parallelism__pipeline_parallel_first_stage_less_layers": 0}),
-        (2, FILE_1F1B, {MICROBATCH: 2}),
-        pytest.param(2, FILE_ZERO_BUBBLE, {MICROBATCH: 4}, marks=needs_split_backward),
-        (4, "1F1B", {**ROWS_4, **ALWAYS}),
-        (4, "GPipe", {**ROWS_4, **REPLICATE_2}),
-        pytest.param(4, "InterleavedZeroBubble", ROWS_4, marks=needs_split_backward),
-        pytest.param(4, "ZBVZeroBubble", ROWS_2, marks=needs_split_backward),
-        pytest.param(4, "DualPipeV", TENSOR_2, marks=needs_split_backward),
-    ],
+SPLIT, FIRST_LESS = (
+    f"parallelism__{key}" for key in ("module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers")
 )
-def test_gradients_equal_plain_pytorch(corpus, tmp_path, world_size, schedule, changes):
-    check_gradients(pipelined(corpus, tmp_path, schedule, **changes), world_size=world_size)
 
 
-def gradients_with_resharding(argv):
+OP = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+PIPELINES = {
+    "GPipe, full ac": (2, "GPipe", {"activation_checkpoint__mode": "full"}),
+    "1F1B, unmasked": (2, "1F1B", {"training__document_masking": False}),
+    "LoopedBFS": (2, "LoopedBFS", {}),
+    "interleaved, op": (2, "Interleaved1F1B", OP),
+    "1F1B, accumulated": (2, "1F1B", ROWS_2),
+    "1F1B, named modules": (2, "1F1B", {SPLIT: json.dumps(UNEVEN)}),
+    "1F1B of a file": (2, FILE_1F1B, {MICROBATCH: 2}),
+    "1F1B, 3 ranks": (3, "1F1B", {"degree": 3, MICROBATCH: 2, FIRST_LESS: 0}),
+    "interleaved, 4 ranks": (4, "Interleaved1F1B", {"degree": 4, **ROWS_4}),
+    "shard, 1F1B, resharded": (4, "1F1B", {**ROWS_4, **ALWAYS}),
+    "replicate, GPipe": (4, "GPipe", {**ROWS_4, **REPLICATE_2}),
+}  # fmt: skip
+SPLIT_BACKWARD = {
+    "interleaved zero bubble": (2, "InterleavedZeroBubble", {"parallelism__pipeline_parallel_layers_per_stage": 1}),
+    "V, selective": (2, "ZBVZeroBubble", {"activation_checkpoint__mode": "selective"}),
+    "dual V": (2, "DualPipeV", {}),
+    "zero bubble of a file": (2, FILE_ZERO_BUBBLE, {MICROBATCH: 4}),
+    "shard, interleaved zero bubble": (4, "InterleavedZeroBubble", ROWS_4),
+    "shard, V": (4, "ZBVZeroBubble", ROWS_2),
+    "tensor, dual V": (4, "DualPipeV", TENSOR_2),
+}
+
+
+def runs_of(pipelines, corpus, folder):
+    return Runs({
+        name: (ranks, pipelined(corpus, folder / name, schedule, **changes))
+        for name, (ranks, schedule, changes) in pipelines.items()
+    })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory):
+    return runs_of(PIPELINES, corpus, tmp_path_factory.mktemp("pipelines"))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_gradients_equal_plain_pytorch(runs, name):
+    runs.check(name)
+
+
+@pytest.fixture(scope="module")
+def runs_that_split_backward(corpus, tmp_path_factory):
+    return runs_of(SPLIT_BACKWARD, corpus, tmp_path_factory.mktemp("split"))
+
+
+@needs_split_backward
+@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+def test_gradients_of_a_split_backward_equal_plain_pytorch(runs_that_split_backward, name):
+    runs_that_split_backward.check(name)
+
+
+def gradients_with_resharding(runs):
     """Sets behind the rules what they refuse."""
-    return parallel_gradients(argv, fsdp_reshard_after_forward="always")
+    return parallel_gradients(runs, fsdp_reshard_after_forward="always")
 
 
 @needs_split_backward
@@ -93,16 +112,15 @@ def test_torch_loses_gradients_where_zero_bubble_meets_resharding(corpus, tmp_pa
     with pytest.raises(ConfigError, match="torch loses those of weights that were freed"):
         preflight.resolve(load_config(argv), world_size=2, device_type="cpu")
     allowed = [a for a in argv if "reshard" not in a]
-    check_gradients(allowed, world_size=2)
-    with pytest.raises(AssertionError):
-        check_gradients(allowed, world_size=2, run=gradients_with_resharding)
+    with pytest.raises(RankFailed, match="NoneType"):  # a weight without gradient
+        run_ranks(gradients_with_resharding, 2, [allowed])
 
 
 def test_mixed_precision_crosses_stages_as_in_one_process(corpus, tmp_path):
     argv = pipelined(corpus, tmp_path, "Interleaved1F1B", training__mixed_precision_param="bfloat16")
     on_one_rank = [a for a in argv if not a.startswith(("--parallelism", "--training.local"))]
-    ((loss, norm, expected),) = run_ranks(parallel_gradients, 1, [*on_one_rank, "--training.local_batch_size=1"])
-    for loss_of_pipeline, norm_of_pipeline, gradients in run_ranks(parallel_gradients, 2, argv):
+    (((loss, norm, expected),),) = run_ranks(parallel_gradients, 1, [[*on_one_rank, "--training.local_batch_size=1"]])
+    for ((loss_of_pipeline, norm_of_pipeline, gradients),) in run_ranks(parallel_gradients, 2, [argv]):
         assert loss_of_pipeline == pytest.approx(loss, rel=1e-5)
         assert norm_of_pipeline == pytest.approx(norm, rel=1e-3)
         for name, gradient in gradients.items():

@@ -30,7 +30,7 @@ class GCControl:
     """Context manager that collects on entry and then every gc_freq steps, and not in between.
 
     Objects that are alive after the first collection (modules, code, the model) are excluded from later ones, which
-    makes these short.
+    makes these short; they stay excluded until the process ends.
     """
 
     def __init__(self, gc_freq: int) -> None:
