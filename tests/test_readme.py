@@ -60,10 +60,11 @@ COMPILED = "llama3_8b"
 """The file that trains compiled, which takes seconds, if the file says so."""
 GPUS = {"llama3_70b": 64, "llama3_405b": 512, "qwen3_30b_a3b": 64, "deepseek_v3_671b": 1024}
 """Number of GPUs that a file is written for, if it is not 8."""
+EXPERTS = ["--model.args.moe.num_experts=16", "--model.args.moe.hidden_dim=64"]
 SMALL_MODEL = {
+    "qwen3_30b_a3b": EXPERTS,
     "deepseek_v3_671b": [
-        "--model.args.n_dense_layers=1", "--model.args.moe.num_experts=16", "--model.args.moe.hidden_dim=64",
-        "--model.args.q_lora_rank=64", "--training.local_batch_size=2",
+        *EXPERTS, "--model.args.n_dense_layers=1", "--model.args.q_lora_rank=64", "--training.local_batch_size=2",
     ],
 }  # fmt: skip
 """Options that make the model of a file small, beyond those of all files."""
