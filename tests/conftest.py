@@ -14,6 +14,13 @@ torch.set_num_threads(1)  # threads of two workers on two cores would wait for o
 PRELOADED[:0] = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets", "torchft"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Checks that no test leaves the process with more threads, which would slow down all that follow."""
+    yield
+    assert torch.get_num_threads() == 1
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """Returns a folder of real text."""
