@@ -223,8 +223,8 @@ def all_cases() -> dict[str, Case]:
 # exchange methods, test_gradients.py tied embeddings and vocabularies that the axis does not divide.
 QUICK = (
     "one rank", "replicate", "shard, prefetch 2", "pipeline, 5 layers", "replicate x shard", "pipeline x context",
-    "replicate x context", "shard x context, ring", "shard x tensor x pipeline, masked", "shard, accumulated",
-    "tensor, compiled", "shard 3", "tensor, feed-forward 171",
+    "replicate x context", "shard x context, ring", "context, tied", "shard x tensor x pipeline, masked",
+    "shard, accumulated", "tensor, compiled", "shard 3", "tensor, feed-forward 171",
     "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
     "tensor, latent", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
