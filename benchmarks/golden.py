@@ -59,7 +59,7 @@ except ImportError:
     from tests.fault_tolerance.cluster import Cluster
     from tests.fault_tolerance.faults import Fault
 if __name__ == "__main__":
-    changes = {"training__global_batch_size": 8, "training__steps": 20, "checkpoint__enable": False}
+    changes = {"training__local_batch_size": 2, "training__steps": 20, "checkpoint__enable": False}
     with Cluster(Path(sys.argv[1]), Path(sys.argv[2]), groups=2, revive_seconds=1e9, **changes) as cluster:
         cluster.start_all(faults=[Fault(kind="kill", place="forward", step=8, group=1, rank=0)])
         cluster.watch_over(until=lambda: cluster.step_of(0) == 20)

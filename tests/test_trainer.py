@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.testing.trainers import open_trainer, train_all
 
 
 def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):
@@ -42,8 +42,9 @@ def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):
 
 
 def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path):
-    def run(name, **changes):
-        return options(corpus, tmp_path / name, training__steps=30, checkpoint__interval=5, **changes)
+    def run(name):
+        sizes = {"training__seq_len": 32, "model__args__n_layers": 1}
+        return options(corpus, tmp_path / name, training__steps=30, checkpoint__interval=5, **sizes)
 
     common = {"world_size": 2, "log_folder": tmp_path}
     assert train(run("uninterrupted"), **common)[0] == 0
@@ -75,37 +76,50 @@ def test_stopped_and_killed_runs_resume_bit_exactly(corpus, tmp_path):
     assert list(losses(tmp_path / "killed")) == list(range(1, 31))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (2, {"parallelism__fsdp_reshard_after_forward": "never", "activation_checkpoint__mode": "full"}),
-        (2, {"training__enable_cpu_offload": True, "parallelism__fsdp_reshard_after_forward": "always"}),
-        (1, {"training__local_batch_size": 1, "optimizer__implementation": "foreach", "debug__deterministic": True}),
-        (1, {"model__args__tied_embeddings": True}),
-    ],
-    ids=["never+full ac", "offload+always", "accumulate", "tied"],
-)
-def test_data_parallel_losses_equal_those_of_one_rank(corpus, tmp_path, world_size, changes):
-    model = {key: value for key, value in changes.items() if key.startswith("model")}
-    assert train(options(corpus, tmp_path / "one", **model), log_folder=tmp_path)[0] == 0
-    code, output = train(options(corpus, tmp_path / "many", **changes), world_size=world_size, log_folder=tmp_path)
-    assert code == 0, output
-    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        expected, found = ([row[name] for row in rows(tmp_path / run) if name in row] for run in ("one", "many"))
-        assert len(expected) == 10
+ALIKE = {
+    "one": (1, {}),
+    "accumulate": (
+        1,
+        {"training__local_batch_size": 1, "optimizer__implementation": "foreach", "debug__deterministic": True},
+    ),
+    "never+full ac": (2, {"parallelism__fsdp_reshard_after_forward": "never", "activation_checkpoint__mode": "full"}),
+    "offload+always": (
+        2,
+        {"training__enable_cpu_offload": True, "parallelism__fsdp_reshard_after_forward": "always"},
+    ),
+}
+"""Number of ranks and options of runs whose losses are equal."""
+
+
+@pytest.fixture(scope="module")
+def alike(corpus, tmp_path_factory):
+    """Returns the rows of steps of all runs, of which those with as many ranks are trained in the same processes."""
+    folder = tmp_path_factory.mktemp("alike")
+    for ranks in (1, 2):
+        argvs = {
+            name: options(corpus, folder / name, **changes, training__steps=6, checkpoint__enable=False)
+            for name, (world_size, changes) in ALIKE.items()
+            if world_size == ranks
+        }
+        run_ranks(train_all, ranks, list(argvs.values()))
+    return {name: [row for row in rows(folder / name) if "loss" in row] for name in ALIKE}
+
+
+@pytest.mark.parametrize("name", list(ALIKE)[1:])
+def test_data_parallel_losses_equal_those_of_one_rank(alike, name):
+    for column, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        expected, found = ([row[column] for row in alike[run]] for run in ("one", name))
+        assert len(expected) == 6
         assert found == pytest.approx(expected, rel=tolerance)
 
 
 def test_a_run_resumes_on_another_number_of_ranks(corpus, tmp_path):
-    assert train(options(corpus, tmp_path / "uninterrupted", training__steps=9), log_folder=tmp_path)[0] == 0
-    for steps, world_size in ((3, 2), (6, 1), (9, 4)):
-        argv = options(corpus, tmp_path / "moving", training__steps=steps, training__local_batch_size=2)
+    for steps, world_size in ((2, 2), (4, 1), (6, 4)):
+        argv = options(corpus, tmp_path, training__steps=steps, training__local_batch_size=2)
         code, output = train(argv, world_size=world_size, log_folder=tmp_path)
         assert code == 0, output
     # The learning rate depends on training.steps, so only what does not is compared: the data and the tokens.
-    assert [row["tokens_seen"] for row in rows(tmp_path / "moving") if "loss" in row] == [
-        row["tokens_seen"] for row in rows(tmp_path / "uninterrupted") if "loss" in row
-    ]
+    assert [row["tokens_seen"] for row in rows(tmp_path) if "loss" in row] == [8 * 64 * step for step in range(1, 7)]
 
 
 def test_diverging_training_stops_with_an_error(corpus, tmp_path):

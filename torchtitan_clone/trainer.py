@@ -3,6 +3,7 @@
 What a step does is written in `Trainer.train_step`; what happens between two steps, in `Trainer.train`.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.run.dry_run import describe_results
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
-from torchtitan_clone.run.gc_control import GCControl, collect_all
+from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
@@ -227,7 +228,7 @@ class Trainer:
         state.loader, self._validator.loader = open_loaders(
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
-        collect_all()  # modules and their hooks refer to one another
+        gc.collect()  # modules and their hooks refer to one another
         self._metrics.flops_per_token, self._metrics.tokens_per_step = plan.flops_per_token, plan.tokens_per_step
         what = describe_phase(plan)
         self._metrics.log_event(state.step, what, seconds=time.perf_counter() - start)

@@ -57,14 +57,14 @@ def wait_until(condition, *, timeout: float = 120) -> None:
 # ---------------------------------------------------------------------------------------------------- closed outputs
 
 
-def test_a_run_outlives_its_outputs(corpus, tmp_path):
+def test_a_run_outlives_its_outputs(corpus, tmp_path, python):
     def run(name: str, *prefix: str, **files) -> subprocess.Popen:
         argv = options(corpus, tmp_path / name, training__steps=4)
         return subprocess.Popen([*prefix, RUN_TRAIN, *argv], env=ENVIRONMENT, text=True, **files)
 
     pipe = subprocess.PIPE
     runs = {
-        "head": run("head", "env", "NGPU=2", stdout=pipe, stderr=pipe),
+        "head": run("head", "env", "NGPU=2", f"PYTHON={python}", stdout=pipe, stderr=pipe),
         "closed": run("closed", "sh", "-c", CLOSED, "sh"),
     }
     runs["head"].stdout.readline()
@@ -156,9 +156,9 @@ time.sleep(600)
 """
 
 
-def test_killed_launchers_leave_nothing_behind(tmp_path):
-    kills = [("started", number) for number in (signal.SIGKILL, signal.SIGQUIT, signal.SIGHUP)]
-    kills += [("starting", number) for number in (signal.SIGKILL, signal.SIGTERM)]
+def test_killed_launchers_leave_nothing_behind(tmp_path, python):
+    """tests/launch/test_torchrun.py kills others, which have started, with SIGKILL and SIGQUIT."""
+    kills = [("started", signal.SIGHUP), ("starting", signal.SIGKILL), ("starting", signal.SIGTERM)]
     launchers = []
     for moment, number in kills:
         folder = tmp_path / f"{moment}{number}"
@@ -166,7 +166,7 @@ def test_killed_launchers_leave_nothing_behind(tmp_path):
         (folder / "worker.py").write_text(WORKER)
         launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker"]
         environment = ENVIRONMENT | {"PYTHONPATH": f"{folder}:{REPOSITORY}", "TMPDIR": str(folder / "tmp")}
-        command = [sys.executable, "-m", *launcher]
+        command = [python if moment == "started" else sys.executable, "-m", *launcher]
         launchers.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL))
     for (moment, number), launcher in zip(kills, launchers, strict=True):
         if moment == "started":

@@ -22,10 +22,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.launch.torchrun import main
 from torchtitan_clone.network import InterfaceError, find_interface
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, read_json_lines, redirect_output, rows, train, wait_for_step
+from torchtitan_clone.testing.runs import options, read_json_lines, rows, train
+from torchtitan_clone.testing.trainers import train_all
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -251,26 +253,22 @@ def test_an_interface_that_does_not_exist_is_a_configuration_error(corpus, tmp_p
     assert capfd.readouterr().err.startswith(problem)
 
 
-def train_without_unpickling(argv: list[str], log: Path) -> int:
+def train_without_unpickling(runs: list[list[str]]) -> None:
     """Trains as one rank in which torch cannot unpickle what other ranks send."""
-    from torchtitan_clone.train import main as train_main
 
     def refuse(*_: object) -> None:
         raise AssertionError("unpickled what another rank sent")
 
-    redirect_output(log, append=True)
     vars(dist.distributed_c10d)["_tensor_to_object"] = refuse
-    return train_main(argv)
+    train_all(runs)
 
 
 def test_no_collective_of_a_run_unpickles_what_other_ranks_send(corpus, tmp_path):
     """Neither ours nor those of torch: meshes, pipeline stages, sharding, saving, resuming, stragglers."""
-    changes = {
-        "parallelism__pipeline_parallel_degree": 2, "parallelism__tensor_parallel_degree": 2,
-        "comm__straggler_freq": 1, "checkpoint__interval": 1, "metrics__log_freq": 1,
-    }  # fmt: skip
-    for steps in (2, 3):
-        argv = options(corpus, tmp_path, **{**changes, "training__steps": steps})
-        codes = run_ranks(train_without_unpickling, 4, argv, tmp_path / "ranks.log")
-        assert codes == [0] * 4, (tmp_path / "ranks.log").read_text()
-    wait_for_step(tmp_path, 3)
+    meshes = [{"parallelism__pipeline_parallel_degree": 2}, {"parallelism__tensor_parallel_degree": 2}, {}]
+    runs = [
+        options(corpus, tmp_path, comm__straggler_freq=1, checkpoint__interval=1, training__steps=2 * number, **mesh)
+        for number, mesh in enumerate(meshes, start=1)
+    ]
+    run_ranks(train_without_unpickling, 2, runs)
+    assert committed_steps(tmp_path / "run" / "checkpoint")[-1] == 6

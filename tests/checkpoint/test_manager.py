@@ -38,6 +38,7 @@ def test_a_failed_deletion_of_old_steps_does_not_fail_the_save(tmp_path):
 def test_a_run_that_is_killed_anywhere_resumes_bit_identically(corpus, tmp_path):
     def run(name, **changes):
         common = {"training__steps": 40, "checkpoint__interval": 3, "checkpoint__async_mode": ASYNC_MODES[-1]}
+        common |= {"training__seq_len": 32, "model__args__n_layers": 1}
         return options(corpus, tmp_path / name, **common | changes)
 
     common = {"world_size": 2, "log_folder": tmp_path}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, texts, write, write_corpus
+from tests.data.loaders import train_loader, validation_loader
 from tests.data.processes import children, is_alive, wait_for
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
@@ -113,10 +114,13 @@ def test_a_second_start_reads_the_store_of_the_first(tmp_path, corpus):
 
 def test_the_standard_library_is_prepared_only_once(stdlib_cache):
     before = versions(stdlib_cache / "stores")
-    store = open_dataset(training=Training(), data=Data(cache_folder=str(stdlib_cache)), tokenizer=TOKENIZER).store
+    dataset = open_dataset(training=Training(), data=Data(cache_folder=str(stdlib_cache)), tokenizer=TOKENIZER)
     assert versions(stdlib_cache / "stores") == before
-    assert store.meta.tokens["train"] > 2_000_000
-    assert store.meta.documents["validation"] > 0
+    assert dataset.store.meta.tokens["train"] > 2_000_000
+    assert dataset.store.meta.documents["validation"] > 0
+    batch = next(train_loader(dataset, seq_len=2048))
+    assert "def " in TOKENIZER.decode(batch.tokens_BT.flatten().tolist())
+    assert list(validation_loader(dataset, seq_len=2048))
 
 
 def test_different_settings_make_different_stores(tmp_path, corpus):

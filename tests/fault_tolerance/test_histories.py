@@ -28,7 +28,8 @@ from torchtitan_clone.testing.runs import read_json_lines
 ROWS = 4
 SMALL = {
     "training__global_batch_size": ROWS,
-    "training__local_batch_size": 2,
+    "training__seq_len": 32,
+    "model__args__n_layers": 1,
     "checkpoint__interval": 20,
     "fault_tolerance__stall_factor": 1e6,  # a group that the test stops is not hung
 }
@@ -57,10 +58,10 @@ def committed_quorums(cluster, group: int, *, start: int) -> dict[int, int]:
 
 def test_steps_of_a_dropped_history_are_forgotten_with_another_lighthouse(corpus, tmp_path):
     """Both histories were in the first quorum of their lighthouse. While there is none, a restarted group waits."""
-    steps = 80
-    with Cluster(corpus, tmp_path, groups=2, pace=0.02, training__steps=steps, **SMALL) as cluster:
+    steps = 50
+    with Cluster(corpus, tmp_path, groups=2, pace=0.04, training__steps=steps, **SMALL) as cluster:
         cluster.start(0)
-        cluster.watch_over(until=lambda: cluster.step_of(0) > 30)
+        cluster.watch_over(until=lambda: cluster.step_of(0) > 26)
         cluster.kill(0)
         dropped = committed_quorums(cluster, 0, start=0)
         cluster.start(1)
@@ -95,17 +96,17 @@ def lines_that(cluster, group: int, key: str) -> list[dict]:
 
 def test_a_newcomer_waits_for_the_group_that_has_the_steps(corpus, tmp_path):
     """It has no checkpoint and a lighthouse that knows nobody, while the survivor is suspended."""
-    steps = 80
+    steps = 50
     changes = {**SMALL, **LOCAL_SGD, "training__steps": steps, "checkpoint__interval": 1000}
-    with Cluster(corpus, tmp_path, groups=2, pace=0.02, **changes) as cluster:
+    with Cluster(corpus, tmp_path, groups=2, pace=0.04, **changes) as cluster:
         cluster.start(0)
-        cluster.watch_over(until=lambda: cluster.step_of(0) >= 40)
+        cluster.watch_over(until=lambda: cluster.step_of(0) >= 20)
         cluster.running[0].signal(signal.SIGSTOP)
         cluster.stop_lighthouse()
         cluster.start_lighthouse_again()
         cluster.start(1)
         waits = "waiting for replica groups: replica group 0 is running and has committed step"
-        cluster.watch_over(until=lambda: waits in cluster.log or cluster.step_of(1) > 60)
+        cluster.watch_over(until=lambda: waits in cluster.log or cluster.step_of(1) > 40)
         cluster.running[0].signal(signal.SIGCONT)
         cluster.watch_over()
         check(cluster, steps=steps, unit=ROUND)
@@ -277,23 +278,23 @@ def test_a_store_that_is_gone_is_noticed_at_once():
 def test_a_death_while_groups_connect_costs_half_a_heartbeat_timeout(corpus, tmp_path):
     """The group dies whose store the others connect through: they try for at most half of heartbeat_timeout_ms."""
     timeouts = {
-        "fault_tolerance__heartbeat_timeout_ms": 5000,
+        "fault_tolerance__heartbeat_timeout_ms": 3000,
         "fault_tolerance__process_group_timeout_ms": 10000,
         "fault_tolerance__join_timeout_ms": 60000,
     }
-    faults = [Fault(kind="kill", place="configure", group=0, step=10)]
-    changes = {**SMALL, **timeouts, "training__steps": 60, "training__global_batch_size": 6}
-    with Cluster(corpus, tmp_path, groups=3, pace=0.05, **changes) as cluster:
+    faults = [Fault(kind="kill", place="configure", group=0, step=5)]
+    changes = {**SMALL, **timeouts, "training__steps": 40, "training__global_batch_size": 6}
+    with Cluster(corpus, tmp_path, groups=3, pace=0.08, **changes) as cluster:
         cluster.start(0, faults=faults)
         cluster.start(1)
-        cluster.watch_over(until=lambda: cluster.step_of(1) > 10)
+        cluster.watch_over(until=lambda: cluster.step_of(1) > 5)
         cluster.start(2)
         cluster.watch_over()
         assert [group for _, group, _ in cluster.deaths] == [0]
-        check(cluster, steps=60, rows=6)
+        check(cluster, steps=40, rows=6)
         reasons = [line["left"] for group in (1, 2) for line in lines_that(cluster, group, "left")]
-        assert any("refused" in reason or "2500ms" in reason for reason in reasons)
-        assert not [reason for reason in reasons if "5000ms" in reason or "10000ms" in reason]
+        assert any("refused" in reason or "1500ms" in reason for reason in reasons)
+        assert not [reason for reason in reasons if "3000ms" in reason or "10000ms" in reason]
 
 
 def test_a_history_survives_json_and_forgets_old_quorums():

@@ -5,8 +5,9 @@ import signal
 from torchtitan_clone.testing.cluster import Cluster
 
 OPTIONS = {
-    "training__global_batch_size": 12,
-    "training__local_batch_size": 2,
+    "training__global_batch_size": 4,
+    "training__seq_len": 32,
+    "model__args__n_layers": 1,
     "training__steps": 80,
     "checkpoint__interval": 20,
 }
@@ -14,7 +15,7 @@ OPTIONS = {
 
 def test_a_mismatched_or_duplicate_group_is_rejected(corpus, tmp_path):
     """A group with the id of another is rejected also if it was suspended, considered dead, and replaced."""
-    with Cluster(corpus, tmp_path, groups=2, pace=0.03, **OPTIONS) as cluster:
+    with Cluster(corpus, tmp_path, groups=2, pace=0.1, **OPTIONS) as cluster:
 
         def is_rejected(group) -> bool:
             cluster.watch_over(until=lambda: group.codes != [None])

@@ -22,7 +22,6 @@ from torchtitan_clone.testing.runs import losses, options, train
 ROWS, STEPS, ROUND = 8, 60, 5
 SMALL = {
     "training__global_batch_size": ROWS,
-    "training__local_batch_size": 2,
     "training__steps": STEPS,
     "checkpoint__interval": 20,
 }
@@ -71,6 +70,9 @@ def test_independent_rounds_converge_and_survive_a_kill(corpus, tmp_path, synchr
         assert independent[-2:] == pytest.approx(means_of_ten_steps(synchronous)[-2:], rel=0.03)
 
 
+RESUMED_STEPS = 40
+
+
 def run_to_completion(cluster, *, end=None, after=0, resumes_after=()) -> dict[int, set[str]]:
     """Trains all steps, interrupted by `end` once all groups have passed step `after`. Returns digests of the state."""
     with cluster:
@@ -82,7 +84,7 @@ def run_to_completion(cluster, *, end=None, after=0, resumes_after=()) -> dict[i
         resumed = {int(step) for step in re.findall(r"resumed after step (\d+)", cluster.log)}
         assert resumed <= set(resumes_after)
         assert bool(resumed) == (end is not None)
-        assert committed_once(cluster.records(), steps=STEPS // ROUND, rows=ROWS * ROUND) == []
+        assert committed_once(cluster.records(), steps=RESUMED_STEPS // ROUND, rows=ROWS * ROUND) == []
         return cluster.digests()
 
 
@@ -99,18 +101,18 @@ def stop(cluster) -> None:
 
 def test_resume_restores_the_outer_optimizer(corpus, tmp_path):
     """One group resumes bit-identically; of several each resumes with the inner optimizer of the one that saved."""
-    changes = {**SMALL, "fault_tolerance__semi_sync_method": "diloco"}
+    changes = {**SMALL, "training__steps": RESUMED_STEPS, "fault_tolerance__semi_sync_method": "diloco"}
     one = {**changes, **METHODS["diloco"]}
     two = {**changes, "fault_tolerance__sync_steps": ROUND}
     uninterrupted = run_to_completion(Cluster(corpus, tmp_path / "uninterrupted", groups=1, **one))
     stopped = Cluster(corpus, tmp_path / "stopped", groups=1, **one)
-    assert run_to_completion(stopped, end=stop, after=26, resumes_after=(25, 30, 35)) == uninterrupted
+    assert run_to_completion(stopped, end=stop, after=11, resumes_after=(10, 15, 20)) == uninterrupted
     (records,) = stopped.records().values()
     lines = (tmp_path / "stopped" / "run" / "replica-0" / "metrics.jsonl").read_text().splitlines()
     ledger = [row for row in map(json.loads, lines) if row.get("event") == "goodput"][-1]
-    assert ledger["steps_thrown_away"] == sum("rows" in line for line in records) - STEPS
+    assert ledger["steps_thrown_away"] == sum("rows" in line for line in records) - RESUMED_STEPS
     killed = Cluster(corpus, tmp_path / "killed", groups=2, **two)
-    run_to_completion(killed, end=kill, after=27, resumes_after=(20,))
+    run_to_completion(killed, end=kill, after=22, resumes_after=(20,))
     assert {rank: len(found) for rank, found in killed.digests("model/").items()} == {0: 1}
 
 

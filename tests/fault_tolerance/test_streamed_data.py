@@ -12,25 +12,24 @@ from torchtitan_clone.testing.runs import losses, options, train
 
 pytest.importorskip("datasets")
 
-ROWS, STEPS, ROUND = 12, 60, 5
+ROWS, STEPS, ROUND = 12, 40, 5
 
 
 @pytest.fixture(scope="module")
 def changes(corpus, tmp_path_factory):
     """Returns options of a run on a mixture of local text and a stream of three files, for several epochs."""
-    rows = texts(300)
+    rows = texts(180)
     files: dict[str, bytes | str] = {
-        f"org/name/{number}.jsonl": jsonl(rows[number * 100 : (number + 1) * 100]) for number in range(3)
+        f"org/name/{number}.jsonl": jsonl(rows[number * 60 : (number + 1) * 60]) for number in range(3)
     }
     stream = write(tmp_path_factory.mktemp("hub"), files) / "org" / "name"
     sources = [{"name": "web", "path": str(corpus)}, {"name": "stream", "dataset": str(stream), "weight": 3.0}]
-    stages = [{"first_step": 9, "weights": {"stream": 1.0}}, {"first_step": 31, "weights": {"web": 0.3, "stream": 0.7}}]
+    stages = [{"first_step": 9, "weights": {"stream": 1.0}}, {"first_step": 27, "weights": {"web": 0.3, "stream": 0.7}}]
     return {
         "data__sources": toml_like(sources),
         "data__stages": toml_like(stages),
         "training__dataset_path": None,
         "training__global_batch_size": ROWS,
-        "training__local_batch_size": 2,
         "training__steps": STEPS,
         "checkpoint__interval": 20,
         "model__args__n_layers": 1,
@@ -57,10 +56,10 @@ def test_streams_resume_at_their_position_after_kills(corpus, tmp_path, changes,
     faults = [
         Fault(kind="kill", place="all_reduce", step=8, group=1),
         Fault(kind="nan", place="gradients", step=10, group=0),
-        Fault(kind="kill", place="committed", step=40, group=0),
+        Fault(kind="kill", place="committed", step=31, group=0),
     ]
     with Cluster(corpus, tmp_path, groups=2, **changes) as cluster:
-        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 24)
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 22)
         cluster.kill(0, 1)
         cluster.faults = faults[2:]
         cluster.start_all(faults=faults[2:]).watch_over()

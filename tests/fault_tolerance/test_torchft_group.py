@@ -17,10 +17,10 @@ from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
 
 ROWS = 12
-STEPS = 60
+STEPS = 40
 SMALL = {
     "training__global_batch_size": ROWS,
-    "training__local_batch_size": 2,
+    "training__seq_len": 32,
     "training__steps": STEPS,
     "checkpoint__interval": 20,
     "model__args__n_layers": 1,
@@ -52,7 +52,7 @@ def died(cluster) -> list[int]:
 
 def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
     faults = [Fault(kind="kill", place="between", step=5, group=1)]
-    with Cluster(corpus, tmp_path, groups=2, pace=0.06, revive_seconds=math.inf, **SMALL) as cluster:
+    with Cluster(corpus, tmp_path, groups=2, pace=0.08, revive_seconds=math.inf, **SMALL) as cluster:
         # The survivor commits steps before the killed group returns.
         cluster.start_all(faults=faults).watch_over(until=lambda: cluster.deaths and cluster.step_of(0) > 8)
         cluster.revive_seconds = 0.0
@@ -75,11 +75,11 @@ def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path
     faults = [
         Fault(kind="kill", place="all_reduce", step=8, group=1, rank=1),
         Fault(kind="kill", place="heal_target", step=8, group=1, rank=0, returning=True),
-        Fault(kind="kill", place="committed", step=24, group=0, rank=0),
-        Fault(kind="late", place="heal_source", step=25, group=1, rank=1),
-        Fault(kind="exception", place="forward", step=48, group=2, rank=1),
+        Fault(kind="kill", place="committed", step=20, group=0, rank=0),
+        Fault(kind="late", place="heal_source", step=21, group=1, rank=1),
+        Fault(kind="exception", place="forward", step=32, group=2, rank=1),
     ]
-    with Cluster(corpus, tmp_path, groups=3, ranks=2, comm__straggler_freq=20, **SMALL) as cluster:
+    with Cluster(corpus, tmp_path, groups=3, ranks=2, pace=0.08, comm__straggler_freq=20, **SMALL) as cluster:
         cluster.start_all(faults=faults).watch_over()
         check(cluster, expected)
         timeline = json.loads((tmp_path / "run" / "replica-0" / TIMELINE_FILE).read_text())
@@ -92,9 +92,9 @@ def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path
 
 def test_nan_exception_and_hang_are_repeated_or_terminated(corpus, tmp_path, expected):
     faults = [
-        Fault(kind="nan", place="gradients", step=10, group=1),
-        Fault(kind="exception", place="forward", step=20, group=0),
-        Fault(kind="hang", place="forward", step=40, group=2),
+        Fault(kind="nan", place="gradients", step=5, group=1),
+        Fault(kind="exception", place="forward", step=12, group=0),
+        Fault(kind="hang", place="forward", step=25, group=2),
     ]
     changes = {**SMALL, "fault_tolerance__stall_factor": 5}
     with Cluster(corpus, tmp_path, groups=3, **changes) as cluster:
@@ -102,7 +102,7 @@ def test_nan_exception_and_hang_are_repeated_or_terminated(corpus, tmp_path, exp
         check(cluster, expected)
         assert [(group, codes) for _, group, codes in cluster.deaths] == [(0, [1]), (2, [1])]
         for group in range(3):
-            assert "step 10: loss" in cluster.log_of(group)
+            assert "step 5: loss" in cluster.log_of(group)
         assert "the step is repeated: loss or gradient is not finite" in cluster.log
         assert "RuntimeError: injected" in cluster.log_of(0)
         assert "Timeout (0:00:" not in cluster.log_of(0)  # it exits at once
@@ -118,7 +118,7 @@ def test_all_groups_resume_from_a_checkpoint(corpus, tmp_path, expected):
     last = {"kind": "kill", "group": 1, "step": 8}
     faults = [Fault(place="all_reduce", **last), Fault(place="configure", returning=True, **last)]
     timeouts = {"fault_tolerance__process_group_timeout_ms": 5000, "fault_tolerance__join_timeout_ms": 6000}
-    with Cluster(corpus, tmp_path, groups=3, pace=0.04, **SMALL, **timeouts) as cluster:
+    with Cluster(corpus, tmp_path, groups=3, pace=0.08, **SMALL, **timeouts) as cluster:
         cluster.start_all(faults=faults).watch_over(until=lambda: min(map(cluster.step_of, range(3))) > 22)
         assert died(cluster) == [1, 1]
         # The survivors noticed both deaths by themselves, not by the timeout of a collective.
@@ -138,18 +138,18 @@ def test_all_groups_resume_from_a_checkpoint(corpus, tmp_path, expected):
         cluster.start(1)
         cluster.watch_over()
         assert cluster.finished[1] == [0]
-        assert "is complete: step 60" in cluster.log_of(1)
+        assert "is complete: step 40" in cluster.log_of(1)
 
 
 def test_groups_below_the_minimum_wait_for_peers_and_the_lighthouse(corpus, tmp_path, expected):
     """The lighthouse is restarted with a smaller minimum: then the group itself must notice that there are too few."""
     changes = {**SMALL, "fault_tolerance__min_replica_size": 2, "comm__train_timeout_seconds": 4}
     faults = [
-        Fault(kind="kill", place="commit", step=15, group=1),
-        Fault(kind="kill", place="between", step=40, group=1),
+        Fault(kind="kill", place="commit", step=8, group=1),
+        Fault(kind="kill", place="between", step=25, group=1),
     ]
     with Cluster(corpus, tmp_path, groups=2, revive_seconds=2.5, **changes) as cluster:
-        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 25)
+        cluster.start_all(faults=faults).watch_over(until=lambda: cluster.step_of(0) > 12)
         assert "waiting for replica groups" in cluster.log_of(0)
         cluster.least = 1
         cluster.restart_lighthouse(seconds=5)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +11,14 @@ from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import EvaluationTask
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.ops import SOURCE_BITS
 from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
 from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices
 from torchtitan_clone.run.scoring import ScoredText, pack_texts
-from torchtitan_clone.testing.runs import options, rows, train
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options, redirect_output, rows
+from torchtitan_clone.testing.trainers import open_trainers
 
 MESHES = {
     "one rank": (1, {}),
@@ -48,19 +53,29 @@ def tasks(corpus, tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(corpus, tasks, tmp_path_factory):
     """Returns the rows of metrics.jsonl by mesh."""
-    found = {}
-    for name, (world_size, changes) in MESHES.items():
-        folder = tmp_path_factory.mktemp("run")
-        argv = options(
-            corpus, folder, **changes, training__steps=2, training__seq_len=320, validation__enable=True,
+    folder = tmp_path_factory.mktemp("runs")
+
+    def argv(name):
+        return options(
+            corpus, folder / name, **MESHES[name][1], training__steps=2, training__seq_len=320, validation__enable=True,
             validation__freq=2, validation__steps=1, validation__local_batch_size=4, validation__sample_tokens=6,
             validation__prompts='["import", "def main(self"]', evaluation__enable=True, evaluation__freq=1,
             evaluation__tasks=toml_like(tasks), checkpoint__enable=False, metrics__enable_tensorboard=True,
         )  # fmt: skip
-        code, output = train(argv, world_size=world_size, log_folder=folder)
-        assert code == 0, output
-        found[name] = (rows(folder), output)
-    return found
+
+    for ranks in (1, 2):
+        names = [name for name, (world_size, _) in MESHES.items() if world_size == ranks]
+        run_ranks(train_logged, ranks, [argv(name) for name in names], [folder / f"{name}.log" for name in names])
+    return {name: (rows(folder / name), (folder / f"{name}.log").read_text()) for name in MESHES}
+
+
+def train_logged(runs, logs):
+    """Trains runs one after another as one rank; rank 0 writes what it logs to a file for each."""
+    rank = int(os.environ["RANK"])
+    setup_logging(rank=rank, color=False)
+    for trainer, log in zip(open_trainers(runs), logs, strict=True):
+        redirect_output(log if rank == 0 else Path(os.devnull))
+        assert trainer.train()
 
 
 def scores_of(lines, step):

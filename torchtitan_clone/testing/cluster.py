@@ -20,7 +20,7 @@ from torchtitan_clone.testing.attempts import GroupResults
 from torchtitan_clone.testing.attempts import committed_once as committed_once  # used together with Cluster
 from torchtitan_clone.testing.faults import Fault, train_group_rank
 from torchtitan_clone.testing.harness import StartedRank, start_ranks
-from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.runs import GLOBAL_BATCH_SIZE, options
 
 HEARTBEAT_MS = 700
 TIMEOUT_MS = 1500
@@ -65,7 +65,7 @@ class Cluster(GroupResults):
 
     `revive_seconds` pass before a group that died is started again. `pace` is how long every step sleeps, so that a
     step takes about as long on any machine. `least` is the lighthouse's minimum of replica groups, if it differs from
-    that of the groups. `changes` are options of the run.
+    that of the groups. `changes` are options of the run, in which each rank has one micro-batch if all groups train.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class Cluster(GroupResults):
         self.finished: dict[int, list[int | None]] = {}
         self.revive_seconds = revive_seconds
         self._pace = pace
+        rows = int(str(changes.get("training__global_batch_size", GLOBAL_BATCH_SIZE)))
         self._changes: dict[str, object] = {
-            "training__local_batch_size": 2,
+            "training__local_batch_size": rows // (groups * ranks),
             "fault_tolerance__enable": True,
             "fault_tolerance__group_size": groups,
             "fault_tolerance__heartbeat_timeout_ms": HEARTBEAT_MS,

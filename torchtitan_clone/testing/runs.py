@@ -12,6 +12,7 @@ from typing import Any
 from torchtitan_clone.testing.harness import collect, start_ranks
 
 MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32}
+GLOBAL_BATCH_SIZE = 8
 Row = dict[str, Any]
 """A line of a file of JSON lines."""
 
@@ -46,7 +47,7 @@ def options(corpus: Path, folder: Path, **changes: object) -> list[str]:
         "data.held_out_fraction": 0.1,
         "training.seq_len": 64,
         "training.local_batch_size": 4,
-        "training.global_batch_size": 8,
+        "training.global_batch_size": GLOBAL_BATCH_SIZE,
         "training.mixed_precision_param": "float32",
         "training.steps": 10,
         "optimizer.lr": 3e-3,

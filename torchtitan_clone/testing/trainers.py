@@ -38,6 +38,15 @@ def open_trainers(
             yield Trainer(run, launch=launch, device=device, stop=StopRequest(), wrap_replica_group=wrap_replica_group)
 
 
+def train_all(runs: list[list[str]]) -> None:
+    """Trains runs to the end, one after another, as one rank. A run that is started again resumes.
+
+    Starting ranks and filling torch's caches takes longer than a short run.
+    """
+    for trainer in open_trainers(runs):
+        assert trainer.train()
+
+
 def full_copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns copies of global tensors by name; a collective where they are DTensors."""
     detached = {name: tensor.detach() for name, tensor in tensors}

@@ -52,7 +52,8 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher blocks them wh
 answer = connection.recv(4)
 code = int.from_bytes(answer, "big", signed=True) if answer else 1
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
