@@ -38,6 +38,7 @@ def test_a_complete_run_says_how_to_go_on(corpus, tmp_path):
     for line in (
         f"metrics      {tmp_path / 'run' / 'metrics.jsonl'}",
         f"checkpoint   {tmp_path / 'run' / 'checkpoint' / 'step-1'}",
+        f"report       python scripts/report.py {tmp_path / 'run'}\n",
         f"generate     python scripts/generate.py {tmp_path / 'run'} --prompt=",
         "extend       rerun the same command with --training.steps=2",
     ):

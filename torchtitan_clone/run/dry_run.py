@@ -93,6 +93,7 @@ def describe_results(plan: RunPlan) -> list[str]:
         "TensorBoard": f"tensorboard --logdir {plan.output_folder / config.metrics.save_tb_folder}"
         if config.metrics.enable_tensorboard
         else "",
+        "report": f"python scripts/report.py {folder}",
         "checkpoint": f"{checkpoint}" if saves else "",
         "weights": f"{export}" if exports else "",
         "export": f"python scripts/convert_to_hf.py {checkpoint} FOLDER" if saves and not exports else "",
