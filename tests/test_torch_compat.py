@@ -148,6 +148,7 @@ STILL_PRIVATE = [
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir"),
+    ("torch._logging", "set_logs"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_world"),
     ("torch._C._distributed_c10d", "_dump_fr_trace_json"),
@@ -213,6 +214,9 @@ PUBLIC_WHEN_PRESENT = [
     ("torch.distributed", "FakeStore"),
     # schedule_from_file
     ("torch.distributed.pipelining", "PipelineScheduleRuntime"),
+    # log_compilation
+    ("torch", "set_logs"),
+    ("torch.compiler", "set_logs"),
     # record_memory_history, dump_memory_snapshot
     ("torch.cuda.memory", "record_memory_history"),
     ("torch.cuda.memory", "dump_snapshot"),

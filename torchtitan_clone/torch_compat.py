@@ -174,6 +174,11 @@ def default_compile_cache() -> str:
     return default_cache_dir()
 
 
+def log_compilation() -> None:
+    """Lets torch.compile log graph breaks and recompilations with their reasons, as $TORCH_LOGS does at the start."""
+    torch._logging.set_logs(graph_breaks=True, recompiles=True)
+
+
 def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
     return all_to_all_single_autograd(x, None, None, group)

@@ -21,7 +21,7 @@ from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.observe.records import RECOVERED
 from torchtitan_clone.parallel.gradients import sum_over_ranks
-from torchtitan_clone.parallel.runtime import Launch, set_determinism
+from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.run.dry_run import describe_results
@@ -57,7 +57,7 @@ class Trainer:
         config = run.plan.config
         self._run = run
         self._launch = launch
-        set_determinism(config.debug, launch=launch, tensor_degree=run.plan.degrees.tp)
+        apply_debug_options(config.debug, launch=launch, tensor_degree=run.plan.degrees.tp)
         # 1. Where the run resumes: decided once, by all ranks together.
         self._checkpoints = CheckpointManager(
             config.checkpoint,

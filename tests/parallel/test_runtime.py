@@ -8,10 +8,17 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Comm
-from torchtitan_clone.parallel.runtime import Launch, process_group, set_compile_cache, set_timeout, wait_for_all_ranks
+from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.parallel.runtime import (
+    Launch,
+    apply_debug_options,
+    process_group,
+    set_compile_cache,
+    set_timeout,
+    wait_for_all_ranks,
+)
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import default_compile_cache, group_timeout, process_groups
 
@@ -38,6 +45,28 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
     (tmp_path / "file").touch()
     (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
     assert without in (None, default_compile_cache())
+
+
+def twice_with_a_break(x):
+    torch._dynamo.graph_break()
+    return 2 * x
+
+
+def compile_with_explanations(log):
+    redirect_output(log)
+    apply_debug_options(Debug(explain_compile=True), launch=Launch.from_environment(), tensor_degree=1)
+    compiled = torch.compile(twice_with_a_break, backend="eager")
+    for x in (torch.ones(2), torch.ones(2, dtype=torch.float64)):
+        compiled(x)
+
+
+def test_graph_breaks_and_recompilations_are_logged_with_their_reasons(tmp_path):
+    run_ranks(compile_with_explanations, 1, tmp_path / "log")
+    text = (tmp_path / "log").read_text()
+    assert "Graph break" in text
+    assert "graph_break()" in text
+    assert "Recompiling function" in text
+    assert "dtype mismatch. expected Float, actual Double" in text
 
 
 def numbers_and_timeouts(argv):

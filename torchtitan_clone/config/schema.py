@@ -636,6 +636,8 @@ class Debug:
     """Use deterministic algorithms only; slower."""
     trace_collectives: bool = False
     """Log a table of the collectives of this process' second step and write it to collectives.rankN.json."""
+    explain_compile: bool = False
+    """Log, with compile.enable, what ends a graph of torch.compile early, and why code is compiled again."""
     moe_force_load_balance: bool = False
     """Let the tokens of each row take the experts in turn instead of those that the router prefers."""
     deterministic_warn_only: bool = False

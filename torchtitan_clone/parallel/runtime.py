@@ -17,7 +17,7 @@ from torchtitan_clone.config.schema import Comm, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
-from torchtitan_clone.torch_compat import default_compile_cache, process_groups, set_group_timeout
+from torchtitan_clone.torch_compat import default_compile_cache, log_compilation, process_groups, set_group_timeout
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -171,8 +171,10 @@ def set_compile_cache() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def set_determinism(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
+def apply_debug_options(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
     """Seeds torch's generators; with `debug.deterministic` forbids algorithms whose results vary."""
+    if debug.explain_compile:
+        log_compilation()
     # Ranks of one `tp` group draw equal numbers: tensors that they replicate must stay equal.
     torch.manual_seed(debug.seed + launch.rank // tensor_degree)
     if debug.deterministic:
