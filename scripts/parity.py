@@ -52,8 +52,8 @@ def main() -> int:
             world_size, changes = all_cases()[case]
             run_folder = Path(folder) / str(number)
             try:
-                found = compare(
-                    corpus, run_folder, world_size=world_size, references=references, mistake=mistake, **changes
+                (found,) = compare(
+                    corpus, run_folder, [changes], world_size=world_size, references=references, mistake=mistake
                 )
             except RankFailed as error:
                 print(f"{name:52}{world_size:6} {str(error).strip().splitlines()[-1]}")

@@ -9,7 +9,6 @@ import torch
 from torchtitan_clone.testing.parity import (
     Difference,
     compare,
-    compare_all,
     largest_difference,
     relative_difference,
 )
@@ -34,7 +33,7 @@ def differences(corpus, tmp_path_factory, references):
         names = [name for name in QUICK if CASES[name][0] == world_size]
         cases = [CASES[name][1] for name in names]
         folder = tmp_path_factory.mktemp(f"parity{world_size}")
-        found = compare_all(corpus, folder, cases, world_size=world_size, references=references)
+        found = compare(corpus, folder, cases, world_size=world_size, references=references)
         return dict(zip(names, found, strict=True))
 
     return of
@@ -58,7 +57,7 @@ def test_parity(differences, name):
 def test_planted_mistake_is_noticed(corpus, tmp_path, references, mistake, notices):
     """Samples of `scripts/parity.py --sabotage`."""
     world_size, changes = CASES[MISTAKES[mistake].case]
-    found = compare(corpus, tmp_path, world_size=world_size, references=references, mistake=mistake, **changes)
+    (found,) = compare(corpus, tmp_path, [changes], world_size=world_size, references=references, mistake=mistake)
     assert not found.is_parity
     assert {name for name, value in vars(found).items() if value > (1e-5 if name == "loss" else 1e-4)} >= notices
 

@@ -68,29 +68,16 @@ class Difference:
 def compare(
     corpus: Path,
     folder: Path,
-    *,
-    world_size: int,
-    references: References,
-    mistake: str | None = None,
-    **changes: object,
-) -> Difference:
-    """Trains on one device and on `world_size` ranks with `changes`; `references` caches the results of one device.
-
-    `mistake`: key of sabotage.MISTAKES that the ranks make.
-    """
-    return compare_all(corpus, folder, [changes], world_size=world_size, references=references, mistake=mistake)[0]
-
-
-def compare_all(
-    corpus: Path,
-    folder: Path,
     cases: Sequence[Mapping[str, object]],
     *,
     world_size: int,
     references: References,
     mistake: str | None = None,
 ) -> list[Difference]:
-    """Compares several runs of as many ranks, which the same processes train one after another."""
+    """Trains each case on one device, and on `world_size` ranks, which do so one after another in the same processes.
+
+    `references` caches the results of one device. `mistake`: key of sabotage.MISTAKES that the ranks make.
+    """
     mathematics = [_mathematics_of(changes) for changes in cases]
     missing = [key for key in dict.fromkeys(mathematics) if key not in references]
     plain = [
