@@ -96,9 +96,11 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_buffers_are_bit_identical_on_any_mesh_in_any_mode(tmp_path, mode, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "mode"),
+    [(1, "disabled"), (2, "disabled"), (4, "disabled"), (4, "async"), (4, "async_with_pinned_mem")],
+)
+def test_buffers_are_bit_identical_on_any_mesh_in_any_mode(tmp_path, world_size, mode):
     run_ranks(save_state, world_size, tmp_path, {"async_mode": mode})
     for ranks in (4, 2, 1):
         merged = {}

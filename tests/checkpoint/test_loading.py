@@ -1,5 +1,7 @@
 """Tests of loading.py, index.py, layout.py and offline.py: states load on any mesh and elsewhere, or are refused."""
 
+from itertools import count
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,7 @@ from torchtitan_clone.testing.checkpoint_states import (
 )
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
+from torchtitan_clone.testing.trainers import full_copies, open_trainers
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -89,12 +91,12 @@ def test_allow_partial_loads_what_matches(saved):
 MODES = ("disabled", "async", "async_with_pinned_mem")
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
-REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
+UNDIVIDED = {"training__local_batch_size": 12, "parallelism__pipeline_parallel_microbatch_size": 6}
+SHARDS = {"training__local_batch_size": 4}
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "training__local_batch_size": 3}
+CONTEXT = {"parallelism__context_parallel_degree": 2}
 # One run that changes its mesh after every step; successive meshes shard along different dimensions.
-MESHES = (
-    (3, {}), (2, TENSOR), (1, {}), (4, TENSOR | PIPELINE), (4, REPLICAS),
-    (2, {"parallelism__context_parallel_degree": 2}), (2, PIPELINE),
-)  # fmt: skip
+MESHES = ((3, [SHARDS]), (1, [{}]), (4, [TENSOR | PIPELINE, REPLICAS]), (2, [TENSOR, CONTEXT, PIPELINE]))
 
 
 def full_state(trainer):
@@ -102,12 +104,14 @@ def full_state(trainer):
     return full_copies(trainer.state_tensors().items())
 
 
-def train_on(argv):
-    """Returns the state that this rank resumes with, and the state after its last step."""
-    with open_trainer(argv) as trainer:
+def train_on(runs):
+    """Returns the state that this rank resumes with, and the state after its last step, for each run."""
+    found = []
+    for trainer in open_trainers(runs):
         before = full_state(trainer)
         trainer.train()
-        return before, full_state(trainer)
+        found.append((before, full_state(trainer)))
+    return found
 
 
 def assert_same(found, expected):
@@ -116,19 +120,24 @@ def assert_same(found, expected):
 
 
 def test_a_run_resumes_bit_identically_on_every_other_mesh(corpus, tmp_path):
-    expected = None
-    for step, (world_size, parallelism) in enumerate(MESHES, start=1):
-        argv = options(
-            corpus, tmp_path, **parallelism, training__steps=step, training__local_batch_size=2,
-            training__global_batch_size=24, training__seq_len=32, lr_scheduler__warmup_steps=0,
+    expected, steps = None, count(1)
+
+    def argv(step, parallelism):
+        return options(
+            corpus, tmp_path, **UNDIVIDED | parallelism, training__steps=step, training__global_batch_size=12,
+            training__seq_len=32, lr_scheduler__warmup_steps=0,
             model__args__hidden_dim=101, checkpoint__async_mode=MODES[step % 3],
         )  # fmt: skip
-        answers = run_ranks(train_on, world_size, argv)
-        before, after = ({n: t for answer in answers for n, t in answer[when].items()} for when in (0, 1))
-        if expected is not None:
-            assert_same(before, expected)
-            assert not torch.equal(before["model/output.weight"], after["model/output.weight"])
-        expected = after
-        saved = read_tensors(tmp_path / "run" / "checkpoint" / f"step-{step}")
-        assert_same({name: t for name, t in saved.items() if not name.startswith("rng/")}, expected)
+
+    for world_size, meshes in MESHES:
+        numbers = [next(steps) for _ in meshes]
+        of_ranks = run_ranks(train_on, world_size, [argv(*run) for run in zip(numbers, meshes, strict=True)])
+        for step, answers in zip(numbers, zip(*of_ranks, strict=True), strict=True):
+            before, after = ({n: t for answer in answers for n, t in answer[when].items()} for when in (0, 1))
+            if expected is not None:
+                assert_same(before, expected)
+                assert not torch.equal(before["model/output.weight"], after["model/output.weight"])
+            expected = after
+            saved = read_tensors(tmp_path / "run" / "checkpoint" / f"step-{step}")
+            assert_same({name: t for name, t in saved.items() if not name.startswith("rng/")}, expected)
     assert {name.rpartition("/")[2] for name in expected if name.startswith("optimizer/")} >= {"exp_avg", "exp_avg_sq"}

@@ -70,7 +70,8 @@ def test_time_after_a_complete_run_is_not_waiting(tmp_path):
 
 
 def test_the_ledger_accounts_for_all_time_over_restarts(corpus, tmp_path):
-    argv = options(corpus, tmp_path, training__steps=60, checkpoint__interval=10, checkpoint__last_save_in_hf=True)
+    sizes = {"training__steps": 40, "training__seq_len": 32, "model__args__n_layers": 1}
+    argv = options(corpus, tmp_path, checkpoint__interval=10, checkpoint__last_save_in_hf=True, **sizes)
     start = time.time()
     run = Ranks(argv, world_size=2, log_folder=tmp_path)
     wait_for_step(tmp_path, 15)

@@ -140,6 +140,7 @@ def mixture_run(corpus, tmp_path_factory):
         "data__packing": "best_fit",
         "data__drop_duplicates": True,
         "model__args__max_seq_len": 128,
+        "model__args__n_layers": 1,
         "metrics__log_freq": 4,
     }
     argv = options(corpus, folder, training__steps=10, **changes)

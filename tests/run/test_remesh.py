@@ -18,7 +18,7 @@ from torchtitan_clone.testing.trainers import full_copies, open_trainer
 CPU = torch.device("cpu")
 STEPS = 5
 POINTS = {3: 1, 4: 3}
-VALIDATED = {"validation__enable": True, "validation__freq": 2, "validation__steps": 1}
+VALIDATED = {"validation__enable": True, "validation__freq": 4, "validation__steps": 1}
 
 
 @pytest.fixture(scope="session")

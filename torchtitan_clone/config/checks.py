@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
@@ -30,6 +31,7 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
     ]
 
 
+@cache
 def ranges_of(table: type) -> dict[str, Range]:
     """Returns the range of each number of a dataclass by the name of its field."""
     found: dict[str, Range] = {}

@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from torchtitan_clone.documents import escape
@@ -88,6 +89,8 @@ def toml_like(value: object) -> str:
             return "true" if value else "false"
         case str():
             shown = json.dumps(value, ensure_ascii=False)
+            if shown.isprintable():
+                return shown
             return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in shown)
         case list():
             return f"[{', '.join(toml_like(item) for item in cast('list[object]', value))}]"
@@ -142,6 +145,11 @@ def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
+@cache
+def _hints_of(cls: type) -> dict[str, object]:
+    return get_type_hints(cls)
+
+
 def _convert_table(
     values: Mapping[str, object], cls: "type[DataclassInstance]", *, current: object, at: Key, report: Report
 ) -> object:
@@ -149,7 +157,7 @@ def _convert_table(
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
     if current is None and (absent := [name for name in required if name not in values]):
         report(at, f": missing required key {', '.join(absent)}")
-    hints = get_type_hints(cls)
+    hints = _hints_of(cls)
     accepted: dict[str, object] = {}
     for name, value in values.items():
         path = (*at, name)
