@@ -5,6 +5,7 @@ hidden by the computation of a layer as far as it lasts, on devices with streams
 expert axes wait for each other. Times are in seconds.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -248,19 +249,19 @@ def _block(
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A pipeline stage, or the complete model: its blocks, on one micro-batch."""
+    """A pipeline stage, or the complete model: its blocks and how often it has each, on one micro-batch."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[tuple[Block, int], ...]
     machine: Machine
     reshards: bool
 
     def forward(self, *, gathers: bool) -> Seconds:
         """Returns the time of forward; the first block waits for its weights."""
         parts = [
-            self.machine.hidden(block.passes.forward, axis="fsdp", collectives=block.gather * gathers)
-            for block in self.blocks
+            self.machine.hidden(block.passes.forward, axis="fsdp", collectives=block.gather * gathers).times(count)
+            for block, count in self.blocks
         ]
-        return sum(parts, Seconds({"fsdp": self.blocks[0].gather * gathers}))
+        return sum(parts, Seconds({"fsdp": self.blocks[0][0].gather * gathers}))
 
     def backward(self, *, reduces: bool) -> Seconds:
         """Returns the time of backward; the gradients of the first block are reduced after it."""
@@ -269,13 +270,13 @@ class Stage:
                 block.passes.backward,
                 axis="fsdp",
                 collectives=block.gather * (self.reshards and block.regathers) + block.reduce * reduces,
-            )
-            for block in self.blocks
+            ).times(count)
+            for block, count in self.blocks
         ]
-        return sum(parts, Seconds({"fsdp": self.blocks[0].reduce * reduces}))
+        return sum(parts, Seconds({"fsdp": self.blocks[0][0].reduce * reduces}))
 
 
-def step_seconds(plan: RunPlan, *, hardware: Hardware) -> Seconds:
+def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seconds:
     """Returns the predicted times of the parts of one step."""
     stages = plan_stages(plan, hardware=hardware)
     parallelism, degrees = plan.config.parallelism, plan.degrees
@@ -289,22 +290,25 @@ def step_seconds(plan: RunPlan, *, hardware: Hardware) -> Seconds:
         seconds += stage.backward(reduces=False).times(later) + stage.backward(reduces=True)
     else:
         microbatches = rows // parallelism.pipeline_parallel_microbatch_size
-        seconds = pipeline_step(stages, plan=plan, microbatches=microbatches).times(passes)
+        seconds = pipeline_step(stages, plan=plan, microbatches=microbatches, real_order=real_order).times(passes)
         ends = [
             stage.forward(gathers=True)
             + stage.backward(reduces=True)
             + (stage.forward(gathers=stage.reshards) + stage.backward(reduces=False)).times(-1)
-            for stage in stages
+            for stage in {id(stage): stage for stage in stages}.values()
         ]
         # The ranks communicate at the same time.
         seconds += max(ends, key=lambda each: each.total)
     return seconds + Seconds({"optimizer": _optimizer_seconds(plan, machine=machine)})
 
 
-def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int) -> Seconds:
+def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, real_order: bool) -> Seconds:
     """Returns the times of one pass through the pipeline: those of the busiest rank, and its bubble."""
-    forward = [stage.forward(gathers=stage.reshards) for stage in stages]
-    backward = [stage.backward(reduces=False) for stage in stages]
+    passes = {
+        id(stage): (stage.forward(gathers=stage.reshards), stage.backward(reduces=False))
+        for stage in {id(stage): stage for stage in stages}.values()
+    }
+    forward, backward = ([passes[id(stage)][half] for stage in stages] for half in (0, 1))
     shape = shape_of(plan)
     size = shape.tokens / plan.degrees.tp * shape.args.dim * shape.itemsize
     delay = stages[0].machine.transfer_seconds(Transfer(axis="pp", collective="send", size=size))
@@ -313,18 +317,21 @@ def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int) 
         if kind == "F":
             return forward[stage].total
         # Gradients of weights take as many products as forward.
-        weights = forward[stage].parts["products"]
+        weights = forward[stage].parts.get("products", 0.0)
         return {"B": backward[stage].total, "W": weights, "I": backward[stage].total - weights}[kind]
 
+    ranks = plan.degrees.pp
+    totals = [0.0] * ranks
+    for stage, rank in enumerate(plan.stages.ranks):
+        totals[rank] += forward[stage].total + backward[stage].total
+    slowest = totals.index(max(totals))
+    busiest = sum((forward[stage] + backward[stage] for stage in plan.stages.of_rank(slowest)), Seconds())
+    if not real_order:  # of one-forward-one-backward schedules
+        return busiest.times(microbatches) + Seconds({"bubble": busiest.total * (ranks - 1) * ranks / len(stages)})
     seconds = schedule_seconds(
         plan.config.parallelism, stages=plan.stages, microbatches=microbatches, cost=cost, delay=delay
     )
-    of_ranks = [
-        sum((forward[stage] + backward[stage] for stage in plan.stages.of_rank(rank)), Seconds())
-        for rank in range(plan.degrees.pp)
-    ]
-    busiest = max(of_ranks, key=lambda each: each.total).times(microbatches)
-    return busiest + Seconds({"bubble": seconds - busiest.total})
+    return busiest.times(microbatches) + Seconds({"bubble": seconds - busiest.total * microbatches})
 
 
 def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
@@ -342,22 +349,25 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     reduce_itemsize = getattr(torch, config.training.mixed_precision_reduce).itemsize
     work = model_work(plan)
     known = {
-        id(layer): layer_block(layer, shape=shape, machine=machine, reduce_itemsize=reduce_itemsize)
+        str(id(layer)): layer_block(layer, shape=shape, machine=machine, reduce_itemsize=reduce_itemsize)
         for layer in work.kinds
     }
     embedding = [fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)]
     end = {"machine": machine, "reduce_itemsize": reduce_itemsize, "regathers": False}
-    ends = {
+    known |= {
         "tok_embeddings": _block(embedding, passes=Passes(), **end),
         "output": _block(embedding, passes=output_passes(shape, machine=machine), **end),
     }
     frees = reshards(config, degrees=degrees)
-    found = []
+    found: list[Stage] = []
+    same: dict[tuple[tuple[str, int], ...], Stage] = {}
     for modules in plan.stages.modules:
-        blocks = [
-            known[id(work.layers[int(name[7:])])] if name.startswith("layers.") else ends.get(name) for name in modules
-        ]
-        found.append(Stage(blocks=tuple(filter(None, blocks)), machine=machine, reshards=frees))
+        names = [str(id(work.layers[int(name[7:])])) if name.startswith("layers.") else name for name in modules]
+        counts = tuple((name, count) for name, count in Counter(names).items() if name in known)
+        if counts not in same:
+            blocks = tuple((known[name], count) for name, count in counts)
+            same[counts] = Stage(blocks=blocks, machine=machine, reshards=frees)
+        found.append(same[counts])
     return found
 
 
@@ -369,9 +379,9 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
     return machine.memory_seconds(size * OPTIMIZER_BYTES)
 
 
-def predict_step_time(plan: RunPlan, *, hardware: Hardware) -> StepTime:
-    """Returns the predicted time of a step of this plan."""
-    seconds = step_seconds(plan, hardware=hardware)
+def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = True) -> StepTime:
+    """Returns the predicted time of a step of this plan; without `real_order` with a formula for the bubble, quickly."""
+    seconds = step_seconds(plan, hardware=hardware, real_order=real_order)
     rate = plan.tokens_per_step / seconds.total / plan.world_size
     peak = 1e12 * hardware.peak_tflops
     return StepTime(

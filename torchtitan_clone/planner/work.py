@@ -67,10 +67,8 @@ class ModelWork:
     parameters: int
     flops_per_token: float
 
-    @property
-    def kinds(self) -> list[Layer]:
-        """Returns the layers that differ."""
-        return list({id(layer): layer for layer in self.layers}.values())
+    kinds: tuple[Layer, ...]
+    """The layers that differ."""
 
 
 _known: dict[str, ModelWork] = {}
@@ -81,8 +79,10 @@ def model_work(plan: RunPlan) -> ModelWork:
     key = f"{plan.spec.name} {plan.model_args} {plan.config.training.seq_len} {plan.frozen_layers}"
     if key not in _known:
         args, seq_len = plan.model_args, plan.config.training.seq_len
+        layers = _model_layers(plan.parameters, args=args, seq_len=seq_len)
         _known[key] = ModelWork(
-            layers=_model_layers(plan.parameters, args=args, seq_len=seq_len),
+            layers=layers,
+            kinds=tuple({id(layer): layer for layer in layers}.values()),
             costs=plan.spec.layer_costs(args, seq_len=seq_len),
             parameters=plan.parameter_count,
             flops_per_token=plan.flops_per_token,
