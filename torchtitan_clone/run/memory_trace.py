@@ -96,8 +96,8 @@ class MemoryTrace(TorchDispatchMode):
             if found and (index := self._index_of(tensor)) is not None:
                 self.events[index] = self.events[index]._replace(layer=int(found[1]))
 
-    def follow_loss(self, output: nn.Module) -> None:
-        """Books what a module allocates, in its backward too, as that of the loss."""
+    def follow(self, model: nn.Module, *, loss: nn.Module | None) -> None:
+        """Books what a module of the model allocates, in its backward too, as that of the loss."""
         starts: list[tuple[int, str]] = []
 
         def enter(*_: object) -> None:
@@ -108,8 +108,13 @@ class MemoryTrace(TorchDispatchMode):
             start, self.part = starts.pop()
             self._loss_nodes.append(range(start, torch_compat.next_autograd_node()))
 
-        output.register_forward_pre_hook(enter)
-        output.register_forward_hook(leave, always_call=True)
+        def leave_layers(*_: object) -> None:
+            self.layer = None
+
+        model.register_forward_hook(leave_layers)
+        if loss is not None:
+            loss.register_forward_pre_hook(enter)
+            loss.register_forward_hook(leave)
 
     def _annotate(self, func: Operator, args: tuple) -> None:
         """Follows record_function(), with which FSDP names the modules that it works for."""
@@ -117,7 +122,8 @@ class MemoryTrace(TorchDispatchMode):
             self._annotations = self._annotations[:-1]
             return
         self._annotations.append(args[0])
-        if args[0].startswith(_ENTER):
+        # A pipeline gathers the weights of a stage before it runs.
+        if args[0].startswith(_ENTER if self.layer is not None else (*_ENTER, "FSDP::all_gather")):
             found = re.search(r"\blayers\.(\d+)", args[0])
             self.layer = int(found[1]) if found else None
             # Recomputation in backward is a part of that.

@@ -158,8 +158,7 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
                 trace.name_layers(part)
                 part.init_buffers(CPU)
                 name_fsdp_modules(part)
-                if part.output is not None:
-                    trace.follow_loss(part.output)
+                trace.follow(part, loss=part.output)
                 trace.name_layers(part)
             engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
             for _ in range(STEPS):
