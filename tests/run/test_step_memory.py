@@ -102,7 +102,7 @@ MORE_MESHES = {
     ),
     "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
     "interleaved": (
-        2, {**FULL, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 30,
+        4, {**FULL, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 30,
             "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
     ),
     "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),

@@ -1,4 +1,4 @@
-"""Records when a step on fake tensors allocates and frees memory: how much, on which stream, for what, in which layer."""
+"""Records what a step on fake tensors allocates and frees: how much, on which stream, for what, in which layer."""
 
 import re
 import weakref
@@ -15,6 +15,11 @@ from torchtitan_clone.parallel.trace import called_from, collective_name
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 _OF_FSDP = {"all_gather": "gathered", "all_gather_copy_out": "gathered", "post_backward_reduce": "buffers"}
+_ENTER = tuple(
+    f"FSDP::{place}"
+    for place in ("root_pre_forward", "pre_forward", "pre_backward", "post_backward_accumulate", "root_post_backward")
+)
+"""Where FSDP begins with another group of modules; after a pipeline's last backward it reduces their gradients."""
 
 
 class Event(NamedTuple):
@@ -84,15 +89,15 @@ class MemoryTrace(TorchDispatchMode):
         self.part = self.step_phase = part
         self.layer = None
 
-    def name_layers(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Books the weights, by the names of the parameters, on their layers; first after they were allocated."""
-        for name, parameter in parameters.items():
+    def name_layers(self, model: nn.Module) -> None:
+        """Books weights and buffers on their layers."""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             found = re.match(r"layers\.(\d+)\.", name)
-            if found and (index := self._index_of(parameter)) is not None:
+            if found and (index := self._index_of(tensor)) is not None:
                 self.events[index] = self.events[index]._replace(layer=int(found[1]))
 
-    def follow_loss(self, output: nn.Module) -> None:
-        """Books what a module allocates, in its backward too, as that of the loss."""
+    def follow(self, model: nn.Module, *, loss: nn.Module | None) -> None:
+        """Books what a module of the model allocates, in its backward too, as that of the loss."""
         starts: list[tuple[int, str]] = []
 
         def enter(*_: object) -> None:
@@ -103,8 +108,13 @@ class MemoryTrace(TorchDispatchMode):
             start, self.part = starts.pop()
             self._loss_nodes.append(range(start, torch_compat.next_autograd_node()))
 
-        output.register_forward_pre_hook(enter)
-        output.register_forward_hook(leave, always_call=True)
+        def leave_layers(*_: object) -> None:
+            self.layer = None
+
+        model.register_forward_hook(leave_layers)
+        if loss is not None:
+            loss.register_forward_pre_hook(enter)
+            loss.register_forward_hook(leave)
 
     def _annotate(self, func: Operator, args: tuple) -> None:
         """Follows record_function(), with which FSDP names the modules that it works for."""
@@ -112,10 +122,13 @@ class MemoryTrace(TorchDispatchMode):
             self._annotations = self._annotations[:-1]
             return
         self._annotations.append(args[0])
-        if args[0].startswith(("FSDP::pre_forward", "FSDP::pre_backward")):
+        # A pipeline gathers the weights of a stage before it runs.
+        if args[0].startswith(_ENTER if self.layer is not None else (*_ENTER, "FSDP::all_gather")):
             found = re.search(r"\blayers\.(\d+)", args[0])
             self.layer = int(found[1]) if found else None
-            self.step_phase = "forward" if args[0].startswith("FSDP::pre_forward") else "backward"
+            # Recomputation in backward is a part of that.
+            is_forward = "pre_forward" in args[0] and torch_compat.running_autograd_node() is None
+            self.step_phase = "forward" if is_forward else "backward"
 
     def _enter_layer_of(self, x: Tensor) -> None:
         index = self._index_of(x)
@@ -170,7 +183,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def _free(self, block: int) -> None:
         event = self.events[self._allocations[block]]
-        layer = event.layer if self.step_phase == "optimizer" else self.layer
+        layer = event.layer if self.step_phase in ("start", "optimizer") else self.layer
         self.events.append(event._replace(size=0, step_phase=self.step_phase, layer=layer))
 
 

@@ -14,7 +14,7 @@ from torchtitan_clone.run.memory_trace import Event, MemoryTrace
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.simulate import CPU, fake_batch, fake_ranks, simulated
 from torchtitan_clone.run.stretched_trace import Stretch, UnlikeError, stretch_trace
-from torchtitan_clone.torch_compat import fake_tensors
+from torchtitan_clone.torch_compat import fake_tensors, name_fsdp_modules
 
 STEPS = 2
 """Simulated steps: where the second one allocates depends on what the first one leaves, such as optimizer state."""
@@ -155,11 +155,12 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
         with fake_tensors(), MemoryTrace() as trace:
             for part in parts:
                 part.to_empty(device=CPU)
+                trace.name_layers(part)
                 part.init_buffers(CPU)
-                if part.output is not None:
-                    trace.follow_loss(part.output)
+                name_fsdp_modules(part)
+                trace.follow(part, loss=part.output)
+                trace.name_layers(part)
             engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
-            trace.name_layers(engine.parameters)
             for _ in range(STEPS):
                 trace.enter("activations")
                 engine.forward_backward([fake_batch(plan)], num_targets=num_targets)
