@@ -63,14 +63,19 @@ def calibrate(loss: Callable[[Fitted], float], *, start: Fitted) -> Fitted:
             improved = False
             for name, value in asdict(best).items():
                 for changed in (value * step, value / step):
-                    candidate = replace(best, **{name: min(changed, LIMITS.get(name, math.inf))})
+                    low, high = LIMITS.get(name, (0.0, math.inf))
+                    candidate = replace(best, **{name: max(low, min(changed, high))})
                     if (found := loss(candidate)) < least - 1e-6:
                         best, least, improved = candidate, found, True
         print(f"  steps of {step}: loss {least:.4f}", flush=True)
     return best
 
 
-LIMITS = {"products": 1.0, "attention": 1.0, "link": 1.0, "latency": 3.0, "network": 1.0, "async_tensor": 1.0}
+LIMITS = {
+    "products": (0.0, 1.0), "attention": (0.0, 1.0), "link": (0.0, 1.0), "async_tensor": (0.0, 1.0),
+    "network": (0.6, 1.0), "latency": (1.0, 3.0),
+}  # fmt: skip
+"""Values that are possible: large messages reach most of a network's bandwidth, and small ones take microseconds."""
 
 
 def mean_log_error(cases: Sequence[Case], *, fitted: Fitted) -> float:

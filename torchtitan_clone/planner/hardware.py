@@ -9,9 +9,10 @@ from pathlib import Path
 
 import tomli
 
-from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.config import Config, ConfigError, overlay
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.documents import DocumentError, read_regular
+from torchtitan_clone.run.dry_run import DEVICE_TYPES
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -29,19 +30,19 @@ class Fitted:
     """Speed of products in float8, in those of bfloat16; casts count as memory traffic."""
     attention: float = 0.42
     """Speed of attention forward, as a fraction of that of products; its backward takes 2.5 times as many FLOPs."""
-    context: float = 0.31
+    context: float = 0.28
     """Slowdown of attention in blocks of other ranks' keys, on infinitely many context-parallel ranks."""
-    link: float = 0.55
+    link: float = 0.589
     """Fraction of the bandwidth within a node."""
-    network: float = 0.65
+    network: float = 0.6
     """Fraction of the bandwidth between nodes."""
     latency: float = 3.0
     """Time of a message between nodes, in those of the table."""
-    eager_passes: float = 7.5
+    eager_passes: float = 7.73
     """Reads and writes of the result of each product by elementwise operations, run one by one."""
-    compiled_passes: float = 2.5
+    compiled_passes: float = 3.08
     """The same in compiled blocks."""
-    async_tensor: float = 0.32
+    async_tensor: float = 0.299
     """Share of the communication of tensor parallelism that asynchronous tensor parallelism hides."""
 
 
@@ -115,6 +116,12 @@ class Hardware:
 def known_hardware() -> list[str]:
     """Returns the names of the tables of this package."""
     return sorted(path.stem for path in TABLES.glob("*.toml"))
+
+
+def named_hardware(config: Config) -> Hardware | None:
+    """Returns the table that job.dry_run_device names, if it does; ConfigError for an unknown one."""
+    name = config.job.dry_run_device
+    return None if name in DEVICE_TYPES else read_hardware(name)
 
 
 def read_hardware(name: str) -> Hardware:

@@ -67,9 +67,8 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     loss = _loss_bytes(plan, shape=shape) if "output" in modules else 0.0
     if microbatches > 1:
         # Gradients of several micro-batches are summed before they are reduced over the ranks.
-        return MemoryEstimate(
-            state=3 * tensor, gathered=gathered + complete * reduced, activations=saved + max(loss, again)
-        )
+        gathered += complete * reduced + largest * shape.itemsize
+        return MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again))
     return max(
         MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),
         MemoryEstimate(state=4 * tensor, gathered=gathered + largest * (shape.itemsize + reduced), activations=again),
@@ -86,7 +85,7 @@ def _microbatches(plan: RunPlan) -> int:
 
 
 def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:
-    """Returns the bytes of the logits of a chunk, in three copies of fp32, and of the weight's gradient in two types."""
+    """Returns the bytes of the logits of a chunk, three times in fp32, and of the weight's gradient."""
     columns = plan.model_args.vocab_size / plan.degrees.tp
     chunk = min(shape.tokens, plan.config.training.loss_chunk_tokens)
     return columns * (12 * chunk + (4 + shape.itemsize) * plan.model_args.dim)
@@ -113,7 +112,7 @@ def saved_bytes(layer: Layer, *, shape: Shape, all_saved: bool = False) -> float
 def _attention_features(shape: Shape) -> float:
     """Returns the features per token of queries, keys, values and the result of attention, and of their rotation."""
     args = shape.args
-    return 4 * (args.n_heads + args.kv_heads) * args.attention_dim
+    return 5.5 * (args.n_heads + args.kv_heads) * args.attention_dim
 
 
 def _complete_features(layer: Layer, *, shape: Shape) -> float:

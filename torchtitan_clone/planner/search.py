@@ -122,9 +122,9 @@ def _allowed(
 def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:
     needed, usable = memory.total / 2**30, USABLE_MEMORY * job.hardware.memory_gib
     return (
-        f"no mesh of {job.gpus} x {job.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest and "
-        f"needs {needed:,.1f} GiB, mostly {memory.largest}; {needed - usable:,.1f} GiB more than the {usable:,.1f} that "
-        "are usable. Use more devices, or shorter sequences."
+        f"no mesh of {job.gpus} x {job.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest, and "
+        f"needs {needed:,.1f} GiB, mostly {memory.largest}: {needed - usable:,.1f} GiB more than the {usable:,.1f} GiB "
+        "that are usable. Use more devices, or shorter sequences."
     )
 
 

@@ -380,7 +380,7 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
 
 
 def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = True) -> StepTime:
-    """Returns the predicted time of a step of this plan; without `real_order` with a formula for the bubble, quickly."""
+    """Returns the predicted time of a step; without `real_order` with a formula for the bubble, quickly."""
     seconds = step_seconds(plan, hardware=hardware, real_order=real_order)
     rate = plan.tokens_per_step / seconds.total / plan.world_size
     peak = 1e12 * hardware.peak_tflops
@@ -389,3 +389,12 @@ def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = T
         tokens_per_second=rate,
         mfu=rate * model_work(plan).flops_per_token / peak if peak else 0.0,
     )
+
+
+def describe_step_time(plan: RunPlan, *, hardware: Hardware) -> str:
+    """Returns the predicted step time by part, as lines of a dry run."""
+    time = predict_step_time(plan, hardware=hardware)
+    lines = [f"predicted step time on {plan.world_size:,} x {hardware.name}"]
+    lines += [f"  {name:15} {seconds:9.3f} s {seconds / time.seconds:6.1%}" for name, seconds in time.parts.items()]
+    speed = f"{time.tokens_per_second:,.0f} tokens/s/GPU" + (f", MFU {time.mfu:.1%}" if time.mfu else "")
+    return "\n".join([*lines, f"  {'sum':15} {time.seconds:9.3f} s, {speed}", ""])

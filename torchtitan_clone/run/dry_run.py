@@ -15,6 +15,10 @@ MAX_DESCRIBED_RANKS = 4096
 """A mesh of more takes torch minutes, even simulated."""
 
 
+DEVICE_TYPES = ("auto", "cpu", "cuda")
+"""Values of job.dry_run_device that name no hardware table."""
+
+
 def simulated_device_type(config: Config, *, present: str) -> str:
     """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it."""
     if config.job.dry_run_device != "auto":

@@ -63,15 +63,25 @@ def predict_step_memory(
     `expandable` is the allocator's option (None: as in the environment); `loss_fn` replaces the loss of the plan. Of
     layers that are alike only a few are simulated, and micro-batches beyond those that are in flight at once are not.
     """
+    options = {"device_type": device_type, "expandable": expandable, "loss_fn": loss_fn}
+    return [predict_rank_memory(plan, pipeline_rank=rank, **options) for rank in range(plan.degrees.pp)]
+
+
+def predict_rank_memory(
+    plan: RunPlan,
+    *,
+    pipeline_rank: int,
+    device_type: str,
+    expandable: bool | None = None,
+    loss_fn: LossFn | None = None,
+) -> StepMemory:
+    """Returns the memory of one rank of the pipeline, see predict_step_memory()."""
     plan = simulated(plan, all_rows=plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES)
     expandable = expandable_segments() if expandable is None else expandable
-    found = []
-    for rank in range(plan.degrees.pp):
-        events = trace_steps(plan, pipeline_rank=rank, loss_fn=loss_fn)
-        reserved = replay(events, expandable=expandable).reserved if device_type == "cuda" else 0
-        sizes = _at_peak(events)
-        found.append(StepMemory(**sizes, allocator=max(0, reserved - sum(sizes.values()))))
-    return found
+    events = trace_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+    reserved = replay(events, expandable=expandable).reserved if device_type == "cuda" else 0
+    sizes = _at_peak(events)
+    return StepMemory(**sizes, allocator=max(0, reserved - sum(sizes.values())))
 
 
 def _at_peak(events: Sequence[Event]) -> dict[str, int]:
@@ -150,6 +160,8 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     """Returns the same, of all layers."""
     training = plan.config.training
     num_targets = training.local_batch_size * training.seq_len
+    # Gradients of several micro-batches are summed before they are reduced over ranks.
+    microbatches = min(2, plan.global_batch_size // (plan.degrees.data * training.local_batch_size))
     with fake_ranks(plan, rank=pipeline_rank * (plan.world_size // plan.degrees.pp)) as mesh:
         parts = parallelize_model_parts(plan, mesh=mesh)
         with fake_tensors(), MemoryTrace() as trace:
@@ -163,7 +175,7 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
             engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
             for _ in range(STEPS):
                 trace.enter("activations")
-                engine.forward_backward([fake_batch(plan)], num_targets=num_targets)
+                engine.forward_backward([fake_batch(plan)] * microbatches, num_targets=num_targets)
                 trace.enter("optimizer")
                 engine.clip_gradients()
                 engine.optimizer.step()
