@@ -85,7 +85,7 @@ def run(
             plan, launch, device = _plan(config, problems=problems)
         if config.job.dry_run or config.comm.mode == "fake_backend":
             with stop.raising_at_once():
-                return _describe(plan)
+                return _describe(plan, present=device.type)
         return _train(plan, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
@@ -110,12 +110,12 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     return plan, launch, device
 
 
-def _describe(plan: "RunPlan") -> int:
+def _describe(plan: "RunPlan", *, present: str) -> int:
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import describe_run
+    from torchtitan_clone.run.dry_run import describe_run, simulated_device_type
 
     preflight.check_start(plan)
-    sys.stdout.write(describe_run(plan))
+    sys.stdout.write(describe_run(plan, device_type=simulated_device_type(plan.config, present=present)))
     return 0
 
 
