@@ -123,11 +123,11 @@ _resize = torch.UntypedStorage.resize_
 def on_resize(observe: Callable[[torch.UntypedStorage], None] | None) -> None:
     """Calls `observe` after each change of a storage's size, of which a dispatch mode is not told; None ends that."""
 
-    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        _resize(storage, size)
+    def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        _resize(self, size)
         if observe is not None:
-            observe(storage)
-        return storage
+            observe(self)
+        return self
 
     torch.UntypedStorage.resize_ = _resize if observe is None else resize
 

@@ -85,7 +85,7 @@ def run(
             plan, launch, device = _plan(config, problems=problems)
         if config.job.dry_run or config.comm.mode == "fake_backend":
             with stop.raising_at_once():
-                return _describe(plan)
+                return _describe(plan, present=device.type)
         return _train(plan, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
@@ -113,14 +113,16 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     return plan, launch, device
 
 
-def _describe(plan: "RunPlan") -> int:
+def _describe(plan: "RunPlan", *, present: str) -> int:
     from torchtitan_clone.planner.hardware import named_hardware
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import describe_run
+    from torchtitan_clone.run.dry_run import describe_run, simulated_device_type
 
     preflight.check_start(plan)
-    sys.stdout.write(describe_run(plan))
-    if hardware := named_hardware(plan.config):
+    hardware = named_hardware(plan.config)
+    device_type = hardware.device_type if hardware else simulated_device_type(plan.config, present=present)
+    sys.stdout.write(describe_run(plan, device_type=device_type))
+    if hardware:
         from torchtitan_clone.planner.time_model import describe_step_time
 
         sys.stdout.write(describe_step_time(plan, hardware=hardware))

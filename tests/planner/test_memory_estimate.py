@@ -4,7 +4,7 @@ import pytest
 
 from tests.planner.test_time_model import FULL, NONE, PER_OPERATION, degree, plan_of
 from torchtitan_clone.planner.memory_estimate import estimate_memory
-from torchtitan_clone.run.step_memory import predict_rank_memory
+from torchtitan_clone.run.step_memory import predict_step_memory
 
 LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 4096, "training.document_masking": "false"}
 PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
@@ -22,5 +22,5 @@ SLOW = list(CASES)[1:]
 def test_estimate_is_within_a_tenth_of_the_simulation(case):
     world_size, options = CASES[case]
     plan = plan_of(world_size, **LLAMA, **{"training.local_batch_size": 2} | options)
-    simulated = predict_rank_memory(plan, pipeline_rank=0, device_type="cpu")
+    simulated = predict_step_memory(plan, device_type="cpu")[0]
     assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)

@@ -29,15 +29,12 @@ CPU = torch.device("cpu")
 
 
 def simulate(plan: RunPlan) -> str:
-    """Returns a table of the memory of every pipeline rank, and one of the collectives of rank 0 in one step."""
+    """Returns a table of the collectives of rank 0 in one step."""
     plan = simulated(plan)
     batch_size = plan.config.training.local_batch_size
     with fake_ranks(plan) as mesh:
         trace = _trace(plan, mesh)
-    return (
-        f"{_memory_table(plan)}\n\n"
-        f"collectives of rank 0 in one forward and backward of {batch_size} sequences\n{trace.table()}\n"
-    )
+    return f"collectives of rank 0 in one forward and backward of {batch_size} sequences\n{trace.table()}\n"
 
 
 def simulated(plan: RunPlan, *, all_rows: bool = False) -> RunPlan:
@@ -126,18 +123,3 @@ def fake_batch(plan: RunPlan) -> Batch:
         num_targets=tokens_BT.numel(),
         mtp_targets_BKT=torch.stack([tokens_BT] * depth, dim=1) if depth else None,
     )
-
-
-def _memory_table(plan: RunPlan) -> str:
-    """Returns what each rank keeps during the whole run; activations and gathered weights come on top."""
-    training = plan.config.training
-    ranks = plan.degrees.dp_shard * plan.degrees.cp * plan.degrees.tp
-    bytes_each = getattr(torch, training.dtype).itemsize
-    lines = [f"{'pipeline rank':>14}{'parameters':>18}{'weights GiB':>13}{'gradients':>11}{'Adam state':>12}{'sum':>8}"]
-    for rank in range(plan.degrees.pp):
-        modules = tuple(f"{name}." for stage in plan.stages.of_rank(rank) for name in plan.stages.modules[stage])
-        parameters = sum(p.numel() for name, p in plan.parameters.items() if name.startswith(modules))
-        weights = parameters / ranks * bytes_each / 2**30
-        numbers = f"{weights:13.2f}{weights:11.2f}{2 * weights:12.2f}{4 * weights:8.2f}"
-        lines.append(f"{rank:14}{parameters:18,}{numbers}")
-    return "\n".join(lines)
