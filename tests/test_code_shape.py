@@ -28,13 +28,14 @@ LAYERS = [
     {"ops", "observe"},
     {"models", "data", "optim", "parallel", "checkpoint", "fault_tolerance"},
     {"run"},
+    {"planner"},
     {"trainer"},
     {"train", "launch"},
     {"testing"},
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "package": 25_400, "testing": 2_950, "script": 80}
+MOST_LINES = {"trainer": 350, "package": 26_600, "testing": 2_950, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_METHODS = 15
 MOST_ATTRIBUTES = 15

@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -82,12 +82,17 @@ def has_bfloat16_units() -> bool:
     return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def storage_id(x: Tensor) -> int:
-    """Returns the identity of a tensor's memory. data_ptr() is 0 for fake tensors and those on the meta device."""
+def local_storage(x: Tensor) -> torch.UntypedStorage:
+    """Returns a tensor's memory on this rank."""
     # Into a DTensor or AsyncCollectiveTensor, without waiting for it as to_local() does.
     while (inner := getattr(x, "_local_tensor", getattr(x, "elem", None))) is not None:
         x = inner
-    return x.untyped_storage()._cdata
+    return x.untyped_storage()
+
+
+def storage_id(x: Tensor) -> int:
+    """Returns the identity of a tensor's memory. data_ptr() is 0 for fake tensors and those on the meta device."""
+    return local_storage(x)._cdata
 
 
 def name_fsdp_modules(model: nn.Module) -> None:
@@ -110,6 +115,21 @@ def fake_tensors() -> AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def on_resize(observe: Callable[[torch.UntypedStorage], None] | None) -> None:
+    """Calls `observe` after each change of a storage's size, of which a dispatch mode is not told; None ends that."""
+
+    def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        _resize(self, size)
+        if observe is not None:
+            observe(self)
+        return self
+
+    torch.UntypedStorage.resize_ = _resize if observe is None else resize
 
 
 Operator = torch._ops.OpOverload  # what a TorchDispatchMode sees; torch.ops has the values only
@@ -224,11 +244,11 @@ def dump_collectives() -> bytes:
     return json.dumps({name: json.loads(dump()) for name, dump in dumps.items() if dump}).encode()
 
 
-def init_fake_process_group(*, world_size: int) -> None:
-    """Creates a default process group with simulated ranks other than 0; its store belongs to torch's tests."""
+def init_fake_process_group(*, rank: int, world_size: int) -> None:
+    """Creates a default process group with simulated ranks other than this; its store belongs to torch's tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
 class PipelineStageFixes(PipelineStage):

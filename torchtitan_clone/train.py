@@ -85,7 +85,7 @@ def run(
             plan, launch, device = _plan(config, problems=problems)
         if config.job.dry_run or config.comm.mode == "fake_backend":
             with stop.raising_at_once():
-                return _describe(plan)
+                return _describe(plan, present=device.type)
         return _train(plan, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
@@ -96,26 +96,36 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     """Imports torch only here, so that a wrong option is reported at once."""
     with importing():
         from torchtitan_clone.parallel.runtime import Launch, pick_device
+        from torchtitan_clone.planner.hardware import named_hardware
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import simulated_device_type
     launch = Launch.from_environment()
     device = pick_device(launch)
     is_real = not config.job.dry_run and config.comm.mode == "default"
+    hardware = None if is_real else named_hardware(config)
+    simulated = hardware.device_type if hardware else simulated_device_type(config, present=device.type)
     plan = preflight.resolve(
         config,
         world_size=launch.world_size,
-        device_type=device.type if is_real else simulated_device_type(config, present=device.type),
+        device_type=device.type if is_real else simulated,
         problems=[*problems, *preflight.find_source_errors(config)],
     )
     return plan, launch, device
 
 
-def _describe(plan: "RunPlan") -> int:
+def _describe(plan: "RunPlan", *, present: str) -> int:
+    from torchtitan_clone.planner.hardware import named_hardware
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import describe_run
+    from torchtitan_clone.run.dry_run import describe_run, simulated_device_type
 
     preflight.check_start(plan)
-    sys.stdout.write(describe_run(plan))
+    hardware = named_hardware(plan.config)
+    device_type = hardware.device_type if hardware else simulated_device_type(plan.config, present=present)
+    sys.stdout.write(describe_run(plan, device_type=device_type))
+    if hardware:
+        from torchtitan_clone.planner.time_model import describe_step_time
+
+        sys.stdout.write(describe_step_time(plan, hardware=hardware))
     return 0
 
 

@@ -116,7 +116,7 @@ def dry_run(argv: list[str], *, world_size: int = 1) -> str:
         problems = [*loaded.problems, *preflight.find_source_errors(loaded.config)]
         plan = preflight.resolve(loaded.config, world_size=world_size, device_type="cpu", problems=problems)
         preflight.check_start(plan)
-        return describe_run(plan)
+        return describe_run(plan, device_type="cpu")
     except ConfigError as refusal:
         return text_of(refusal)
 

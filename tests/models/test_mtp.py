@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.run.simulate import simulate
+from torchtitan_clone.run.step_memory import stage_parameters
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.parity_matrix import PREDICTION
 from torchtitan_clone.testing.plain_loop import PlainLoop
@@ -97,7 +98,7 @@ def test_validation_leaves_the_layers_out_and_training_balances_them(corpus, tmp
 
 def simulated(argv):
     plan = resolve(load_config(argv), world_size=8, device_type="cpu")
-    return plan.parameter_count, plan.stages.modules[-1], simulate(plan)
+    return plan.parameter_count, plan.stages.modules[-1], stage_parameters(plan), simulate(plan)
 
 
 def test_the_simulation_has_the_layers_on_the_last_stage(corpus, tmp_path):
@@ -105,9 +106,8 @@ def test_the_simulation_has_the_layers_on_the_last_stage(corpus, tmp_path):
         DEGREE.format("pipeline"): 2, DEGREE.format("tensor"): 2, DEGREE.format("expert"): 2,
         "parallelism__pipeline_parallel_schedule": "Interleaved1F1B",
     }  # fmt: skip
-    ((count, modules, text),) = run_ranks(simulated, 1, options(corpus, tmp_path, **COMMON, **axes))
+    ((count, modules, by_rank, text),) = run_ranks(simulated, 1, options(corpus, tmp_path, **COMMON, **axes))
     assert modules[-2:] == ("layers.4", "layers.5")
-    by_rank = [int(found.replace(",", "")) for found in re.findall(r"^ +[01] +([\d,]+) ", text, re.MULTILINE)]
     assert sum(by_rank) == count
     assert by_rank[1] > by_rank[0]
     # The weight of the embedding is gathered once. Rank 0 sends, 4 times for 3 pairs of stages, hidden states and the

@@ -76,9 +76,10 @@ class Job:
     """Validate the configuration, print the run plan and exit without training. --dry-run is a shorthand."""
     dry_run_all: bool = False
     """Print all options in a dry run, not only those that differ from their defaults. --all is a shorthand."""
-    dry_run_device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device type for which a dry run or simulation checks the configuration; auto: cuda if an option requires it, else
-    that of this machine."""
+    dry_run_device: str = "auto"
+    """Device for which a dry run or simulation checks the configuration: cpu, cuda, or a hardware table such as h100 or
+    my_machine.toml, for which it also predicts the step time. auto: cuda if an option requires it, else that of this
+    machine. --device is a shorthand."""
 
 
 @dataclass(frozen=True, kw_only=True)

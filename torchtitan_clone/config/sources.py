@@ -17,7 +17,9 @@ COMMAND_LINE = "command line"
 TABLES: dict[str, dict[str, object]] = {name: get_type_hints(cls) for name, cls in get_type_hints(Config).items()}
 """Type annotation of every option by table and key."""
 
-SHORTHANDS: dict[str, Key] = {"dry-run": ("job", "dry_run"), "all": ("job", "dry_run_all")}
+SHORTHANDS: dict[str, Key] = {
+    "dry-run": ("job", "dry_run"), "all": ("job", "dry_run_all"), "device": ("job", "dry_run_device"),
+}  # fmt: skip
 """Options by the shorthands that the command line accepts for them."""
 
 MAX_FILE_BYTES = 1 << 20

@@ -7,6 +7,7 @@ Legend: B batch rows, T tokens, D model, A auxiliary terms of the model, K depth
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -132,35 +133,66 @@ class TimedAction:
     kind: str
     stage: int
     microbatch: int | None
-    start: int
-    end: int
+    start: float
+    end: float
+
+
+Action = tuple[str, int, int | None]
+"""Kind as in read_schedule_file(), stage and micro-batch."""
+Cost = Callable[[str, int], float]
+"""Returns the time of an action of that kind on that stage."""
+_COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def timed_actions(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> list[TimedAction]:
     """Returns the actions of a pass if all stages take equally long. Raises ConfigError as bubble_fraction()."""
+    return _timed(parallelism, stages=stages, microbatches=microbatches, cost=lambda kind, _stage: _COST[kind], delay=0)
+
+
+def schedule_seconds(parallelism: Parallelism, *, stages: Stages, microbatches: int, cost: Cost, delay: float) -> float:
+    """Returns the time of a pass, whose actions take `cost`, and `delay` to send results to another rank.
+
+    Of many micro-batches it times some: in the middle of a pass all take equally long.
+    """
+
+    def end(count: int) -> float:
+        timed = _timed(parallelism, stages=stages, microbatches=count, cost=cost, delay=delay)
+        return max(action.end for action in timed)
+
     ranks = parallelism.pipeline_parallel_degree
+    few, some = ((len(stages.ranks) // ranks + more) * ranks for more in (1, 2))
+    if microbatches <= some or parallelism.pipeline_parallel_schedule_csv:
+        return end(microbatches)
+    first, second = end(few), end(some)
+    return second + (second - first) / (some - few) * (microbatches - some)
+
+
+def most_in_flight(parallelism: Parallelism, *, stages: Stages, microbatches: int, rank: int) -> int:
+    """Returns the most micro-batches, counted once per stage, whose activations a rank keeps at a time."""
+    many = 4 * len(stages.ranks)
+    count = min(microbatches, many) if parallelism.pipeline_parallel_schedule != "GPipe" else microbatches
+    orders = _orders_of(parallelism, stages=stages, microbatches=count)
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return max(accumulate(change[kind] for kind, _, _ in orders[rank]))
+
+
+def _orders_of(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> dict[int, list[Action]]:
+    return _orders(
+        parallelism.pipeline_parallel_schedule,
+        path=parallelism.pipeline_parallel_schedule_csv,
+        ranks=parallelism.pipeline_parallel_degree,
+        stages=stages.ranks,
+        microbatches=microbatches,
+    )
+
+
+def _timed(
+    parallelism: Parallelism, *, stages: Stages, microbatches: int, cost: Cost, delay: float
+) -> list[TimedAction]:
     path = parallelism.pipeline_parallel_schedule_csv
-    if _has_single_stages(parallelism):
-        is_gpipe = parallelism.pipeline_parallel_schedule == "GPipe"
-        first = [microbatches if is_gpipe else min(microbatches, ranks - rank) for rank in range(ranks)]
-        orders = {rank: _single_order(rank, ahead=first[rank], microbatches=microbatches) for rank in range(ranks)}
-        return _timed(orders, last_stage=ranks - 1)
-    # What a schedule reads of stages to plan its order, without process groups.
-    stand_in = partial(SimpleNamespace, num_stages=len(stages.ranks), group_size=ranks, group_rank=0, submod=None)
     try:
-        planned = cast("list[PipelineStage]", [stand_in(stage_index=stage) for stage in stages.of_rank(0)])
-        schedule = _build_schedule(planned, parallelism=parallelism, microbatches=microbatches, loss=torch.sum)
-        assert isinstance(schedule, PipelineScheduleMulti)
-        orders = {
-            rank: [
-                (one.computation_type.value, one.stage_index, one.microbatch_index)
-                for action in order
-                if action is not None
-                for one in action.sub_actions or [action]
-            ]
-            for rank, order in schedule.pipeline_order.items()
-        }
-        return _timed(orders, last_stage=len(stages.ranks) - 1)
+        orders = _orders_of(parallelism, stages=stages, microbatches=microbatches)
+        return _as_early_as_possible(orders, stages=stages.ranks, cost=cost, delay=delay)
     except (AssertionError, ValueError, RuntimeError) as error:
         if not path:
             raise
@@ -171,46 +203,80 @@ def timed_actions(parallelism: Parallelism, *, stages: Stages, microbatches: int
         ) from None
 
 
-_Action = tuple[str, int, int | None]  # kind as in read_schedule_file(), stage and micro-batch
-_COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+@cache
+def _orders(
+    schedule: str, *, path: str | None, ranks: int, stages: tuple[int, ...], microbatches: int
+) -> dict[int, list[Action]]:
+    """Returns the actions of each rank, in order; `stages` has the rank of each stage."""
+    if not path and SCHEDULES[schedule].stages_per_rank == 1:
+        first = [microbatches if schedule == "GPipe" else min(microbatches, ranks - rank) for rank in range(ranks)]
+        return {rank: _single_order(rank, ahead=first[rank], microbatches=microbatches) for rank in range(ranks)}
+    # What a schedule reads of stages to plan its order, without process groups.
+    stand_in = partial(SimpleNamespace, num_stages=len(stages), group_size=ranks, group_rank=0, submod=None)
+    own = [stand_in(stage_index=stage) for stage, rank in enumerate(stages) if rank == 0]
+    options = Parallelism(
+        pipeline_parallel_degree=ranks,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_schedule_csv=path,
+    )
+    planned = _build_schedule(
+        cast("list[PipelineStage]", own), parallelism=options, microbatches=microbatches, loss=torch.sum
+    )
+    assert isinstance(planned, PipelineScheduleMulti)
+    return {
+        rank: [
+            (one.computation_type.value, one.stage_index, one.microbatch_index)
+            for action in order
+            if action is not None
+            for one in action.sub_actions or [action]
+        ]
+        for rank, order in planned.pipeline_order.items()
+    }
 
 
-def _single_order(rank: int, *, ahead: int, microbatches: int) -> list[_Action]:
+def _single_order(rank: int, *, ahead: int, microbatches: int) -> list[Action]:
     """Returns the actions of a rank with one stage, which runs `ahead` forwards before its first backward."""
-    order: list[_Action] = [("F", rank, index) for index in range(ahead)]
+    order: list[Action] = [("F", rank, index) for index in range(ahead)]
     for index in range(microbatches):
         order.append(("B", rank, index))
         order += [("F", rank, index + ahead)] if index + ahead < microbatches else []
     return order
 
 
-def _timed(orders: Mapping[int, list[_Action]], *, last_stage: int) -> list[TimedAction]:
-    """Returns the actions of each rank, whose order is used up, as early as their inputs are there."""
+def _as_early_as_possible(
+    orders: Mapping[int, list[Action]], *, stages: Sequence[int], cost: Cost, delay: float
+) -> list[TimedAction]:
+    """Returns the actions of each rank as early as their inputs are there."""
     timed: list[TimedAction] = []
-    ends: dict[_Action, int] = {}
-    clock = dict.fromkeys(orders, 0)
-    while any(orders.values()):
+    ends: dict[Action, float] = {}
+    clock: dict[int, float] = dict.fromkeys(orders, 0)
+    left = {rank: iter(order) for rank, order in orders.items()}
+    heads = {rank: next(actions, None) for rank, actions in left.items()}
+    while any(heads.values()):
         done = len(ends)
-        for rank, order in orders.items():
-            while order and (start := _start(order[0], ends=ends, last_stage=last_stage)) is not None:
-                kind, stage, microbatch = order.pop(0)
+        for rank, actions in left.items():
+            while (head := heads[rank]) and (start := _start(head, ends=ends, stages=stages, delay=delay)) is not None:
+                kind, stage, microbatch = head
                 begin = max(clock[rank], start)
-                clock[rank] = begin + _COST[kind]
-                action = TimedAction(
-                    rank=rank, kind=kind, stage=stage, microbatch=microbatch, start=begin, end=clock[rank]
+                clock[rank] = begin + cost(kind, stage)
+                timed.append(
+                    TimedAction(rank=rank, kind=kind, stage=stage, microbatch=microbatch, start=begin, end=clock[rank])
                 )
-                timed.append(action)
                 # After either kind of backward the previous stage has its gradients.
                 ends["I" if kind == "B" else kind, stage, microbatch] = clock[rank]
+                heads[rank] = next(actions, None)
         assert len(ends) > done, "torch plans no order in which ranks wait for one another"
     return timed
 
 
-def _start(action: _Action, *, ends: Mapping[_Action, int], last_stage: int) -> int | None:
+def _start(action: Action, *, ends: Mapping[Action, float], stages: Sequence[int], delay: float) -> float | None:
     """Returns the earliest time at which an action has its inputs; None where that is not known yet."""
     kind, stage, microbatch = action
-    if kind == "F":
-        return ends.get(("F", stage - 1, microbatch)) if stage else 0
     if kind == "W":
         return ends.get(("I", stage, microbatch))
-    return ends.get(("I", stage + 1, microbatch) if stage < last_stage else ("F", stage, microbatch))
+    step = -1 if kind == "F" else 1
+    before = stage + step
+    if not 0 <= before < len(stages):
+        return 0 if kind == "F" else ends.get(("F", stage, microbatch))
+    end = ends.get((kind if kind == "F" else "I", before, microbatch))
+    return None if end is None else end + delay * (stages[before] != stages[stage])

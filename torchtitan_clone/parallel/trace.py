@@ -167,7 +167,7 @@ class CollectiveTrace(TorchDispatchMode):
         return result
 
     def _count(self, func: Operator, args: tuple, result: object, *, collective: str) -> None:
-        implicit = _called_from("redistribute_local_args")
+        implicit = called_from("redistribute_local_args")
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
@@ -224,7 +224,7 @@ class CollectiveTrace(TorchDispatchMode):
         of_fsdp = [axis for axis in axes if axis in ("dp_replicate", "fsdp")]
         if of_fsdp and self._fsdp_modules() is not None:
             return of_fsdp[-1]
-        is_of_all_ranks = any(map(_called_from, ("clip_gradients", "sum_over_ranks")))
+        is_of_all_ranks = any(map(called_from, ("clip_gradients", "sum_over_ranks")))
         return "world" if is_of_all_ranks and "world" in axes else axes[-1]
 
     def _fsdp_modules(self) -> str | None:
@@ -281,7 +281,8 @@ def _is_waited_for(func: Operator, args: tuple) -> bool | None:
     return torch.cuda.current_stream() == torch.cuda.default_stream() if torch.cuda.is_initialized() else None
 
 
-def _called_from(function: str) -> bool:
+def called_from(function: str) -> bool:
+    """Whether a function of this name runs on this thread's stack."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != function:
         frame = frame.f_back

@@ -15,6 +15,10 @@ MAX_DESCRIBED_RANKS = 4096
 """A mesh of more takes torch minutes, even simulated."""
 
 
+DEVICE_TYPES = ("auto", "cpu", "cuda")
+"""Values of job.dry_run_device that name no hardware table."""
+
+
 def simulated_device_type(config: Config, *, present: str) -> str:
     """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it."""
     if config.job.dry_run_device != "auto":
@@ -41,15 +45,19 @@ def _describe_parameters(plan: RunPlan, *, unit: str = "") -> str:
     return f"{total:,}{unit}" + (f", of which {active:,} process each token" if active < total else "")
 
 
-def describe_run(plan: RunPlan) -> str:
-    """Returns the resolved configuration, the mesh, the sizes and, for several ranks, the layout of the weights."""
+def describe_run(plan: RunPlan, *, device_type: str) -> str:
+    """Returns the resolved configuration, the mesh, the sizes and, for several ranks, the layout of the weights.
+
+    Of a simulated run also the memory of each pipeline rank on this type of device, and the collectives of a step.
+    """
     text = summary(plan)
     simulated = plan.config.comm.mode == "fake_backend"
     if plan.world_size > 1 or simulated:
         from torchtitan_clone.run.simulate import describe_layouts, simulate
+        from torchtitan_clone.run.step_memory import memory_table
 
         text += describe_layouts(plan) if 1 < plan.world_size <= MAX_DESCRIBED_RANKS else ""
-        text += f"\n{simulate(plan)}" if simulated else ""
+        text += f"\n{memory_table(plan, device_type=device_type)}\n\n{simulate(plan)}" if simulated else ""
     return text
 
 

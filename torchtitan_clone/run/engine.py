@@ -39,7 +39,15 @@ class StepTotals:
 class Engine:
     """Trains the model parts of this rank in one phase of a run."""
 
-    def __init__(self, plan: RunPlan, *, mesh: Mesh, model_parts: list[Decoder], device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        mesh: Mesh,
+        model_parts: list[Decoder],
+        device: torch.device,
+        loss_fn: LossFn | None = None,
+    ) -> None:
         config = plan.config
         self.plan = plan
         self.mesh = mesh
@@ -49,7 +57,12 @@ class Engine:
         self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
         self.source_sums = _build_source_sums(plan, device=device)
         self.forward_backward = build_plan_forward_backward(
-            model_parts, plan=plan, mesh=mesh, device=device, source_sums=self.source_sums if plan.mixture else None
+            model_parts,
+            plan=plan,
+            mesh=mesh,
+            device=device,
+            source_sums=self.source_sums if plan.mixture else None,
+            loss_fn=loss_fn,
         )
         self._loads = _build_loads(plan, model_parts=model_parts)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)

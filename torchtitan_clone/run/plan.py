@@ -163,6 +163,14 @@ def build_plan(
     )
 
 
+def plan_on_mesh(plan: RunPlan, *, config: Config, world_size: int, layer_costs: list[int]) -> RunPlan:
+    """Returns the plan of the same model with other degrees and batches, quickly; nothing is checked."""
+    stages = _stages(config, spec=plan.spec, model_args=plan.model_args, layer_costs=layer_costs)
+    rows = config.training.global_batch_size
+    degrees = resolved_degrees(config.parallelism, world_size)
+    return replace(plan, config=config, degrees=degrees, stages=stages, pipeline_summary="", global_batch_size=rows)
+
+
 def plan_after(progress: Progress, *, first: RunPlan) -> RunPlan:
     """Returns the plan of the step after a progress, whose position in the data the loader checks."""
     samples = progress.data.get("samples")
@@ -172,10 +180,18 @@ def plan_after(progress: Progress, *, first: RunPlan) -> RunPlan:
     return first.at_step(progress.step + 1, batch=timeline.unskipped(timeline.batch_at(samples)))
 
 
-def _stages(config: Config, *, spec: ModelSpec, model_args: ModelArgs, frozen_layers: int = 0) -> Stages:
+def _stages(
+    config: Config,
+    *,
+    spec: ModelSpec,
+    model_args: ModelArgs,
+    frozen_layers: int = 0,
+    layer_costs: list[int] | None = None,
+) -> Stages:
     pipelined = config.parallelism.pipeline_parallel_degree > 1  # costs take the time of building the model
-    costs = spec.layer_costs(model_args, seq_len=config.training.seq_len) if pipelined else None
+    costs = (layer_costs or spec.layer_costs(model_args, seq_len=config.training.seq_len)) if pipelined else None
     sizes = {"n_layers": model_args.n_layers, "frozen_layers": frozen_layers}
+    costs = costs and costs[: model_args.n_layers]
     stages = resolved_stages(config.parallelism, layer_costs=costs, **sizes)
     # The layers of multi-token prediction need the final hidden states.
     after = [f"layers.{model_args.n_layers + depth}" for depth in range(model_args.mtp_depth)]

@@ -29,17 +29,21 @@ CPU = torch.device("cpu")
 
 
 def simulate(plan: RunPlan) -> str:
-    """Returns a table of the memory of every pipeline rank, and one of the collectives of rank 0 in one step."""
+    """Returns a table of the collectives of rank 0 in one step."""
+    plan = simulated(plan)
+    batch_size = plan.config.training.local_batch_size
+    with fake_ranks(plan) as mesh:
+        trace = _trace(plan, mesh)
+    return f"collectives of rank 0 in one forward and backward of {batch_size} sequences\n{trace.table()}\n"
+
+
+def simulated(plan: RunPlan, *, all_rows: bool = False) -> RunPlan:
+    """Returns the plan as it is simulated: eager, of a pipeline as few micro-batches as show what it does."""
     # Compiled or not, a step communicates the same; tracing needs the operators one by one.
     eager = replace(plan.config, compile=replace(plan.config.compile, enable=False))
-    batch_size = _simulated_batch_size(eager, stages=len(plan.stages.ranks))
-    plan = replace(plan, config=replace(eager, training=replace(eager.training, local_batch_size=batch_size)))
-    with _fake_ranks(plan) as mesh:
-        trace = _trace(plan, mesh)
-    return (
-        f"{_memory_table(plan)}\n\n"
-        f"collectives of rank 0 in one forward and backward of {batch_size} sequences\n{trace.table()}\n"
-    )
+    training = eager.training
+    batch_size = training.local_batch_size if all_rows else _simulated_batch_size(eager, stages=len(plan.stages.ranks))
+    return replace(plan, config=replace(eager, training=replace(training, local_batch_size=batch_size)))
 
 
 def _simulated_batch_size(config: Config, *, stages: int) -> int:
@@ -55,7 +59,7 @@ def describe_layouts(plan: RunPlan) -> str:
     # Which needs a package that this machine may lack, and leaves weights as they are.
     plan = replace(plan, config=replace(plan.config, model=replace(plan.config.model, converters=[])))
     layouts: dict[str, dict[str, str]] = {}
-    with _fake_ranks(plan) as mesh:
+    with fake_ranks(plan) as mesh:
         for name, weight in named_parameters(parallelize_model_parts(plan, mesh=mesh)).items():
             example = f"{[*weight.shape]} -> {[*local_shard(weight).shape]}"
             layouts.setdefault(_describe_layout(weight), {}).setdefault(re.sub(r"\.\d+\.", ".*.", name), example)
@@ -82,11 +86,11 @@ def _describe_layout(weight: Tensor) -> str:
 
 
 @contextmanager
-def _fake_ranks(plan: RunPlan) -> Iterator[Mesh]:
-    """Yields the mesh as rank 0 sees it, without any peer."""
+def fake_ranks(plan: RunPlan, *, rank: int = 0) -> Iterator[Mesh]:
+    """Yields the mesh as one rank sees it, without any peer."""
     # torch would warn that one rank uses only part of its communicators.
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
-    init_fake_process_group(world_size=plan.world_size)
+    init_fake_process_group(rank=rank, world_size=plan.world_size)
     try:
         yield build_plan_mesh(plan, device_type="cpu")
     finally:
@@ -102,11 +106,11 @@ def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
             part.init_buffers(CPU)
             name_fsdp_modules(part)
         step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=CPU)
-        step([_fake_batch(plan)], num_targets=training.local_batch_size * training.seq_len)
+        step([fake_batch(plan)], num_targets=training.local_batch_size * training.seq_len)
     return trace
 
 
-def _fake_batch(plan: RunPlan) -> Batch:
+def fake_batch(plan: RunPlan) -> Batch:
     training = plan.config.training
     documents_BT = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int32)
     tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // plan.degrees.cp, dtype=torch.int64)
@@ -119,18 +123,3 @@ def _fake_batch(plan: RunPlan) -> Batch:
         num_targets=tokens_BT.numel(),
         mtp_targets_BKT=torch.stack([tokens_BT] * depth, dim=1) if depth else None,
     )
-
-
-def _memory_table(plan: RunPlan) -> str:
-    """Returns what each rank keeps during the whole run; activations and gathered weights come on top."""
-    training = plan.config.training
-    ranks = plan.degrees.dp_shard * plan.degrees.cp * plan.degrees.tp
-    bytes_each = getattr(torch, training.dtype).itemsize
-    lines = [f"{'pipeline rank':>14}{'parameters':>18}{'weights GiB':>13}{'gradients':>11}{'Adam state':>12}{'sum':>8}"]
-    for rank in range(plan.degrees.pp):
-        modules = tuple(f"{name}." for stage in plan.stages.of_rank(rank) for name in plan.stages.modules[stage])
-        parameters = sum(p.numel() for name, p in plan.parameters.items() if name.startswith(modules))
-        weights = parameters / ranks * bytes_each / 2**30
-        numbers = f"{weights:13.2f}{weights:11.2f}{2 * weights:12.2f}{4 * weights:8.2f}"
-        lines.append(f"{rank:14}{parameters:18,}{numbers}")
-    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""Compares the predicted memory of a step with that of real runs: on CPU the growth of max RSS, on CUDA what is reserved.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --device=cuda
+
+Each configuration runs in processes of its own. The growth of max RSS is from after the imports and the start of the
+process group to the end of two steps; that of the rank with most is compared. On CPU there is no caching allocator:
+predicted are the live tensors of the fullest rank. What is freed goes back to the kernel, as MALLOC_MMAP_THRESHOLD_ is
+set to 64 KiB; with what run_train.sh sets, which keeps freed memory, fragments of the heap come on top.
+"""
+
+import argparse
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+import torch
+
+from benchmarks.turns import processor_name
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import build_engine
+from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.simulate import fake_batch
+from torchtitan_clone.run.step_memory import predict_step_memory
+from torchtitan_clone.testing.harness import run_ranks
+
+STEPS = 2
+NONE = {"activation_checkpoint.mode": "none"}
+FULL = {"activation_checkpoint.mode": "full"}
+PER_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+FP32 = {"training.mixed_precision_param": "float32"}
+BF16 = {"training.mixed_precision_param": "bfloat16"}
+Options = Mapping[str, object]
+CPU_RUNS: dict[str, tuple[int, Options]] = {
+    "fp32, none": (1, {**FP32, **NONE}),
+    "bf16, selective per operation": (1, {**BF16, **PER_OP}),
+    "fp32, full": (1, {**FP32, **FULL}),
+    "fp32, selective, shard 2": (2, {**FP32, **PER_OP}),
+    "fp32, none, tensor 2": (2, {**FP32, **NONE, "parallelism.tensor_parallel_degree": 2}),
+    "fp32, none, pipeline 2": (2, {**FP32, **NONE, "parallelism.pipeline_parallel_degree": 2}),
+}
+CPU_SIZES = {
+    "model.args.dim": 512, "model.args.n_layers": 8, "model.args.n_heads": 8, "training.local_batch_size": 4,
+    "training.seq_len": 512,
+}  # fmt: skip
+GPU_RUNS: dict[str, tuple[int, Options]] = {
+    f"{family}, {mode}": (1, {"model.name": family, **BF16, **recomputation})
+    for family in ("llama3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    for mode, recomputation in (("none", NONE), ("selective per operation", PER_OP), ("full", FULL))
+}
+GPU_SIZES = {"training.local_batch_size": 64, "training.seq_len": 2048, "debug.moe_force_load_balance": "true"}
+
+
+def plan_of(options: Options, *, world_size: int, device_type: str) -> RunPlan:
+    """Returns the plan of a run."""
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    return preflight.resolve(load_config(argv), world_size=world_size, device_type=device_type)
+
+
+def run_steps(options: Options, device_type: str) -> int:
+    """Returns the bytes by which max RSS grows on this rank, or on CUDA those that torch reserves."""
+    launch, device = Launch.from_environment(), torch.device(device_type)
+    plan = plan_of(options, world_size=launch.world_size, device_type=device_type)
+    training = plan.config.training
+    with process_group(plan.config.comm, launch=launch, device=device):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        engine = build_engine(plan, device=device)
+        for step in range(1, STEPS + 1):
+            engine.begin_step(step)
+            batch = fake_batch(plan).to(device)
+            engine.forward_backward([batch], num_targets=training.local_batch_size * training.seq_len)
+            engine.clip_gradients()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        if device_type == "cuda":
+            return torch.cuda.max_memory_reserved()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - pages * resource.getpagesize()
+
+
+def main() -> int:
+    """Prints a row for each configuration, and how many are within 10 %."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", default="", help="configurations with this text in their name")
+    parser.add_argument("--layers", type=int, default=8)
+    choices = parser.parse_args()
+    runs, sizes = (CPU_RUNS, CPU_SIZES) if choices.device == "cpu" else (GPU_RUNS, GPU_SIZES)
+    if choices.device == "cpu":
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))
+    print(f"{processor_name()}, torch {torch.__version__}" if choices.device == "cpu" else torch.cuda.get_device_name())
+    print(f"{'configuration':34}{'measured MiB':>14}{'predicted MiB':>15}{'error':>8}")
+    errors = []
+    for name, (world_size, options) in runs.items():
+        if choices.only not in name:
+            continue
+        options = {**sizes, **options, "model.args.n_layers": choices.layers}
+        measured = max(run_ranks(run_steps, world_size, options, choices.device, timeout=300))
+        plan = plan_of(options, world_size=world_size, device_type=choices.device)
+        predicted = max(memory.total for memory in predict_step_memory(plan, device_type=choices.device))
+        errors.append(abs(predicted / measured - 1))
+        print(
+            f"{name:34}{measured / 2**20:14,.0f}{predicted / 2**20:15,.0f}{predicted / measured - 1:+8.1%}", flush=True
+        )
+    print(f"within 10 %: {sum(error <= 0.1 for error in errors)} of {len(errors)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Compares predicted with measured step times of the debug model on this machine's CPU, on 1, 2 and 4 ranks.
+
+    python benchmarks/planner_cpu.py
+    python benchmarks/planner_cpu.py --steps=20 --ranks=1 --ranks=2 -- --training.seq_len=1024
+
+Measures the machine first, then trains on each number of ranks, which share the processor. Times are those of the
+fastest step, which other processes disturb least. Nothing else should run. Arguments after `--` are options of all.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.turns import processor_name
+from torchtitan_clone.config import load_config
+from torchtitan_clone.planner.hardware import Hardware
+from torchtitan_clone.planner.measure import measure_hardware, measure_links, threads
+from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.run import preflight
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import make_corpus
+from torchtitan_clone.testing.trainers import open_trainer
+
+WARM_UP_STEPS = 2
+CASES = {
+    1: {"alone": {}},
+    2: {
+        "shard": {},
+        "tensor": {"parallelism.tensor_parallel_degree": 2},
+        "context": {"parallelism.context_parallel_degree": 2},
+        "pipeline": {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 8},
+    },
+    4: {"shard": {}, "shard, tensor": {"parallelism.tensor_parallel_degree": 2}},
+}
+"""Options by number of ranks and name."""
+
+
+def links() -> tuple[float, float]:
+    dist.init_process_group("gloo")
+    return measure_links()
+
+
+def fastest_step(argv: list[str], steps: int) -> float:
+    """Returns the seconds of a rank's fastest step."""
+    torch.set_num_threads(max(1, threads() // dist_world_size()))
+    with open_trainer(argv) as trainer:
+        found = []
+        for number in range(1, WARM_UP_STEPS + steps + 1):
+            start = time.perf_counter()
+            trainer.train_step(number)
+            found.append(time.perf_counter() - start)
+    return min(found[WARM_UP_STEPS:])
+
+
+def dist_world_size() -> int:
+    """Returns the number of ranks, before there is a process group."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> str:
+    """Returns seconds of a step and the shares of its parts."""
+    plan = preflight.resolve(load_config(argv), world_size=ranks, device_type="cpu")
+    step = predict_step_time(plan, hardware=hardware)
+    parts = ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in step.parts.items())
+    return f"{step.seconds:.3f} {parts}"
+
+
+def main(words: list[str]) -> int:
+    """Measures, trains and prints a table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run that count")
+    parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
+    split = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:split])
+    logging.disable()
+    torch.set_num_threads(threads())
+    hardware = measure_hardware(torch.device("cpu"), name=processor_name(), links=run_ranks(links, 2)[0])
+    print(hardware)
+    print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = make_corpus(Path(folder) / "data" / "corpus")
+        common = [
+            f"--job.dump_folder={folder}", f"--training.dataset_path={corpus}", f"--data.cache_folder={folder}/cache",
+            "--training.seq_len=512", "--training.local_batch_size=4", "--checkpoint.enable=false",
+            "--lr_scheduler.warmup_steps=1", f"--training.steps={arguments.steps + WARM_UP_STEPS}",
+            "--activation_checkpoint.mode=none", *words[split + 1 :],
+        ]  # fmt: skip
+        for ranks in arguments.ranks or CASES:
+            for name, options in CASES[ranks].items():
+                argv = [*common, *(f"--{key}={value}" for key, value in options.items())]
+                argv.append(f"--job.run_name={ranks}-{name.replace(', ', '-')}")
+                measured = max(run_ranks(fastest_step, ranks, argv, arguments.steps, timeout=600))
+                seconds, _, parts = predicted(argv, ranks=ranks, hardware=hardware).partition(" ")
+                error = float(seconds) / measured - 1
+                print(f"{ranks:5}  {name:16}{measured:11.3f}{float(seconds):12.3f}{error:+8.1%}  {parts}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

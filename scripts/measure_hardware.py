@@ -1,0 +1,55 @@
+"""Measures this machine and writes a hardware table for scripts/plan.py, in about ten seconds.
+
+    python scripts/measure_hardware.py my_machine.toml
+    python scripts/measure_hardware.py my_machine.toml --ranks=4
+
+Measures products of several sizes, attention, elementwise operations, memory and, between `--ranks` processes (0:
+not), collectives. Nothing else should run meanwhile. On GPUs the network between nodes counts as the links within one:
+edit network_us and network_gbps if they differ.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.planner.measure import measure_hardware, measure_links, threads, to_toml
+from torchtitan_clone.testing.harness import run_ranks
+
+
+def links(backend: str) -> tuple[float, float]:
+    """Runs on every rank: measures the links between all."""
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    return measure_links()
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measures and writes the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, help="file to write")
+    parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
+    args = parser.parse_args(words)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    torch.set_num_threads(threads())
+    found = (0.0, 1.0)
+    if args.ranks > 1:
+        backend = "nccl" if has_gpu else "gloo"
+        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
+        found = run_ranks(links, args.ranks, backend, env=env)[0]
+    name = torch.cuda.get_device_name() if has_gpu else f"{threads()} processors of this machine"
+    text = to_toml(measure_hardware(device, name=name, links=found))
+    args.table.write_text(text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The estimate of the search agrees with the simulation of a step."""
+
+import pytest
+
+from tests.planner.test_time_model import FULL, NONE, PER_OPERATION, degree, plan_of
+from torchtitan_clone.planner.memory_estimate import estimate_memory
+from torchtitan_clone.run.step_memory import predict_step_memory
+
+LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 4096, "training.document_masking": "false"}
+PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
+CASES = {
+    "full": (8, FULL),
+    "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
+    "per operation": (8, PER_OPERATION),
+    "pipeline, full": (8, FULL | PIPELINE),
+    "pipeline, none": (8, NONE | PIPELINE),
+}
+SLOW = list(CASES)[1:]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_estimate_is_within_a_tenth_of_the_simulation(case):
+    world_size, options = CASES[case]
+    plan = plan_of(world_size, **LLAMA, **{"training.local_batch_size": 2} | options)
+    simulated = predict_step_memory(plan, device_type="cpu")[0]
+    assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)

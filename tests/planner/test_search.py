@@ -1,0 +1,76 @@
+"""scripts/plan.py finds meshes that fit, prints TOML that a run accepts, and says what is wrong with its options.
+
+Tests planner/search.py.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.planner.hardware import read_hardware
+from torchtitan_clone.planner.search import Job, describe_plans, search
+from torchtitan_clone.run import preflight
+
+ROOT = Path(__file__).parents[2]
+DEBUG = f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}"
+
+
+def planned(*words, gpus=8, tokens=2**17, count=3):
+    return describe_plans([DEBUG, *words], gpus=gpus, hardware=read_hardware("h100"), tokens=tokens, count=count)
+
+
+def test_the_lines_of_each_mesh_are_those_of_a_valid_run(tmp_path):
+    text = planned("--model.flavor=8B", "--model.args.n_layers=4", "--training.seq_len=8192", tokens=2**18)
+    speeds = [int(number.replace(",", "")) for number in re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ +([\d,]+) ", text, re.M)]
+    assert len(speeds) == 3
+    assert speeds == sorted(speeds, reverse=True)
+    for block in text.split("\n# ")[1:]:
+        file = tmp_path / "mesh.toml"
+        file.write_text(
+            '[model]\nflavor = "8B"\n' + block.partition("\n")[2].replace("[training]", "[training]\nseq_len = 8192")
+        )
+        assert tomli.loads(file.read_text())["training"]["global_batch_size"] == 2**18 // 8192
+        plan = preflight.resolve(load_config([f"--job.config_file={file}"]), world_size=8, device_type="cuda")
+        assert plan.tokens_per_step == 2**18
+
+
+def searched(*, gpus, rows):
+    options = ["--model.flavor=30B-A3B", "--model.args.n_layers=4", "--training.seq_len=4096"]
+    config = load_config(["--model.name=qwen3_moe", "--training.local_batch_size=1", *options])
+    plan = preflight.resolve(config, world_size=1, device_type="cuda")
+    job = Job(gpus=gpus, hardware=read_hardware("h200"), tokens_per_step=rows * 4096, run_tokens=10**12)
+    return search(plan, job=job, count=60)
+
+
+def test_experts_are_placed_on_several_ranks():
+    best = searched(gpus=8, rows=8).best
+    assert any(each.plan.degrees.ep > 1 for each in best)
+    assert all(each.time.parts["ep"] > 0 for each in best if each.plan.degrees.ep > 1)
+
+
+@pytest.mark.slow
+def test_16384_devices_are_searched_too():
+    best = searched(gpus=16384, rows=16384).best
+    assert len(best) == 60
+    assert all(each.plan.world_size == 16384 for each in best)
+
+
+def test_what_is_wrong_is_one_clear_line():
+    with pytest.raises(ConfigError, match=r"1,000 tokens a step: must be a multiple of training.seq_len 512"):
+        planned(tokens=1000)
+    with pytest.raises(ConfigError, match=r"no mesh of 7 devices divides the model and 3 sequences a step"):
+        planned(gpus=7, tokens=3 * 512)
+    with pytest.raises(
+        ConfigError, match=r"no mesh of 8 x NVIDIA H100 .* comes closest, and needs [\d,.]+ GiB, mostly st"
+    ):
+        planned("--model.flavor=405B", "--model.args.n_layers=20", "--training.seq_len=8192")
+    command = [sys.executable, ROOT / "scripts" / "plan.py", DEBUG[19:], "--gpus=8", "--hardware=h99"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith('error: hardware "h99": unknown; name one of a100, b200')
+    assert len(done.stderr.splitlines()) == 1

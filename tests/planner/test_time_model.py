@@ -1,0 +1,109 @@
+"""The time model counts the bytes that a step moves, and behaves as hardware does; docs/planner.md has its errors.
+
+Tests planner/hardware.py and planner/work.py too.
+"""
+
+import re
+from collections import Counter
+
+import pytest
+
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.planner.hardware import known_hardware, read_hardware
+from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.simulate import simulate
+
+NONE = {"activation_checkpoint.mode": "none"}
+FULL = {"activation_checkpoint.mode": "full"}
+PER_OPERATION = {"activation_checkpoint.selective_ac_option": "op"}
+
+
+def plan_of(world_size, **options):
+    small = {"model.args.n_layers": 2, "training.seq_len": 256, "training.local_batch_size": 2}
+    words = {**small, "training.mixed_precision_param": "bfloat16", **options}
+    argv = [
+        f"--{key.replace('__', '.')}={str(value).lower() if value is True else value}" for key, value in words.items()
+    ]
+    return preflight.resolve(load_config(argv), world_size=world_size, device_type="cuda")
+
+
+def degree(**degrees):
+    return {f"parallelism.{name}_parallel_degree": size for name, size in degrees.items()}
+
+
+def traced_bytes(plan):
+    """Returns the MiB of each axis and collective of a simulated pass, of the layers alone."""
+    found = Counter()
+    for line in simulate(plan).splitlines():
+        if match := re.match(r"(\w+) +(\w+) +(layers\S*).* ([\d,.]+)$", line):
+            found[match[1], match[2]] += float(match[4].replace(",", ""))
+    # Gradients of norm weights; a ring receives what it sends.
+    return {key: size for key, size in found.items() if key[1] not in ("all_reduce", "recv")}
+
+
+def predicted_bytes(plan):
+    """Returns the same by the time model, of the layers of the first stage."""
+    shape, work, found = shape_of(plan), model_work(plan), Counter()
+    reduced = 4
+    for name in plan.stages.modules[0]:
+        if not name.startswith("layers."):
+            continue
+        layer = work.layers[int(name[7:])]
+        microbatches = 2 if plan.degrees.pp > 1 else 1
+        for transfer in layer_transfers(layer, shape=shape):
+            calls = transfer.forward + transfer.again + transfer.backward
+            found[transfer.axis, transfer.collective] += microbatches * calls * transfer.size
+        for group in sharded_groups(layer, degrees=plan.degrees):
+            found[group.axis, "all_gather"] += group.elements * shape.itemsize * (2 if plan.degrees.pp == 1 else 1)
+            found[group.axis, "reduce_scatter"] += group.elements * reduced
+    return {key: size / 2**20 for key, size in found.items()}
+
+
+MOE = {"model.name": "qwen3_moe"}
+RING, ALL_TO_ALL = ({"parallelism.context_parallel_rotate_method": name} for name in ("ring", "alltoall"))
+CASES = {
+    "shard, tensor, context": (8, NONE | degree(tensor=2, context=2)),
+    "tensor, context, full recomputation": (8, FULL | degree(tensor=2, context=2)),
+    "tensor, ring, recomputation per operation": (8, PER_OPERATION | degree(tensor=2, context=2) | RING),
+    "context alltoall": (4, NONE | degree(context=2) | ALL_TO_ALL),
+    "pipeline": (4, NONE | degree(pipeline=2)),
+    "experts, latent attention": (8, FULL | {"model.name": "deepseek_v3"} | degree(tensor=2, expert=4)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_of_each_axis_equal_those_of_a_simulated_step(case):
+    world_size, options = CASES[case]
+    plan = plan_of(world_size, **options)
+    traced, predicted = traced_bytes(plan), predicted_bytes(plan)
+    assert {axis for axis, _ in traced} >= {"fsdp"}
+    assert predicted == pytest.approx(traced, rel=0.01, abs=0.03)
+
+
+def test_hardware_of_an_unknown_name_names_the_known_ones(tmp_path):
+    with pytest.raises(ConfigError, match=r'hardware "h1000": unknown; name one of a100, b200, .*mi300x'):
+        read_hardware("h1000")
+    (tmp_path / "mine.toml").write_text("memory_gib = 8\nproducts = [[512, 0.1], [256, 0.2]]\n")
+    with pytest.raises(ConfigError, match="increasing sizes"):
+        read_hardware(str(tmp_path / "mine.toml"))
+    assert all(read_hardware(name).sources for name in known_hardware())
+
+
+def test_limits_of_an_8b_model_move_with_the_mesh():
+    """FSDP is hidden within a node, tensor parallelism is not, and a pipeline waits as long as its schedule says."""
+    h100 = read_hardware("h100")
+    options = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 8192, "training.local_batch_size": 1}
+    shard = predict_step_time(plan_of(8, **options), hardware=h100)
+    tensor = predict_step_time(plan_of(8, **options | degree(tensor=8)), hardware=h100)
+    wide = predict_step_time(plan_of(4096, **options), hardware=h100)
+    assert shard.parts["fsdp"] < 0.1 * shard.seconds
+    assert 0.05 * tensor.seconds < tensor.parts["tp"] < tensor.seconds
+    assert shard.tokens_per_second > tensor.tokens_per_second
+    assert wide.parts["fsdp"] > 2 * shard.parts["fsdp"]
+    pipelined = options | {"training.local_batch_size": 8} | degree(pipeline=4)
+    pipeline = predict_step_time(plan_of(4, **pipelined), hardware=h100)
+    # The last stage also has the output: its rank is the busiest, and the others wait for it.
+    assert 0.15 < pipeline.parts["bubble"] / pipeline.seconds < 3 / (8 + 3)
+    assert 0.3 < shard.mfu < 0.5

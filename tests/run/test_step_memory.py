@@ -1,0 +1,122 @@
+"""The predicted memory of a step: step_memory.py, memory_trace.py, stretched_trace.py and cuda_allocator.py."""
+
+import pytest
+import torch
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.cuda_allocator import MIB, CachingAllocator
+from torchtitan_clone.run.memory_trace import MemoryTrace
+from torchtitan_clone.run.step_memory import predict_step_memory, simulate_steps, trace_steps
+from torchtitan_clone.torch_compat import fake_tensors
+
+SIZES = {"model.args.n_layers": 9, "training.seq_len": 64, "training.local_batch_size": 2}
+FULL = {"activation_checkpoint.mode": "full"}
+
+
+def plan_of(world_size=1, **options):
+    argv = [f"--{key}={value}" for key, value in (SIZES | options).items()]
+    return preflight.resolve(load_config(argv), world_size=world_size, device_type="cpu")
+
+
+def predicted(world_size=1, device_type="cpu", **options):
+    return predict_step_memory(plan_of(world_size, **options), device_type=device_type, expandable=False)
+
+
+def test_allocations_are_traced_until_they_end():
+    with fake_tensors(), MemoryTrace() as trace:
+        x = torch.empty(1000, dtype=torch.float32)
+        y = x.view(10, 100) + 1
+        del x
+        with torch.cpu.stream(torch.cpu.Stream()):
+            z = y.sum(dim=0, dtype=torch.float64)
+        y.untyped_storage().resize_(0)
+        trace.enter("optimizer")
+        y.untyped_storage().resize_(4000)
+        torch.empty(5, device="meta")
+        del y, z
+    found = [(event.block, event.size, event.stream, event.part) for event in trace.events]
+    assert found == [
+        (0, 4000, 0, "weights"), (1, 4000, 0, "weights"), (0, 0, 0, "weights"), (2, 800, 1, "weights"),
+        (1, 0, 0, "weights"), (3, 4000, 0, "optimizer"), (3, 0, 0, "optimizer"), (2, 0, 1, "weights"),
+    ]  # fmt: skip
+
+
+def test_segments_are_reserved_and_split():
+    allocator = CachingAllocator()
+    small = allocator.allocate(1000, stream=0)
+    assert (allocator.allocated, allocator.reserved) == (1024, 2 * MIB)
+    large = allocator.allocate(30 * MIB + 1, stream=0)
+    assert allocator.reserved == (2 + 32) * MIB
+    allocator.free(large)
+    parts = [allocator.allocate(11 * MIB, stream=0) for _ in range(2)]  # of the 32 MiB
+    assert allocator.reserved == (2 + 32) * MIB
+    allocator.allocate(11 * MIB, stream=0)  # 10 MiB are left
+    assert allocator.reserved == (2 + 32 + 12) * MIB
+    for part in (*parts, small):
+        allocator.free(part)
+    allocator.allocate(32 * MIB, stream=0)  # the parts are one block again
+    assert allocator.reserved == (2 + 32 + 12) * MIB
+    allocator.allocate(2 * MIB, stream=1)  # a segment of 20 MiB; streams share none
+    assert allocator.reserved == (2 + 32 + 12 + 20) * MIB
+    assert allocator.peak_allocated == allocator.allocated == (12 + 32 + 2) * MIB  # what is left of 12 is not split off
+
+
+def test_expandable_segments_grow_by_pages():
+    allocator = CachingAllocator(expandable=True)
+    first = allocator.allocate(30 * MIB, stream=0)
+    assert allocator.reserved == 40 * MIB
+    allocator.free(first)
+    second = allocator.allocate(50 * MIB, stream=0)  # on the memory of the first and another page
+    assert allocator.reserved == 60 * MIB
+    allocator.allocate(25 * MIB, stream=0)  # of which 10 MiB are there
+    assert allocator.reserved == 80 * MIB
+    allocator.free(second)
+    allocator.allocate(45 * MIB, stream=0)
+    allocator.allocate(5 * MIB, stream=0)  # what the other left, rather than the end of the segment
+    assert allocator.reserved == 80 * MIB
+
+
+def test_state_of_a_model():
+    plan = plan_of(2)
+    (found,) = predict_step_memory(plan, device_type="cpu")
+    own = plan.parameter_count // 2
+    assert 4 * own <= found.weights < 4.01 * own
+    assert 8 * own <= found.optimizer < 8.01 * own
+    assert found.allocator == 0
+
+
+NONE = {"activation_checkpoint.mode": "none"}
+FULL = {"activation_checkpoint.mode": "full"}
+PER_OP = {"activation_checkpoint.selective_ac_option": "op"}
+MESHES = {
+    "shard": (2, PER_OP),
+    "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
+}
+MORE_MESHES = {
+    "recomputed": (2, FULL),
+    "every second layer": (1, {"model.args.n_layers": 17}),
+    "two blocks ahead": (4, {**FULL, "parallelism.fsdp_prefetch_blocks": 2, "model.args.n_layers": 11}),
+    "replicate, context": (
+        8, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2}
+    ),
+    "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
+    "interleaved": (
+        4, {**FULL, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 30,
+            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
+    ),
+    "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),
+    "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 28}),
+    "windows": (1, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)])
+def test_layers_that_are_not_simulated_repeat_others(mesh):
+    """Events of all layers are those of few, extended; but for the vector of all gradients' norms, which has less."""
+    world_size, options = (MESHES | MORE_MESHES)[mesh]
+    plan = plan_of(world_size, **options)
+    few, all_layers = trace_steps(plan, pipeline_rank=0), simulate_steps(plan, pipeline_rank=0)
+    assert [event._replace(size=event.size and max(event.size, 4096)) for event in few] == [
+        event._replace(size=event.size and max(event.size, 4096)) for event in all_layers
+    ]

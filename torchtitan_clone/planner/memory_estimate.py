@@ -1,0 +1,141 @@
+"""Estimates the peak memory of a step from shapes alone, in microseconds: the search compares thousands of meshes.
+
+planner/memory.py simulates a step instead, and verifies the best meshes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan_clone.parallel.pipeline import most_in_flight
+from torchtitan_clone.planner.work import Layer, Shape, fsdp_group, model_work, reshards, shape_of, sharded_groups
+from torchtitan_clone.run.plan import RunPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of the pipeline rank that needs the most, at its peak."""
+
+    state: float
+    """Weights and optimizer state, and gradients where they exist at the peak."""
+    gathered: float
+    """Weights that FSDP gathered, and gradients before they are reduced."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.gathered + self.activations
+
+    @property
+    def largest(self) -> str:
+        """Name of the largest part."""
+        return max(vars(self), key=lambda name: vars(self)[name])
+
+
+def estimate_memory(plan: RunPlan) -> MemoryEstimate:
+    """Returns the estimated peak of the worst pipeline rank, without what CUDA's allocator wastes."""
+    # The first rank keeps the most micro-batches, the last one has the output.
+    ranks = dict.fromkeys((0, plan.degrees.pp - 1))
+    return max((_of_rank(plan, rank=rank) for rank in ranks), key=lambda each: each.total)
+
+
+def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
+    config, degrees, args = plan.config, plan.degrees, plan.model_args
+    work, shape = model_work(plan), shape_of(plan)
+    modules = [name for stage in plan.stages.of_rank(rank) for name in plan.stages.modules[stage]]
+    counts = Counter(id(work.layers[int(name[7:])]) for name in modules if name.startswith("layers."))
+    layers = {layer: counts[id(layer)] for layer in work.kinds if counts[id(layer)]}
+    end = fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)
+    ends = sum(name in ("tok_embeddings", "output") for name in modules)
+    groups = [(sharded_groups(layer, degrees=degrees), count) for layer, count in layers.items()] + [([end], ends)]
+    complete = sum(count * group.elements for each, count in groups for group in each)
+    largest = max((sum(group.elements for group in each) for each, _ in groups[:-1]), default=0.0)
+    shards = sum(count * group.elements / group.axis_size for each, count in groups for group in each)
+    tensor = shards * getattr(torch, config.training.dtype).itemsize
+    reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
+    microbatches = _microbatches(plan)
+    gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
+    gathered *= shape.itemsize
+    again = max((saved_bytes(layer, shape=shape, all_saved=True) for layer in layers), default=0.0)
+    again = again if shape.share_again else 0.0
+    in_flight = 1.0
+    if degrees.pp > 1:
+        in_flight = most_in_flight(config.parallelism, stages=plan.stages, microbatches=microbatches, rank=rank)
+    saved = sum(count * saved_bytes(layer, shape=shape) for layer, count in layers.items())
+    saved *= in_flight / len(plan.stages.of_rank(rank))
+    loss = _loss_bytes(plan, shape=shape) if "output" in modules else 0.0
+    if microbatches > 1:
+        # Gradients of several micro-batches are summed before they are reduced over the ranks.
+        gathered += complete * reduced + largest * shape.itemsize
+        return MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again))
+    return max(
+        MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),
+        MemoryEstimate(state=4 * tensor, gathered=gathered + largest * (shape.itemsize + reduced), activations=again),
+        key=lambda each: each.total,
+    )
+
+
+def _microbatches(plan: RunPlan) -> int:
+    """Returns the micro-batches of a pass through the pipeline, or of a step without one."""
+    training = plan.config.training
+    if plan.degrees.pp > 1:
+        return training.local_batch_size // plan.config.parallelism.pipeline_parallel_microbatch_size
+    return plan.global_batch_size // (plan.degrees.data * training.local_batch_size)
+
+
+def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:
+    """Returns the bytes of the logits of a chunk, three times in fp32, and of the weight's gradient."""
+    columns = plan.model_args.vocab_size / plan.degrees.tp
+    chunk = min(shape.tokens, plan.config.training.loss_chunk_tokens)
+    return columns * (12 * chunk + (4 + shape.itemsize) * plan.model_args.dim)
+
+
+def saved_bytes(layer: Layer, *, shape: Shape, all_saved: bool = False) -> float:
+    """Returns the bytes of activations that a layer keeps for backward; `all_saved`: without recomputation."""
+    tokens, tp, hidden = shape.tokens, shape.degrees.tp, shape.args.dim
+    recompute = "none" if all_saved else shape.recompute
+    if recompute == "full":
+        return tokens * hidden / tp * shape.itemsize
+    complete = _complete_features(layer, shape=shape)
+    # Inputs of norms are sharded over the sequence, their results are gathered.
+    everything = tokens * (2 * hidden / tp + 2 * hidden + complete / tp) * shape.itemsize
+    if recompute == "none":
+        return everything
+    if recompute == "op":
+        kept = _kept_features(layer, shape=shape)
+        return tokens * (hidden / tp + hidden + kept / tp) * shape.itemsize
+    share = shape.share_again
+    return share * tokens * hidden / tp * shape.itemsize + (1 - share) * everything
+
+
+def _attention_features(shape: Shape) -> float:
+    """Returns the features per token of queries, keys, values and the result of attention, and of their rotation."""
+    args = shape.args
+    return 5.5 * (args.n_heads + args.kv_heads) * args.attention_dim
+
+
+def _complete_features(layer: Layer, *, shape: Shape) -> float:
+    """Returns the features per token that a layer saves, without the inputs of attention and feed-forward."""
+    features = _attention_features(shape)
+    for weight in layer.weights:
+        if not weight.is_matrix:
+            continue
+        rows = weight.shape[-2]
+        if weight.name.startswith("attention.w") and "_a." in weight.name:
+            features += 2 * rows  # latents, before and after their norm
+        elif weight.is_expert:
+            used = shape.args.experts_per_token
+            # The result of w1, its activation, of w3, and their product; the rows before and after the exchange.
+            features += used * (2 * rows if not weight.name.endswith("w2") else 4 * rows)
+        elif weight.name.removesuffix(".weight").endswith(("w1", "w3")):
+            features += 2 * rows
+    return features
+
+
+def _kept_features(layer: Layer, *, shape: Shape) -> float:
+    """Returns the features per token that are kept per operation: attention's, and every second product's."""
+    matrices = [weight for weight in layer.weights if weight.is_matrix]
+    used = shape.args.experts_per_token
+    kept = sum(weight.shape[-2] * (used if weight.is_expert else 1) for weight in matrices[::2])
+    return kept + shape.args.n_heads * shape.args.attention_dim

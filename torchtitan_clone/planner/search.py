@@ -1,0 +1,273 @@
+"""Searches the mesh, the micro-batch, the schedule, recomputation and resharding with which a model trains fastest.
+
+Every combination that the rules of a run allow is estimated: its memory first, then its time with the bubble of a
+formula. The fastest of those that fit are timed with the real order of their schedule, and the best are simulated.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from operator import itemgetter
+from typing import Any, Literal
+
+from torchtitan_clone.config import Config, ConfigError, Degrees, changes_to_toml, load_config
+from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism, Training
+from torchtitan_clone.planner.hardware import Hardware
+from torchtitan_clone.planner.memory_estimate import MemoryEstimate, estimate_memory
+from torchtitan_clone.planner.time_model import StepTime, predict_step_time
+from torchtitan_clone.planner.work import model_work, recompute_option, reshards
+from torchtitan_clone.run.plan import RunPlan, plan_on_mesh
+from torchtitan_clone.run.preflight import resolve
+from torchtitan_clone.run.rules import find_pipeline_errors, find_run_errors
+
+MICROBATCHES = (1, 2, 4, 8, 16)
+RECOMPUTE = (
+    ActivationCheckpoint(mode="none"),
+    ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+    ActivationCheckpoint(mode="full"),
+)
+SHARDS = (8, 16, 32, 64, 128, 256)
+"""Data-parallel ranks that share one replica of the weights, where there are several."""
+PIPELINES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+USABLE_MEMORY = 0.9
+"""Share of the memory that estimates may fill; the rest is for the allocator, kernels and communication."""
+TIMED = 60
+"""Meshes that are timed with the real order of their schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to plan for."""
+
+    gpus: int
+    hardware: Hardware
+    tokens_per_step: int
+    run_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A mesh with its options, and what is predicted of it."""
+
+    plan: RunPlan
+    memory: MemoryEstimate
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The result of a search."""
+
+    best: Sequence[Candidate]
+    tried: int
+    """Number of meshes that the batch and the model divide into."""
+    fitting: int
+
+
+def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
+    """Returns the fastest meshes; ConfigError if none divides model and batch, or fits.
+
+    `plan` gives the model, the sequence length and all options that are not searched.
+    """
+    rows = rows_of_step(plan.config, tokens=job.tokens_per_step)
+    usable = USABLE_MEMORY * job.hardware.memory_gib * 2**30
+    fitting: list[tuple[float, RunPlan, MemoryEstimate]] = []
+    others: list[tuple[float, RunPlan, MemoryEstimate]] = []
+    for config in _configs(plan, gpus=job.gpus, rows=rows, node_size=job.hardware.node_size):
+        each = plan_on_mesh(plan, config=config, world_size=job.gpus, layer_costs=model_work(plan).costs)
+        memory = estimate_memory(each)
+        if memory.total <= usable:
+            quick = predict_step_time(each, hardware=job.hardware, real_order=False)
+            fitting.append((quick.seconds, each, memory))
+        else:
+            others.append((memory.total, each, memory))
+    if not fitting and not others:
+        rule = f"no mesh of {job.gpus} devices divides the model and {rows} sequences a step"
+        raise ConfigError(f"{rule}; change the number of devices, or of tokens a step.")
+    timed = [
+        Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=job.hardware))
+        for _, each, memory in _allowed(sorted(fitting, key=itemgetter(0)), job=job)
+    ]
+    if not timed:
+        raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], job=job))
+    timed.sort(key=lambda each: each.time.seconds)
+    return Found(best=timed[:count], tried=len(fitting) + len(others), fitting=len(fitting))
+
+
+def rows_of_step(config: Config, *, tokens: int) -> int:
+    """Returns the sequences of a step; ConfigError if they are not whole."""
+    seq_len = config.training.seq_len
+    rows, rest = divmod(tokens, seq_len)
+    if rest or not rows:
+        near = max(1, rows) * seq_len
+        rule = f"must be a multiple of training.seq_len {seq_len}"
+        raise ConfigError(f"{tokens:,} tokens a step: {rule}; pass for example {near:,}, or change it.")
+    return rows
+
+
+def _allowed(
+    fitting: Sequence[tuple[float, RunPlan, MemoryEstimate]], *, job: Job
+) -> Iterator[tuple[float, RunPlan, MemoryEstimate]]:
+    """Yields the first ones that break no rule of a run."""
+    rules: dict[str, Any] = {
+        "world_size": job.gpus,
+        "tokenizer_vocab_size": None,
+        "device_type": job.hardware.device_type,
+    }
+    allowed = (each for each in fitting if not find_run_errors(each[1].config, args=each[1].model_args, **rules))
+    return islice(allowed, TIMED)
+
+
+def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:
+    needed, usable = memory.total / 2**30, USABLE_MEMORY * job.hardware.memory_gib
+    return (
+        f"no mesh of {job.gpus} x {job.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest, and "
+        f"needs {needed:,.1f} GiB, mostly {memory.largest}: {needed - usable:,.1f} GiB more than the {usable:,.1f} GiB "
+        "that are usable. Use more devices, or shorter sequences."
+    )
+
+
+def _divisors(number: int, *, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _configs(plan: RunPlan, *, gpus: int, rows: int, node_size: int) -> Iterator[Config]:
+    """Yields the configuration of each mesh that divides model, batch and devices."""
+    args = plan.model_args
+    tensors = [tp for tp in _divisors(gpus, most=node_size) if args.n_heads % tp == 0 and args.kv_heads % tp == 0]
+    longest = max(1, plan.config.training.seq_len // 4096)
+    for pp, tp, cp in product(_divisors(gpus, most=args.n_layers), tensors, _divisors(gpus, most=min(16, longest))):
+        data, rest = divmod(gpus, pp * tp * cp)
+        if rest or rows % data or plan.config.training.seq_len % (2 * cp * tp):
+            continue
+        for replicas, experts in product(_replicas(data), _expert_degrees(plan, ranks=data * cp * tp)):
+            if data // replicas * cp * tp % experts:
+                continue
+            degrees = Degrees(pp=pp, dp_replicate=replicas, dp_shard=data // replicas, cp=cp, tp=tp, ep=experts)
+            yield from _configs_of_mesh(plan, degrees=degrees, rows=rows)
+
+
+def _replicas(data: int) -> list[int]:
+    """Returns the numbers of replicas that are tried: one, and those of some sizes of shards."""
+    return [1, *(size for size in _divisors(data, most=data // 8)[1:] if data // size in SHARDS)]
+
+
+def _expert_degrees(plan: RunPlan, *, ranks: int) -> list[int]:
+    experts = plan.model_args.num_experts
+    return [size for size in _divisors(experts, most=ranks) if ranks % size == 0] if experts else [1]
+
+
+def _configs_of_mesh(plan: RunPlan, *, degrees: Degrees, rows: int) -> Iterator[Config]:
+    """Yields the configurations of one mesh, with each micro-batch, schedule, recomputation and resharding."""
+    local = rows // degrees.data
+    schedules = PIPELINES if degrees.pp > 1 else ("1F1B",)
+    reshards: tuple[Literal["default", "never"], ...] = ("default", "never") if degrees.pp == 1 else ("default",)
+    for size, schedule, recompute, reshard in product(MICROBATCHES, schedules, RECOMPUTE, reshards):
+        if local % size:
+            continue
+        base = plan.config
+        parallelism = replace(
+            base.parallelism,
+            data_parallel_replicate_degree=degrees.dp_replicate,
+            data_parallel_shard_degree=degrees.dp_shard,
+            tensor_parallel_degree=degrees.tp,
+            context_parallel_degree=degrees.cp,
+            pipeline_parallel_degree=degrees.pp,
+            expert_parallel_degree=degrees.ep,
+            pipeline_parallel_schedule=schedule,
+            pipeline_parallel_schedule_csv=None,
+            pipeline_parallel_layers_per_stage=None,
+            module_fqns_per_model_part=None,
+            pipeline_parallel_microbatch_size=size if degrees.pp > 1 else 1,
+            fsdp_reshard_after_forward=reshard,
+        )
+        training = replace(base.training, global_batch_size=rows, local_batch_size=local if degrees.pp > 1 else size)
+        config = replace(base, parallelism=parallelism, training=training, activation_checkpoint=recompute)
+        args = plan.model_args
+        if not find_pipeline_errors(config, n_layers=args.n_layers, tied_embeddings=args.tied_embeddings):
+            yield config
+
+
+def describe_mesh_options(plan: RunPlan) -> str:
+    """Returns the mesh and its options in a few words."""
+    sizes = vars(plan.degrees)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis != "ep") or "one rank"
+    mesh += f", ep {plan.degrees.ep}" if plan.degrees.ep > 1 else ""
+    options, training = plan.config.parallelism, plan.config.training
+    size = options.pipeline_parallel_microbatch_size if plan.degrees.pp > 1 else training.local_batch_size
+    words = [mesh, *([options.pipeline_parallel_schedule] if plan.degrees.pp > 1 else []), f"micro-batch {size}"]
+    words += [f"recompute {recompute_option(plan.config)}"]
+    words += (
+        ["weights stay gathered"] if plan.degrees.pp == 1 and not reshards(plan.config, degrees=plan.degrees) else []
+    )
+    return ", ".join(words)
+
+
+def describe_found(found: Found, *, job: Job, configured: Candidate | None) -> str:
+    """Returns the best meshes as a table, and the lines of a TOML file for each; `configured` is that of the file."""
+    tokens = f"{job.tokens_per_step:,} tokens a step, {job.run_tokens:,} in all"
+    lines = [
+        f"{found.fitting:,} of {found.tried:,} meshes of {job.gpus:,} x {job.hardware.name} fit; {tokens}",
+        f"{'':>4}{'GiB':>7}{'step s':>9}{'tokens/s/GPU':>14}{'MFU':>7}{'GPU hours':>12}  {'largest parts':44} mesh",
+    ]
+    for number, each in enumerate(found.best, 1):
+        lines.append(f"{number:4}{_numbers(each, job=job)} {describe_mesh_options(each.plan)}")
+    if configured is not None:
+        lines.append(f"file{_numbers(configured, job=job)} {describe_mesh_options(configured.plan)}")
+    for number, each in enumerate(found.best, 1):
+        lines += [f"\n# {number}", _toml(each.plan.config)]
+    return "\n".join(lines) + "\n"
+
+
+def predict(plan: RunPlan, *, hardware: Hardware) -> Candidate:
+    """Returns a plan with what is predicted of it."""
+    return Candidate(plan=plan, memory=estimate_memory(plan), time=predict_step_time(plan, hardware=hardware))
+
+
+def _numbers(each: Candidate, *, job: Job) -> str:
+    time = each.time
+    hours = job.run_tokens / time.tokens_per_second / 3600
+    largest = sorted(time.parts, key=lambda name: -time.parts[name])[:3]
+    parts = ", ".join(f"{name} {time.parts[name] / time.seconds:.0%}" for name in largest)
+    mfu = f"{time.mfu:7.1%}" if time.mfu else f"{'-':>7}"
+    speed = f"{time.seconds:9.3f}{time.tokens_per_second:14,.0f}{mfu}"
+    return f"{each.memory.total / 2**30:7.1f}{speed}{hours:12,.0f}  {parts:44}"
+
+
+def _toml(config: Config) -> str:
+    """Returns the options that the search chose, as lines of a TOML file."""
+    training = replace(
+        Training(),
+        local_batch_size=config.training.local_batch_size,
+        global_batch_size=config.training.global_batch_size,
+    )
+    chosen = replace(
+        Config(), training=training, parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint
+    )
+    _, table, rest = changes_to_toml(chosen).partition("[training]")
+    return (table + rest).strip()
+
+
+def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: int | None, count: int) -> str:
+    """Returns the fastest meshes for a configuration as text; ConfigError for what is wrong with any option.
+
+    `tokens` are those of a step (None: of the configuration, whose mesh then has to suit the devices).
+    """
+    config = load_config(argv)
+    # Nothing is read: the folder of the tokenizer may be on another machine.
+    config = replace(config, model=replace(config.model, hf_assets_path=None))
+    if tokens is None:
+        tokens = resolve(config, world_size=gpus, device_type=hardware.device_type).tokens_per_step
+    rows = rows_of_step(config, tokens=tokens)
+    config = replace(config, training=replace(config.training, global_batch_size=rows))
+    configured = None
+    with suppress(ConfigError):  # of a mesh that does not suit these devices
+        configured = predict(resolve(config, world_size=gpus, device_type=hardware.device_type), hardware=hardware)
+    alone = replace(config.training, global_batch_size=-1, local_batch_size=1)
+    base = resolve(
+        replace(config, parallelism=Parallelism(), training=alone), world_size=1, device_type=hardware.device_type
+    )
+    job = Job(gpus=gpus, hardware=hardware, tokens_per_step=tokens, run_tokens=tokens * config.training.steps)
+    found = search(base, job=job, count=count)
+    return describe_found(found, job=job, configured=configured)

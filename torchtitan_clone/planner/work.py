@@ -1,0 +1,316 @@
+"""What a rank computes and communicates in each layer of a micro-batch, from the shapes of the weights alone.
+
+Legend: D model, m tokens of a micro-batch on the ranks of one tensor-parallel group.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from torchtitan_clone.config import Config, Degrees
+from torchtitan_clone.models import ModelArgs
+from torchtitan_clone.run.plan import RunPlan
+
+BACKWARD_ATTENTION = 2.5
+"""FLOPs of attention backward, in those of its forward: it computes the scores again. Source: arXiv 2307.08691."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter of a layer, by its name in the layer; experts are stacked along the first dimension."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1 and not self.name.endswith("bias")
+
+    @property
+    def is_expert(self) -> bool:
+        return ".experts." in self.name
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every tensor-parallel rank has the complete weight and applies it to its own tokens."""
+        return not self.is_matrix or any(part in self.name for part in ("wq_a.", "wkv_a.", "router.", "eh_proj."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """The weights of a layer, in the order of use, and how many tokens one token attends to at most."""
+
+    weights: tuple[Weight, ...]
+    attended_tokens: int
+
+    @property
+    def has_experts(self) -> bool:
+        return any(weight.is_expert for weight in self.weights)
+
+    def elements(self, *, experts: bool, tp: int) -> float:
+        """Returns the number of elements of experts, or of all other weights, on one tensor-parallel rank."""
+        found = [weight for weight in self.weights if weight.is_expert == experts]
+        return sum(prod(weight.shape) / (1 if weight.is_replicated else tp) for weight in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWork:
+    """What the time and the memory of a model follow from; made once for all meshes."""
+
+    layers: tuple[Layer, ...]
+    """Equal layers are one object, so that what is computed of them can be kept."""
+    costs: list[int]
+    """Relative FLOPs of the layers that stages are balanced by."""
+    parameters: int
+    flops_per_token: float
+
+    kinds: tuple[Layer, ...]
+    """The layers that differ."""
+
+
+_known: dict[str, ModelWork] = {}
+
+
+def model_work(plan: RunPlan) -> ModelWork:
+    """Returns the work of the model of a plan, with its sequence length."""
+    key = f"{plan.spec.name} {plan.model_args} {plan.config.training.seq_len} {plan.frozen_layers}"
+    if key not in _known:
+        args, seq_len = plan.model_args, plan.config.training.seq_len
+        layers = _model_layers(plan.parameters, args=args, seq_len=seq_len)
+        _known[key] = ModelWork(
+            layers=layers,
+            kinds=tuple({id(layer): layer for layer in layers}.values()),
+            costs=plan.spec.layer_costs(args, seq_len=seq_len),
+            parameters=plan.parameter_count,
+            flops_per_token=plan.flops_per_token,
+        )
+    return _known[key]
+
+
+def _model_layers(parameters: Mapping[str, Tensor], *, args: ModelArgs, seq_len: int) -> tuple[Layer, ...]:
+    weights: dict[int, list[Weight]] = {}
+    for name, tensor in parameters.items():
+        if name.startswith("layers."):
+            _, layer, rest = name.split(".", 2)
+            weights.setdefault(int(layer), []).append(Weight(name=rest, shape=tuple(tensor.shape)))
+    for each in weights.values():  # w2 is used after w3
+        each.sort(key=lambda weight: weight.name.removesuffix(".weight").endswith("w2"))
+    kinds = args.layer_kinds()
+    found = [
+        Layer(weights=tuple(weights[layer]), attended_tokens=kinds[layer].attended_tokens(seq_len))
+        for layer in sorted(weights)
+    ]
+    unique = {layer: layer for layer in found}
+    return tuple(unique[layer] for layer in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """`count` matrix products of [rows, inner] and [inner, columns]; `again`: of them in recomputation."""
+
+    rows: float
+    inner: int
+    columns: float
+    count: float = 1.0
+    again: float = 0.0
+    is_linear: bool = True
+    """Whether it may be computed in float8."""
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+    @property
+    def elements(self) -> float:
+        """Number of elements of both inputs and of the result."""
+        return self.count * (self.rows * (self.inner + self.columns) + self.inner * self.columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A collective: its bytes, of the larger side, and how often it runs in forward, recomputation and backward."""
+
+    axis: str
+    collective: str
+    size: float
+    forward: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What decides the work of a micro-batch in a layer."""
+
+    args: ModelArgs
+    rows: int
+    """Sequences of a micro-batch."""
+    seq_len: int
+    degrees: Degrees
+    recompute: str
+    """Mode of activation checkpointing, or its option where it is selective: "none", "full", "op" or a number."""
+    rotate: str
+    itemsize: int
+    """Bytes of an activation."""
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch on one tensor-parallel group."""
+        return self.rows * self.seq_len / self.degrees.cp
+
+    @property
+    def share_again(self) -> float:
+        """Share of the layers that are computed again in backward."""
+        return {"none": 0.0, "full": 1.0, "op": 1.0}.get(self.recompute) or (
+            1 / int(self.recompute) if self.recompute.isdigit() else 0.0
+        )
+
+
+def recompute_option(config: Config) -> str:
+    """Returns Shape.recompute."""
+    options = config.activation_checkpoint
+    return options.selective_ac_option if options.mode == "selective" else options.mode
+
+
+def reshards(config: Config, *, degrees: Degrees) -> bool:
+    """Whether FSDP frees the weights of layers after forward."""
+    choice = config.parallelism.fsdp_reshard_after_forward
+    return choice == "always" or (choice == "default" and degrees.pp == 1)
+
+
+def shape_of(plan: RunPlan) -> Shape:
+    """Returns the shape of a micro-batch; in a pipeline of one of its micro-batches."""
+    config = plan.config
+    parallelism, training = config.parallelism, config.training
+    pipelined = plan.degrees.pp > 1
+    return Shape(
+        args=plan.model_args,
+        rows=parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size,
+        seq_len=training.seq_len,
+        degrees=plan.degrees,
+        recompute=recompute_option(config),
+        rotate=parallelism.context_parallel_rotate_method,
+        itemsize=getattr(torch, training.mixed_precision_param).itemsize,
+    )
+
+
+def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
+    """Yields the products of a layer's forward on one rank, without attention."""
+    degrees, tokens = shape.degrees, shape.tokens
+    matrices = [weight for weight in layer.weights if weight.is_matrix]
+    last = next((weight for weight in reversed(matrices) if not layer.has_experts), None)
+    for index, weight in enumerate(matrices):
+        again = shape.share_again
+        if shape.recompute == "op":
+            again = float(index % 2)
+        elif weight is last:
+            again = 0.0  # recomputation ends as soon as it has what backward reads
+        if weight.is_expert:
+            experts, columns, inner = weight.shape
+            per_rank = experts // degrees.ep
+            # Without expert parallelism the ranks of tensor parallelism share each expert.
+            apart, together = (degrees.tp, 1) if degrees.ep > 1 else (1, degrees.tp)
+            rows = tokens * shape.args.experts_per_token / apart / per_rank
+            yield Product(
+                rows=rows, inner=inner, columns=columns / together, count=per_rank, again=again, is_linear=False
+            )
+        else:
+            columns, inner = weight.shape[-2:]
+            yield Product(rows=tokens, inner=inner, columns=columns / degrees.tp, again=again)
+
+
+def attention_flops(layer: Layer, *, shape: Shape) -> float:
+    """Returns the FLOPs of attention forward on one rank; a causal mask halves those of whole sequences."""
+    args, seen = shape.args, layer.attended_tokens
+    mean = seen * (1 - seen / (2 * shape.seq_len))
+    return 4 * shape.tokens * mean * args.n_heads * args.attention_dim / shape.degrees.tp
+
+
+def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
+    """Yields the collectives of a layer in one micro-batch, without those of FSDP."""
+    args, degrees = shape.args, shape.degrees
+    again = shape.share_again
+    hidden = shape.tokens * args.dim * shape.itemsize
+    if degrees.tp > 1:
+        gathered = _gathered_features(layer, dim=args.dim) * shape.tokens * shape.itemsize
+        yield from _sublayer_transfers(gathered, hidden, again=(again, again))
+        has_feed_forward = not layer.has_experts or degrees.ep == 1 or _has_shared_experts(layer)
+        if has_feed_forward:
+            yield from _sublayer_transfers(hidden, hidden, again=(again, 0.0))
+    if degrees.cp > 1:
+        yield from _context_transfers(shape)
+    if degrees.ep > 1 and layer.has_experts:
+        size = hidden / degrees.tp * args.experts_per_token
+        yield Transfer(axis="ep", collective="all_to_all", size=size, forward=2, again=2 * again, backward=2)
+
+
+def _gathered_features(layer: Layer, *, dim: int) -> int:
+    """Returns the features per token that attention gathers: those of its input, or of latents."""
+    latents = [weight.shape[0] for weight in layer.weights if weight.name.endswith(("wq_a.weight", "wkv_a.weight"))]
+    return sum(latents) or dim
+
+
+def _has_shared_experts(layer: Layer) -> bool:
+    return any("shared_experts" in weight.name for weight in layer.weights)
+
+
+def _sublayer_transfers(gathered: float, reduced: float, *, again: tuple[float, float]) -> Iterator[Transfer]:
+    """Yields a gather before and a reduction after a sublayer, of which the backward of each is the other."""
+    for collective, size, backward, times in (
+        ("all_gather", gathered, "reduce_scatter", again[0]),
+        ("reduce_scatter", reduced, "all_gather", again[1]),
+    ):
+        yield Transfer(axis="tp", collective=collective, size=size, forward=1, again=times)
+        yield Transfer(axis="tp", collective=backward, size=size, backward=1)
+
+
+def _context_transfers(shape: Shape) -> Iterator[Transfer]:
+    args, degrees = shape.args, shape.degrees
+    # Selective checkpointing keeps the results of attention.
+    again = 0.0 if shape.recompute == "op" else shape.share_again
+    per_head = shape.tokens * args.attention_dim * shape.itemsize / degrees.tp
+    pairs = 2 * args.kv_heads * per_head
+    if shape.rotate == "alltoall":
+        sizes = ((2 * args.kv_heads + args.n_heads) * per_head, args.n_heads * per_head)
+        for size in sizes:
+            yield Transfer(axis="cp", collective="all_to_all", size=size, forward=1, again=again, backward=1)
+    elif shape.rotate == "ring":
+        hops = degrees.cp - 1
+        # Backward passes on keys, values and their gradients in fp32.
+        sent = Transfer(axis="cp", collective="send", size=pairs, forward=hops, again=hops * again, backward=hops)
+        yield sent
+        yield Transfer(axis="cp", collective="send", size=pairs * 4 / shape.itemsize, backward=hops)
+    else:
+        size = pairs * degrees.cp
+        yield Transfer(axis="cp", collective="all_gather", size=size, forward=1, again=again, backward=1)
+        yield Transfer(axis="cp", collective="reduce_scatter", size=size * 4 / shape.itemsize, backward=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """A group of weights that FSDP gathers together: elements on one rank when gathered, and over which axis."""
+
+    elements: float
+    axis: str
+    axis_size: int
+    stride: int
+
+
+def sharded_groups(layer: Layer, *, degrees: Degrees) -> Sequence[Sharded]:
+    """Returns what FSDP gathers for a layer."""
+    if degrees.ep == 1:
+        both = sum(layer.elements(experts=each, tp=degrees.tp) for each in (True, False))
+        return [fsdp_group(both, degrees=degrees)]
+    experts = layer.elements(experts=True, tp=1) / degrees.ep
+    size = degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep
+    apart = Sharded(elements=experts, axis="expert_fsdp", axis_size=size, stride=degrees.ep)
+    dense = fsdp_group(layer.elements(experts=False, tp=degrees.tp), degrees=degrees)
+    return [dense, apart] if experts else [dense]
+
+
+def fsdp_group(elements: float, *, degrees: Degrees) -> Sharded:
+    """Returns the group of weights with so many elements on one tensor-parallel rank."""
+    return Sharded(elements=elements, axis="fsdp", axis_size=degrees.dp_shard * degrees.cp, stride=degrees.tp)

@@ -1,0 +1,191 @@
+"""Records what a step on fake tensors allocates and frees: how much, on which stream, for what, in which layer."""
+
+import re
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_clone import torch_compat
+from torchtitan_clone.parallel.trace import called_from, collective_name
+from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
+
+_OF_FSDP = {"all_gather": "gathered", "all_gather_copy_out": "gathered", "post_backward_reduce": "buffers"}
+_ENTER = tuple(
+    f"FSDP::{place}"
+    for place in ("root_pre_forward", "pre_forward", "pre_backward", "post_backward_accumulate", "root_post_backward")
+)
+"""Where FSDP begins with another group of modules; after a pipeline's last backward it reduces their gradients."""
+
+
+class Event(NamedTuple):
+    """An allocation of `size` bytes on a stream, or with size 0 the end of the allocation of this number.
+
+    `step_phase` and `layer` are those in which it happens, in the optimizer the layer of the parameter; None outside of
+    layers.
+    """
+
+    block: int
+    size: int
+    stream: int
+    part: str
+    step_phase: str
+    layer: int | None
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Records the allocations of the storages that are made inside it, as what `part` says at the time.
+
+    Not those on the meta device, nor the tensors of global sizes from which DTensor computes the shapes of results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = "weights"
+        self.step_phase = "start"
+        self.layer: int | None = None
+        self.events: list[Event] = []
+        self._allocations: list[int] = []
+        """Index of the event of each block."""
+        self._blocks: dict[int, tuple[int | None, weakref.ref[torch.UntypedStorage]]] = {}
+        """The block of each storage by its identity; None while the storage is empty."""
+        self._annotations: list[str] = []
+        self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
+        self._loss_nodes: list[range] = []
+
+    def __enter__(self) -> "MemoryTrace":
+        torch_compat.on_resize(self._update)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch_compat.on_resize(None)
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if DTensor in types:
+            return NotImplemented  # DTensor runs first, and its local tensors come here
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "profiler":
+            self._annotate(func, args)
+        elif not called_from("_propagate_tensor_meta_non_cached"):
+            part = "buffers" if collective_name(func) else None
+            inputs = _tensors(args) if self.step_phase == "optimizer" else []
+            for index, value in enumerate(_tensors(result)):
+                if index < len(inputs):
+                    self._enter_layer_of(inputs[index])
+                self._update(value.untyped_storage(), part=part)
+            if self._running_part() == "buffers":
+                self._name_gradients(args)
+        return result
+
+    def enter(self, part: str) -> None:
+        """Books what follows as this part, outside of layers."""
+        self.part = self.step_phase = part
+        self.layer = None
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Books weights and buffers on their layers."""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            found = re.match(r"layers\.(\d+)\.", name)
+            if found and (index := self._index_of(tensor)) is not None:
+                self.events[index] = self.events[index]._replace(layer=int(found[1]))
+
+    def follow(self, model: nn.Module, *, loss: nn.Module | None) -> None:
+        """Books what a module of the model allocates, in its backward too, as that of the loss."""
+        starts: list[tuple[int, str]] = []
+
+        def enter(*_: object) -> None:
+            starts.append((torch_compat.next_autograd_node(), self.part))
+            self.part = "loss"
+
+        def leave(*_: object) -> None:
+            start, self.part = starts.pop()
+            self._loss_nodes.append(range(start, torch_compat.next_autograd_node()))
+
+        def leave_layers(*_: object) -> None:
+            self.layer = None
+
+        model.register_forward_hook(leave_layers)
+        if loss is not None:
+            loss.register_forward_pre_hook(enter)
+            loss.register_forward_hook(leave)
+
+    def _annotate(self, func: Operator, args: tuple) -> None:
+        """Follows record_function(), with which FSDP names the modules that it works for."""
+        if not func.name().startswith("profiler::_record_function_enter"):
+            self._annotations = self._annotations[:-1]
+            return
+        self._annotations.append(args[0])
+        # A pipeline gathers the weights of a stage before it runs.
+        if args[0].startswith(_ENTER if self.layer is not None else (*_ENTER, "FSDP::all_gather")):
+            found = re.search(r"\blayers\.(\d+)", args[0])
+            self.layer = int(found[1]) if found else None
+            # Recomputation in backward is a part of that.
+            is_forward = "pre_forward" in args[0] and torch_compat.running_autograd_node() is None
+            self.step_phase = "forward" if is_forward else "backward"
+
+    def _enter_layer_of(self, x: Tensor) -> None:
+        index = self._index_of(x)
+        if index is not None:
+            self.layer = self.events[index].layer
+
+    def _index_of(self, x: Tensor) -> int | None:
+        """Returns the index of the event that allocated a tensor."""
+        block, _ = self._blocks.get(id(torch_compat.local_storage(x)), (None, None))
+        return None if block is None else self._allocations[block]
+
+    def _name_gradients(self, args: tuple) -> None:
+        """Books what FSDP reduces as gradients."""
+        for x in _tensors(args):
+            index = self._index_of(x)
+            if index is not None and self.events[index].part == "activations":
+                self.events[index] = self.events[index]._replace(part="gradients")
+
+    def _update(self, storage: torch.UntypedStorage, *, part: str | None = None) -> None:
+        """Notes the present size of a storage."""
+        key, size = id(storage), storage.nbytes()
+        block, reference = self._blocks.get(key, (None, None))
+        if block is not None:
+            if self.events[self._allocations[block]].size == size:
+                return
+            self._free(block)
+        new = len(self._allocations) if size else None
+        if size:
+            self._allocations.append(len(self.events))
+            part = part or self._running_part()
+            block = len(self._allocations) - 1
+            self.events.append(Event(block, size, self._stream(), part, self.step_phase, self.layer))
+        self._blocks[key] = new, reference or weakref.ref(storage, partial(self._forget, key))
+
+    def _running_part(self) -> str:
+        for annotation in reversed(self._annotations):
+            if annotation.startswith("FSDP::"):
+                part = _OF_FSDP.get(annotation.partition("::")[2].partition(" ")[0], self.part)
+                # FSDP reduces on a stream of its own, into what becomes the gradients.
+                return "gradients" if part == "buffers" and self._stream() else part
+        node = torch_compat.running_autograd_node()
+        return "loss" if node is not None and any(node in nodes for nodes in self._loss_nodes) else self.part
+
+    def _stream(self) -> int:
+        """Returns the number of the current stream, 0 for that of the computation."""
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+
+    def _forget(self, key: int, _reference: object) -> None:
+        block, _ = self._blocks.pop(key)
+        if block is not None:
+            self._free(block)
+
+    def _free(self, block: int) -> None:
+        event = self.events[self._allocations[block]]
+        layer = event.layer if self.step_phase in ("start", "optimizer") else self.layer
+        self.events.append(event._replace(size=0, step_phase=self.step_phase, layer=layer))
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.device.type != "meta"]

@@ -1,0 +1,273 @@
+"""Predicts the memory of a training step: runs steps of a rank on fake tensors, and allocates what they allocate."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from math import lcm
+
+from torchtitan_clone.parallel.forward_backward import LossFn
+from torchtitan_clone.parallel.stages import Stages, splits_backward
+from torchtitan_clone.run.cuda_allocator import replay
+from torchtitan_clone.run.engine import Engine, parallelize_model_parts
+from torchtitan_clone.run.memory_trace import Event, MemoryTrace
+from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.simulate import CPU, fake_batch, fake_ranks, simulated
+from torchtitan_clone.run.stretched_trace import Stretch, UnlikeError, stretch_trace
+from torchtitan_clone.torch_compat import fake_tensors, name_fsdp_modules
+
+STEPS = 2
+"""Simulated steps: where the second one allocates depends on what the first one leaves, such as optimizer state."""
+KEEPS_ALL_MICROBATCHES = ("GPipe", "LoopedBFS")
+"""Schedules whose memory grows with the number of micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes that a rank of a pipeline stage needs, by what they are for, at the peak of what is allocated.
+
+    `gathered` are weights that FSDP gathered and what it gathers them with, `buffers` those of other communication, and
+    `activations` all else that forward and backward compute. `allocator` is what CUDA's caching allocator reserves
+    beyond; 0 on CPU.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    buffers: int
+    activations: int
+    loss: int
+    allocator: int
+
+    @property
+    def total(self) -> int:
+        """Bytes in all: on CUDA what torch reports as max_memory_reserved()."""
+        return sum(vars(self).values())
+
+
+PARTS = [field.name for field in fields(StepMemory)]
+
+
+def expandable_segments() -> bool:
+    """Whether the environment sets this option of CUDA's caching allocator."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in names)
+
+
+def predict_step_memory(
+    plan: RunPlan, *, device_type: str, expandable: bool | None = None, loss_fn: LossFn | None = None
+) -> list[StepMemory]:
+    """Returns the memory of a rank of each pipeline stage on "cpu" or "cuda".
+
+    `expandable` is the allocator's option (None: as in the environment); `loss_fn` replaces the loss of the plan.
+    """
+    expandable = expandable_segments() if expandable is None else expandable
+
+    @cache
+    def memory_of(cut: _Cut) -> StepMemory:
+        events = trace_steps(cut.applied_to(plan), pipeline_rank=cut.rank, loss_fn=loss_fn)
+        return memory_at_peak(events, device_type=device_type, expandable=expandable)
+
+    found = []
+    for rank in range(plan.degrees.pp):
+        first, second, share = _cuts(plan, rank=rank)
+        found.append(_extrapolated(memory_of(first), memory_of(second), share=share))
+    return found
+
+
+def memory_table(plan: RunPlan, *, device_type: str) -> str:
+    """Returns the parameters and the predicted memory of each pipeline rank as text."""
+    found = predict_step_memory(plan, device_type=device_type)
+    allocator = (
+        "" if device_type == "cpu" else ", in segments that " + ("expand" if expandable_segments() else "do not")
+    )
+    columns = "".join(f"{part:>13}" for part in PARTS)
+    lines = [
+        f"memory of a step in GiB on {device_type}{allocator}",
+        f"{'rank':>4}{'parameters':>18}{columns}{'sum':>9}",
+    ]
+    for rank, (parameters, memory) in enumerate(zip(stage_parameters(plan), found, strict=True)):
+        sizes = "".join(f"{size / 2**30:13.2f}" for size in vars(memory).values())
+        largest = max(PARTS, key=vars(memory).__getitem__)
+        lines.append(f"{rank:4}{parameters:18,}{sizes}{memory.total / 2**30:9.2f}  most: {largest}")
+    return "\n".join(lines)
+
+
+def stage_parameters(plan: RunPlan) -> list[int]:
+    """Returns the number of parameters of each pipeline rank, over all ranks that share them."""
+    names = [
+        tuple(f"{name}." for stage in plan.stages.of_rank(rank) for name in plan.stages.modules[stage])
+        for rank in range(plan.degrees.pp)
+    ]
+    return [sum(p.numel() for name, p in plan.parameters.items() if name.startswith(own)) for own in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """A pipeline of these stages, the modules of each, of which one rank is simulated; None for the whole one."""
+
+    modules: tuple[tuple[str, ...], ...] | None = None
+    rank: int
+
+    def applied_to(self, plan: RunPlan) -> RunPlan:
+        if self.modules is None:
+            return plan
+        ranks = len(self.modules)
+        parallelism = replace(plan.config.parallelism, pipeline_parallel_degree=ranks)
+        return replace(
+            plan,
+            config=replace(plan.config, parallelism=parallelism),
+            degrees=replace(plan.degrees, pp=ranks),
+            stages=Stages(modules=self.modules, ranks=tuple(range(ranks))),
+        )
+
+
+def _cuts(plan: RunPlan, *, rank: int) -> tuple[_Cut, _Cut, float]:
+    """Returns what to simulate of a rank, and how much further than from the first to the second its memory is.
+
+    With 1F1B, of which each stage has one micro-batch less in flight than the one before, pipelines with two and three
+    of them tell how much one needs. With other schedules, ranks with equally many layers are between the first and the
+    last of them.
+    """
+    pp, modules = plan.degrees.pp, plan.stages.modules
+    parallelism = plan.config.parallelism
+    if parallelism.pipeline_parallel_schedule != "1F1B" or parallelism.pipeline_parallel_schedule_csv or pp < 3:
+        ranks = next(ranks for ranks in _alike_ranks(plan) if rank in ranks)
+        share = (rank - ranks[0]) / max(1, len(ranks) - 1)
+        return _Cut(rank=ranks[0]), _Cut(rank=ranks[-1]), share
+    if rank == pp - 1:
+        last = _Cut(modules=(modules[0], modules[rank]), rank=1)
+        return last, last, 0
+    in_flight = min(pp - rank, plan.config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
+    # Of interior stages with equally many layers, one.
+    alike = 0 if rank == 0 else next(stage for stage in range(1, pp) if len(modules[stage]) == len(modules[rank]))
+    before = modules[: min(1, rank)]
+    few, more = (
+        _Cut(modules=(*before, *[modules[alike]] * (count - 1), modules[-1]), rank=len(before)) for count in (2, 3)
+    )
+    return few, more, in_flight - 2
+
+
+def _alike_ranks(plan: RunPlan) -> list[range]:
+    """Returns the pipeline ranks; those of a range differ only in their place."""
+    pp = plan.degrees.pp
+    sizes = [[len(plan.stages.modules[stage]) for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
+    starts = [rank for rank in range(pp) if rank in (0, 1, pp - 1) or sizes[rank] != sizes[rank - 1]]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], pp], strict=True)]
+
+
+def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> StepMemory:
+    return StepMemory(**{part: round(size + share * (vars(second)[part] - size)) for part, size in vars(first).items()})
+
+
+def memory_at_peak(events: Sequence[Event], *, device_type: str, expandable: bool) -> StepMemory:
+    """Returns the memory of a rank with these allocations."""
+    reserved = replay(events, expandable=expandable).reserved if device_type == "cuda" else 0
+    sizes = _at_peak(events)
+    return StepMemory(**sizes, allocator=max(0, reserved - sum(sizes.values())))
+
+
+def _at_peak(events: Sequence[Event]) -> dict[str, int]:
+    """Returns the bytes of each part when most are allocated."""
+    live: dict[int, Event] = {}
+    sizes: Counter[str] = Counter(dict.fromkeys(PARTS[:-1], 0))
+    total, most, at_peak = 0, 0, dict(sizes)
+    for event in events:
+        if event.size:
+            live[event.block] = event
+            sizes[event.part] += event.size
+            total += event.size
+        else:
+            ended = live.pop(event.block)
+            if total > most:
+                most, at_peak = total, dict(sizes)
+            sizes[ended.part] -= ended.size
+            total -= ended.size
+    return dict(sizes) if total > most else at_peak
+
+
+def trace_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
+    """Returns the allocations of a rank in its first steps.
+
+    Of layers that are alike only a few are simulated; micro-batches beyond those that can be in flight at once are not.
+    """
+    plan = simulated(plan, all_rows=plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES)
+    modules = list(plan.stages.modules)
+    stretches = []
+    if not plan.frozen_modules and not splits_backward(plan.config.parallelism):
+        for stage in plan.stages.of_rank(pipeline_rank):
+            if (stretch := _stretch_of(plan, stage=stage)) is not None:
+                removed = {f"layers.{layer}" for layer in stretch.removed}
+                modules[stage] = tuple(name for name in modules[stage] if name not in removed)
+                stretches.append(stretch)
+    small = replace(plan, stages=replace(plan.stages, modules=tuple(modules)))
+    try:
+        return stretch_trace(simulate_steps(small, pipeline_rank=pipeline_rank, loss_fn=loss_fn), stretches=stretches)
+    except UnlikeError:
+        return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+
+
+def _stretch_of(plan: RunPlan, *, stage: int) -> Stretch | None:
+    """Returns which layers of a stage need not be simulated, because they repeat those before; None for too few."""
+    layers = [int(name.partition(".")[2]) for name in plan.stages.modules[stage] if name.startswith("layers.")]
+    kinds = _kinds_of_layers(plan)
+    own = [kinds[layer] for layer in layers]
+    found = [
+        (first, period) for period in (1, 2, 3, 4, 6) for first in range(len(own)) if _repeats(own[first:], period)
+    ]
+    if not found:
+        return None
+    first, period = min(found, key=sum)
+    ac = plan.config.activation_checkpoint
+    period = lcm(
+        period, int(ac.selective_ac_option) if ac.mode == "selective" and ac.selective_ac_option != "op" else 1
+    )
+    # FSDP gathers the weights of the next blocks, and frees what it gathered them with one later.
+    ahead = -(-plan.config.parallelism.fsdp_prefetch_blocks // period)
+    groups = [layers[start : start + period] for start in range(first, len(layers) - period + 1, period)]
+    copied, reach = 2 * ahead + 1, ahead + 1
+    more = len(groups) - (copied + ahead + 2)
+    return Stretch(groups=groups, copied=copied, reach=reach, more=more) if more > 0 else None
+
+
+def _kinds_of_layers(plan: RunPlan) -> list[object]:
+    """Returns what distinguishes the layers: shapes of their weights, and their kind of attention."""
+    shapes: dict[str, list[object]] = {}
+    for name, parameter in plan.parameters.items():
+        layer, _, rest = name.removeprefix("layers.").partition(".")
+        shapes.setdefault(layer, []).append((rest, parameter.shape))
+    return [(shapes[str(layer)], kind) for layer, kind in enumerate(plan.model_args.layer_kinds())]
+
+
+def _repeats(kinds: Sequence[object], period: int) -> bool:
+    return all(kind == kinds[index % period] for index, kind in enumerate(kinds))
+
+
+def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
+    """Returns the same, of all layers."""
+    training = plan.config.training
+    num_targets = training.local_batch_size * training.seq_len
+    # Gradients of several micro-batches are summed before they are reduced over ranks.
+    rows_at_once = plan.degrees.data * training.local_batch_size
+    microbatches = min(2, plan.global_batch_size // rows_at_once) if plan.degrees.pp == 1 else 1
+    with fake_ranks(plan, rank=pipeline_rank * (plan.world_size // plan.degrees.pp)) as mesh:
+        parts = parallelize_model_parts(plan, mesh=mesh)
+        with fake_tensors(), MemoryTrace() as trace:
+            for part in parts:
+                part.to_empty(device=CPU)
+                trace.name_layers(part)
+                part.init_buffers(CPU)
+                name_fsdp_modules(part)
+                trace.follow(part, loss=part.output)
+                trace.name_layers(part)
+            engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
+            for _ in range(STEPS):
+                trace.enter("activations")
+                engine.forward_backward([fake_batch(plan)] * microbatches, num_targets=num_targets)
+                trace.enter("optimizer")
+                engine.clip_gradients()
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
+            return list(trace.events)
