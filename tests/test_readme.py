@@ -27,7 +27,10 @@ NOT_EXECUTED = {
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
 }
 """Commands that cannot run in a test, as patterns, each with the reason."""
-BENCHMARK = r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity)\.py)"
+BENCHMARK = (
+    r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity|measure_hardware)\.py)"
+    r"|scripts/plan\.py (?!.*debug_model.*h100)"
+)
 """Commands that measure the code or inject faults, which take longest."""
 if importlib.util.find_spec("lm_eval") is None:
     NOT_EXECUTED[r"scripts/evaluate\.py"] = 'needs the extra "eval"'
@@ -112,6 +115,8 @@ def shortened(command: str) -> str:
         return command.replace("--count=120", "--count=3")
     if "golden.py" in command:
         return f"{re.sub('--repo=[^ ]+', '', command)} --only='one rank fp32'"
+    if "benchmarks/planner.py" in command:
+        return f"{command} --rows=6"
     if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command

@@ -1,6 +1,6 @@
 """The time model counts the bytes that a step moves, and behaves as hardware does; docs/planner.md has its errors.
 
-Tests planner/hardware.py and planner/work.py too.
+Tests hardware.py and work.py too.
 """
 
 import re
