@@ -105,6 +105,10 @@ def shortened(command: str) -> str:
     if "benchmarks/data.py" in command:
         text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
         return f"{command} {text} --rounds=1 --kills=1"
+    if "benchmarks/memory.py" in command:
+        return f"{command} --only='fp32, full' --layers=2"
+    if "benchmarks/published.py" in command:
+        return f"{command} --only=H200"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
     if "benchmarks/generation.py" in command:
