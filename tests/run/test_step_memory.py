@@ -26,8 +26,8 @@ def plan_of(world_size=1, **options):
     return preflight.resolve(load_config(argv), world_size=world_size, device_type="cpu")
 
 
-def predicted(world_size=1, device_type="cpu", **options):
-    return predict_step_memory(plan_of(world_size, **options), device_type=device_type, expandable=False)
+def predicted(options):
+    return predict_step_memory(plan_of(**options), device_type="cpu")[0]
 
 
 def test_allocations_are_traced_until_they_end():
@@ -143,9 +143,9 @@ def test_peak_of_two_layers():
 
 def test_another_recomputed_layer_keeps_its_input():
     sizes = {"training.seq_len": 2048, "model.args.dim": 64, "training.mixed_precision_param": "bfloat16", **FULL}
-    first, second = (predicted(**sizes, **{"model.args.n_layers": layers})[0] for layers in (2, 3))
+    first, second = (predicted({**sizes, "model.args.n_layers": layers}) for layers in (2, 3))
     assert second.activations - first.activations == 2 * 2048 * 64 * 2
-    assert predicted(**(sizes | NONE), **{"model.args.n_layers": 2})[0].activations > 3 * first.activations
+    assert predicted({**sizes, **NONE, "model.args.n_layers": 2}).activations > 3 * first.activations
 
 
 def test_table_of_a_pipeline():

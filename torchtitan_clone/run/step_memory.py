@@ -89,9 +89,12 @@ def _predict_1f1b(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
     found = []
     for rank in range(pp - 1):
         first = _extrapolated(few, more, share=min(pp - rank, microbatches) - 2)
-        factors = dict.fromkeys(("activations", "buffers"), layers[rank] / max(1, layers[0]))
-        sizes = {part: size * factors.get(part, parameters[rank] / parameters[0]) for part, size in vars(first).items()}
-        found.append(StepMemory(**{part: round(size) for part, size in sizes.items()}))
+        of_layers, of_parameters = layers[rank] / max(1, layers[0]), parameters[rank] / parameters[0]
+        sizes = {
+            part: round(size * (of_layers if part in ("activations", "buffers") else of_parameters))
+            for part, size in vars(first).items()
+        }
+        found.append(StepMemory(**sizes))
     return [*found, memory_of(_with_stages(plan, [modules[0], modules[-1]]), 1)]
 
 
