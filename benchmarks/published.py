@@ -82,28 +82,27 @@ class Published:
     loss_fn: LossFn = plain_loss
 
 
-TP8 = {"tensor_parallel_degree": 8}
-PP8 = {**TP8, "pipeline_parallel_degree": 8}
-ONE_F_ONE_B = {**PP8, "pipeline_parallel_schedule": "1F1B"}
-INTERLEAVED = {**PP8, "pipeline_parallel_schedule": "Interleaved1F1B"}
+TP8: dict[str, Any] = {"tensor_parallel_degree": 8}
+PP8: dict[str, Any] = {**TP8, "pipeline_parallel_degree": 8}
+ONE_F_ONE_B: dict[str, Any] = {**PP8, "pipeline_parallel_schedule": "1F1B"}
+INTERLEAVED: dict[str, Any] = {**PP8, "pipeline_parallel_schedule": "Interleaved1F1B"}
 
 
 def options_of(
-    flavor: str, *, rows: int, seq_len: int = 8192, selective: bool = False, **parallelism: object
+    flavor: str, *, rows: int, seq_len: int = 8192, mode: str = "full", **parallelism: str | int
 ) -> dict[str, object]:
-    """Returns the options of a run; `rows` is the local batch size."""
-    mode = {"mode": "selective", "selective_ac_option": "op"} if selective else {"mode": "full"}
+    """Returns the options of a run; `rows` is the local batch size, `mode` that of recomputation."""
     return {
         "model.name": "llama3", "model.flavor": flavor, "model.args.vocab_size": 128256,
         "model.args.max_seq_len": seq_len, "training.local_batch_size": rows, "training.seq_len": seq_len,
         "training.document_masking": "false",
-        **{f"activation_checkpoint.{key}": value for key, value in mode.items()},
+        "activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": "op",
         **{f"parallelism.{key}": value for key, value in parallelism.items()},
     }  # fmt: skip
 
 
 def _of_8b() -> list[Published]:
-    options = options_of("8B", rows=2, selective=True)
+    options = options_of("8B", rows=2, mode="selective")
     found = [
         Published(name=f"8B, selective{kind}", gpus=gpus, options=options, gib=gib, source=f"table {table}")
         for gpus, table, sizes in ((8, 1, (82.4, 77.0, 76.8)), (128, 3, (67.0, 62.0, 61.8)))
@@ -118,7 +117,7 @@ def _of_8b() -> list[Published]:
 
 
 def _long(
-    flavor: str, *, gpus: int, rows: int, sizes: Sequence[float], table: int, **others: object
+    flavor: str, *, gpus: int, rows: int, sizes: Sequence[float], table: int, **others: Any
 ) -> list[Published]:
     return [
         Published(

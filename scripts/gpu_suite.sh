@@ -8,12 +8,12 @@
 #   tests       GPU tests, 4 min                            peers       against other programs, eager and compiled, 8 min
 #   eager       trainer against the plain loop, 5 min       checkpoint  cost of saves, 4 min
 #   compiled    the same compiled, 6 min                    experts     a layer of experts, 2 min
-#   parallel    two GPUs: cost of each axis, 6 min
+#   parallel    two GPUs: cost of each axis, 6 min          memory      predicted and reserved memory, 6 min
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 PYTHON="${PYTHON:-python3}"
 FOLDER="${1:-outputs/gpu_suite}"
-SECTIONS=(tests eager compiled peers checkpoint experts parallel)
+SECTIONS=(tests eager compiled peers checkpoint experts parallel memory)
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
 mkdir -p "$FOLDER"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -46,6 +46,7 @@ run_section() {
         [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ] || return 0
         run parallel 360 benchmarks/parallel.py -- "${MODEL[@]}" --training.local_batch_size=2
         ;;
+    memory) run memory 360 benchmarks/memory.py --device=cuda ;;
     *)
         echo "error: no section $1; the sections are listed in $0" >&2
         exit 2

@@ -27,7 +27,10 @@ NOT_EXECUTED = {
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
 }
 """Commands that cannot run in a test, as patterns, each with the reason."""
-BENCHMARK = r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity)\.py)"
+BENCHMARK = (
+    r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity|measure_hardware)\.py)"
+    r"|scripts/plan\.py (?!.*debug_model.*h100)"
+)
 """Commands that measure the code or inject faults, which take longest."""
 if importlib.util.find_spec("lm_eval") is None:
     NOT_EXECUTED[r"scripts/evaluate\.py"] = 'needs the extra "eval"'
@@ -103,6 +106,10 @@ def shortened(command: str) -> str:
     if "benchmarks/data.py" in command:
         text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
         return f"{command} {text} --rounds=1 --kills=1"
+    if "benchmarks/memory.py" in command:
+        return f"{command} --only='fp32, full' --layers=2"
+    if "benchmarks/published.py" in command:
+        return f"{command} --only=H200"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
     if "benchmarks/generation.py" in command:
@@ -113,6 +120,8 @@ def shortened(command: str) -> str:
         return command.replace("--count=120", "--count=3")
     if "golden.py" in command:
         return f"{re.sub('--repo=[^ ]+', '', command)} --only='one rank fp32'"
+    if "benchmarks/planner.py" in command:
+        return f"{command} --rows=6"
     if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"
     return command

@@ -1,7 +1,4 @@
-"""scripts/plan.py finds meshes that fit, prints TOML that a run accepts, and says what is wrong with its options.
-
-Tests planner/search.py.
-"""
+"""scripts/plan.py finds meshes that fit, prints TOML that a run accepts, and says what is wrong with its options."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
 """The time model counts the bytes that a step moves, and behaves as hardware does; docs/planner.md has its errors.
 
-Tests planner/hardware.py and planner/work.py too.
+Tests hardware.py and work.py too.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import known_hardware, read_hardware
-from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.planner.time_model import describe_step_time, predict_step_time
 from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.simulate import simulate
@@ -107,3 +107,6 @@ def test_limits_of_an_8b_model_move_with_the_mesh():
     # The last stage also has the output: its rank is the busiest, and the others wait for it.
     assert 0.15 < pipeline.parts["bubble"] / pipeline.seconds < 3 / (8 + 3)
     assert 0.3 < shard.mfu < 0.5
+    lines = describe_step_time(plan_of(8, **options), hardware=h100).splitlines()
+    assert lines[0] == "predicted step time on 8 x NVIDIA H100 SXM 80 GB"
+    assert lines[-1].endswith(f"{shard.tokens_per_second:,.0f} tokens/s/GPU, MFU {shard.mfu:.1%}")

@@ -7,10 +7,17 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.cuda_allocator import MIB, CachingAllocator
 from torchtitan_clone.run.memory_trace import MemoryTrace
-from torchtitan_clone.run.step_memory import predict_step_memory, simulate_steps, trace_steps
+from torchtitan_clone.run.step_memory import (
+    PARTS,
+    memory_at_peak,
+    memory_table,
+    predict_step_memory,
+    simulate_steps,
+    trace_steps,
+)
 from torchtitan_clone.torch_compat import fake_tensors
 
-SIZES = {"model.args.n_layers": 9, "training.seq_len": 64, "training.local_batch_size": 2}
+SIZES = {"model.args.n_layers": 8, "training.seq_len": 64, "training.local_batch_size": 2}
 FULL = {"activation_checkpoint.mode": "full"}
 
 
@@ -19,8 +26,8 @@ def plan_of(world_size=1, **options):
     return preflight.resolve(load_config(argv), world_size=world_size, device_type="cpu")
 
 
-def predicted(world_size=1, device_type="cpu", **options):
-    return predict_step_memory(plan_of(world_size, **options), device_type=device_type, expandable=False)
+def predicted(options):
+    return predict_step_memory(plan_of(**options), device_type="cpu")[0]
 
 
 def test_allocations_are_traced_until_they_end():
@@ -78,7 +85,7 @@ def test_expandable_segments_grow_by_pages():
 
 
 def test_state_of_a_model():
-    plan = plan_of(2)
+    plan = plan_of(2, **{"model.args.n_layers": 2})
     (found,) = predict_step_memory(plan, device_type="cpu")
     own = plan.parameter_count // 2
     assert 4 * own <= found.weights < 4.01 * own
@@ -89,11 +96,9 @@ def test_state_of_a_model():
 NONE = {"activation_checkpoint.mode": "none"}
 FULL = {"activation_checkpoint.mode": "full"}
 PER_OP = {"activation_checkpoint.selective_ac_option": "op"}
-MESHES = {
-    "shard": (2, PER_OP),
-    "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
-}
+MESHES = {"shard": (2, PER_OP)}
 MORE_MESHES = {
+    "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
     "recomputed": (2, FULL),
     "every second layer": (1, {"model.args.n_layers": 17}),
     "two blocks ahead": (4, {**FULL, "parallelism.fsdp_prefetch_blocks": 2, "model.args.n_layers": 11}),
@@ -101,10 +106,6 @@ MORE_MESHES = {
         8, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2}
     ),
     "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
-    "interleaved": (
-        4, {**FULL, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 30,
-            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"},
-    ),
     "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),
     "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 28}),
     "windows": (1, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
@@ -113,10 +114,50 @@ MORE_MESHES = {
 
 @pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)])
 def test_layers_that_are_not_simulated_repeat_others(mesh):
-    """Events of all layers are those of few, extended; but for the vector of all gradients' norms, which has less."""
+    """The events are those of all layers; but for the vector of all gradients' norms, which is shorter."""
     world_size, options = (MESHES | MORE_MESHES)[mesh]
     plan = plan_of(world_size, **options)
-    few, all_layers = trace_steps(plan, pipeline_rank=0), simulate_steps(plan, pipeline_rank=0)
-    assert [event._replace(size=event.size and max(event.size, 4096)) for event in few] == [
-        event._replace(size=event.size and max(event.size, 4096)) for event in all_layers
-    ]
+    few, all_layers = (named(trace(plan, pipeline_rank=0)) for trace in (trace_steps, simulate_steps))
+    assert few == all_layers
+
+
+def named(events):
+    """Returns the events without their layers; small ones as equally large."""
+    return [event._replace(layer=None, size=event.size and max(event.size, 4096)) for event in events]
+
+
+def test_peak_of_two_layers():
+    """At the gradient of the first weight: weights, input, output, two gradients of weights, one of a hidden state."""
+    with fake_tensors(), MemoryTrace() as trace:
+        weights = [torch.empty(256, 256, requires_grad=True) for _ in range(2)]
+        trace.enter("activations")
+        x = torch.empty(128, 256)
+        y = (x @ weights[0]).relu() @ weights[1]
+        y.sum().backward()
+        events = list(trace.events)
+    matrix, state = 4 * 256 * 256, 4 * 128 * 256
+    found = memory_at_peak(events, device_type="cpu", expandable=False)
+    assert (found.weights, found.allocator) == (2 * matrix, 0)
+    assert 0 <= found.activations - (2 * matrix + 3 * state) <= 8  # the loss and its gradient
+
+
+def test_another_recomputed_layer_keeps_its_input():
+    sizes = {"training.seq_len": 2048, "model.args.dim": 64, "training.mixed_precision_param": "bfloat16", **FULL}
+    first, second = (predicted({**sizes, "model.args.n_layers": layers}) for layers in (2, 3))
+    assert second.activations - first.activations == 2 * 2048 * 64 * 2
+    assert predicted({**sizes, **NONE, "model.args.n_layers": 2}).activations > 3 * first.activations
+
+
+def test_table_of_a_pipeline():
+    options = {
+        **FULL,
+        "model.args.n_layers": 4,
+        "parallelism.pipeline_parallel_degree": 4,
+        "training.local_batch_size": 8,
+    }
+    plan = plan_of(4, **options)
+    title, head, *rows = memory_table(plan, device_type="cuda").splitlines()
+    assert "cuda" in title
+    assert head.split() == ["rank", "parameters", *PARTS, "sum"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    assert all(row.split()[-1] in PARTS for row in rows)

@@ -160,7 +160,7 @@ def schedule_seconds(parallelism: Parallelism, *, stages: Stages, microbatches: 
         return max(action.end for action in timed)
 
     ranks = parallelism.pipeline_parallel_degree
-    few, some = ((len(stages.ranks) // ranks + more) * ranks for more in (1, 2))
+    few, some = (_some(stages, ranks=ranks, rounds=rounds) for rounds in (1, 2))
     if microbatches <= some or parallelism.pipeline_parallel_schedule_csv:
         return end(microbatches)
     first, second = end(few), end(some)
@@ -169,11 +169,17 @@ def schedule_seconds(parallelism: Parallelism, *, stages: Stages, microbatches: 
 
 def most_in_flight(parallelism: Parallelism, *, stages: Stages, microbatches: int, rank: int) -> int:
     """Returns the most micro-batches, counted once per stage, whose activations a rank keeps at a time."""
-    many = 4 * len(stages.ranks)
-    count = min(microbatches, many) if parallelism.pipeline_parallel_schedule != "GPipe" else microbatches
+    count = min(microbatches, _some(stages, ranks=parallelism.pipeline_parallel_degree, rounds=2))
+    if parallelism.pipeline_parallel_schedule in ("GPipe", "LoopedBFS"):  # keep all
+        return microbatches * len(stages.of_rank(rank))
     orders = _orders_of(parallelism, stages=stages, microbatches=count)
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     return max(accumulate(change[kind] for kind, _, _ in orders[rank]))
+
+
+def _some(stages: Stages, *, ranks: int, rounds: int) -> int:
+    """Returns a number of micro-batches after whose first ones a pass repeats itself."""
+    return (len(stages.ranks) // ranks + rounds) * ranks
 
 
 def _orders_of(parallelism: Parallelism, *, stages: Stages, microbatches: int) -> dict[int, list[Action]]:

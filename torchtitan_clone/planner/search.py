@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal
 
 from torchtitan_clone.config import Config, ConfigError, Degrees, changes_to_toml, load_config
 from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism, Training
@@ -87,7 +87,7 @@ def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
         raise ConfigError(f"{rule}; change the number of devices, or of tokens a step.")
     timed = [
         Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=job.hardware))
-        for _, each, memory in _allowed(sorted(fitting, key=itemgetter(0)), job=job)
+        for _, each, memory in islice(_allowed(sorted(fitting, key=itemgetter(0)), job=job), TIMED)
     ]
     if not timed:
         raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], job=job))
@@ -109,14 +109,17 @@ def rows_of_step(config: Config, *, tokens: int) -> int:
 def _allowed(
     fitting: Sequence[tuple[float, RunPlan, MemoryEstimate]], *, job: Job
 ) -> Iterator[tuple[float, RunPlan, MemoryEstimate]]:
-    """Yields the first ones that break no rule of a run."""
-    rules: dict[str, Any] = {
-        "world_size": job.gpus,
-        "tokenizer_vocab_size": None,
-        "device_type": job.hardware.device_type,
-    }
-    allowed = (each for each in fitting if not find_run_errors(each[1].config, args=each[1].model_args, **rules))
-    return islice(allowed, TIMED)
+    """Yields those that break no rule of a run."""
+    for each in fitting:
+        plan = each[1]
+        if not find_run_errors(
+            plan.config,
+            world_size=job.gpus,
+            args=plan.model_args,
+            tokenizer_vocab_size=None,
+            device_type=job.hardware.device_type,
+        ):
+            yield each
 
 
 def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:

@@ -77,8 +77,8 @@ class MemoryTrace(TorchDispatchMode):
             part = "buffers" if collective_name(func) else None
             inputs = _tensors(args) if self.step_phase == "optimizer" else []
             for index, value in enumerate(_tensors(result)):
-                if index < len(inputs):
-                    self._enter_layer_of(inputs[index])
+                if index < len(inputs) and (source := self._index_of(inputs[index])) is not None:
+                    self.layer = self.events[source].layer
                 self._update(value.untyped_storage(), part=part)
             if self._running_part() == "buffers":
                 self._name_gradients(args)
@@ -129,11 +129,6 @@ class MemoryTrace(TorchDispatchMode):
             # Recomputation in backward is a part of that.
             is_forward = "pre_forward" in args[0] and torch_compat.running_autograd_node() is None
             self.step_phase = "forward" if is_forward else "backward"
-
-    def _enter_layer_of(self, x: Tensor) -> None:
-        index = self._index_of(x)
-        if index is not None:
-            self.layer = self.events[index].layer
 
     def _index_of(self, x: Tensor) -> int | None:
         """Returns the index of the event that allocated a tensor."""

@@ -111,6 +111,7 @@ def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
 
 
 def fake_batch(plan: RunPlan) -> Batch:
+    """Returns a batch of the shapes of a rank's: zeros, in one document a row."""
     training = plan.config.training
     documents_BT = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int32)
     tokens_BT = torch.zeros(training.local_batch_size, training.seq_len // plan.degrees.cp, dtype=torch.int64)

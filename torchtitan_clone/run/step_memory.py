@@ -2,9 +2,8 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from math import lcm
 
 from torchtitan_clone.parallel.forward_backward import LossFn
@@ -61,20 +60,70 @@ def predict_step_memory(
 ) -> list[StepMemory]:
     """Returns the memory of a rank of each pipeline stage on "cpu" or "cuda".
 
-    `expandable` is the allocator's option (None: as in the environment); `loss_fn` replaces the loss of the plan.
+    `expandable` is the allocator's option (None: as in the environment); `loss_fn` replaces the loss of the plan. Of a
+    pipeline not all ranks are simulated, see _predict_1f1b() and _predict_others().
     """
     expandable = expandable_segments() if expandable is None else expandable
 
-    @cache
-    def memory_of(cut: _Cut) -> StepMemory:
-        events = trace_steps(cut.applied_to(plan), pipeline_rank=cut.rank, loss_fn=loss_fn)
+    def memory_of(plan: RunPlan, rank: int) -> StepMemory:
+        events = trace_steps(plan, pipeline_rank=rank, loss_fn=loss_fn)
         return memory_at_peak(events, device_type=device_type, expandable=expandable)
 
+    parallelism = plan.config.parallelism
+    is_1f1b = parallelism.pipeline_parallel_schedule == "1F1B" and not parallelism.pipeline_parallel_schedule_csv
+    return (_predict_1f1b if is_1f1b and plan.degrees.pp > 2 else _predict_others)(plan, memory_of)
+
+
+MemoryOf = Callable[[RunPlan, int], StepMemory]
+
+
+def _predict_1f1b(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
+    """Simulates the first stage with two and three micro-batches in flight, of which each stage has one less.
+
+    Another stage but the last needs in proportion to its parameters and layers what the first one needs.
+    """
+    pp, modules, parameters = plan.degrees.pp, plan.stages.modules, stage_parameters(plan)
+    layers = [sum(name.startswith("layers.") for name in names) for names in modules]
+    few, more = (memory_of(_with_stages(plan, [*[modules[0]] * (count - 1), modules[-1]]), 0) for count in (2, 3))
+    microbatches = plan.config.training.local_batch_size // plan.config.parallelism.pipeline_parallel_microbatch_size
     found = []
-    for rank in range(plan.degrees.pp):
-        first, second, share = _cuts(plan, rank=rank)
-        found.append(_extrapolated(memory_of(first), memory_of(second), share=share))
+    for rank in range(pp - 1):
+        first = _extrapolated(few, more, share=min(pp - rank, microbatches) - 2)
+        of_layers, of_parameters = layers[rank] / max(1, layers[0]), parameters[rank] / parameters[0]
+        sizes = {
+            part: round(size * (of_layers if part in ("activations", "buffers") else of_parameters))
+            for part, size in vars(first).items()
+        }
+        found.append(StepMemory(**sizes))
+    return [*found, memory_of(_with_stages(plan, [modules[0], modules[-1]]), 1)]
+
+
+def _with_stages(plan: RunPlan, modules: Sequence[tuple[str, ...]]) -> RunPlan:
+    """Returns the plan with a pipeline of one rank for each of these stages."""
+    parallelism = replace(plan.config.parallelism, pipeline_parallel_degree=len(modules))
+    stages = Stages(modules=tuple(modules), ranks=tuple(range(len(modules))))
+    config, degrees = replace(plan.config, parallelism=parallelism), replace(plan.degrees, pp=len(modules))
+    return replace(plan, config=config, degrees=degrees, stages=stages)
+
+
+def _predict_others(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
+    """Simulates the first, the second and the last rank, and those around a change of the number of modules.
+
+    What the ranks between two of them need is between what those need, as the micro-batches in flight are.
+    """
+    pp = plan.degrees.pp
+    sizes = [[len(plan.stages.modules[stage]) for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
+    starts = [rank for rank in range(pp) if rank in (0, 1, pp - 1) or sizes[rank] != sizes[rank - 1]]
+    found = []
+    for start, stop in zip(starts, [*starts[1:], pp], strict=True):
+        first = memory_of(plan, start)
+        last = memory_of(plan, stop - 1) if stop - start > 1 else first
+        found += [_extrapolated(first, last, share=index / max(1, stop - start - 1)) for index in range(stop - start)]
     return found
+
+
+def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> StepMemory:
+    return StepMemory(**{part: round(size + share * (vars(second)[part] - size)) for part, size in vars(first).items()})
 
 
 def memory_table(plan: RunPlan, *, device_type: str) -> str:
@@ -102,64 +151,6 @@ def stage_parameters(plan: RunPlan) -> list[int]:
         for rank in range(plan.degrees.pp)
     ]
     return [sum(p.numel() for name, p in plan.parameters.items() if name.startswith(own)) for own in names]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """A pipeline of these stages, the modules of each, of which one rank is simulated; None for the whole one."""
-
-    modules: tuple[tuple[str, ...], ...] | None = None
-    rank: int
-
-    def applied_to(self, plan: RunPlan) -> RunPlan:
-        if self.modules is None:
-            return plan
-        ranks = len(self.modules)
-        parallelism = replace(plan.config.parallelism, pipeline_parallel_degree=ranks)
-        return replace(
-            plan,
-            config=replace(plan.config, parallelism=parallelism),
-            degrees=replace(plan.degrees, pp=ranks),
-            stages=Stages(modules=self.modules, ranks=tuple(range(ranks))),
-        )
-
-
-def _cuts(plan: RunPlan, *, rank: int) -> tuple[_Cut, _Cut, float]:
-    """Returns what to simulate of a rank, and how much further than from the first to the second its memory is.
-
-    With 1F1B, of which each stage has one micro-batch less in flight than the one before, pipelines with two and three
-    of them tell how much one needs. With other schedules, ranks with equally many layers are between the first and the
-    last of them.
-    """
-    pp, modules = plan.degrees.pp, plan.stages.modules
-    parallelism = plan.config.parallelism
-    if parallelism.pipeline_parallel_schedule != "1F1B" or parallelism.pipeline_parallel_schedule_csv or pp < 3:
-        ranks = next(ranks for ranks in _alike_ranks(plan) if rank in ranks)
-        share = (rank - ranks[0]) / max(1, len(ranks) - 1)
-        return _Cut(rank=ranks[0]), _Cut(rank=ranks[-1]), share
-    if rank == pp - 1:
-        last = _Cut(modules=(modules[0], modules[rank]), rank=1)
-        return last, last, 0
-    in_flight = min(pp - rank, plan.config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
-    # Of interior stages with equally many layers, one.
-    alike = 0 if rank == 0 else next(stage for stage in range(1, pp) if len(modules[stage]) == len(modules[rank]))
-    before = modules[: min(1, rank)]
-    few, more = (
-        _Cut(modules=(*before, *[modules[alike]] * (count - 1), modules[-1]), rank=len(before)) for count in (2, 3)
-    )
-    return few, more, in_flight - 2
-
-
-def _alike_ranks(plan: RunPlan) -> list[range]:
-    """Returns the pipeline ranks; those of a range differ only in their place."""
-    pp = plan.degrees.pp
-    sizes = [[len(plan.stages.modules[stage]) for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
-    starts = [rank for rank in range(pp) if rank in (0, 1, pp - 1) or sizes[rank] != sizes[rank - 1]]
-    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], pp], strict=True)]
-
-
-def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> StepMemory:
-    return StepMemory(**{part: round(size + share * (vars(second)[part] - size)) for part, size in vars(first).items()})
 
 
 def memory_at_peak(events: Sequence[Event], *, device_type: str, expandable: bool) -> StepMemory:
@@ -194,19 +185,25 @@ def trace_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = N
     Of layers that are alike only a few are simulated; micro-batches beyond those that can be in flight at once are not.
     """
     plan = simulated(plan, all_rows=plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES)
-    modules = list(plan.stages.modules)
-    stretches = []
-    if not plan.frozen_modules and not splits_backward(plan.config.parallelism):
-        for stage in plan.stages.of_rank(pipeline_rank):
-            if (stretch := _stretch_of(plan, stage=stage)) is not None:
-                removed = {f"layers.{layer}" for layer in stretch.removed}
-                modules[stage] = tuple(name for name in modules[stage] if name not in removed)
-                stretches.append(stretch)
-    small = replace(plan, stages=replace(plan.stages, modules=tuple(modules)))
-    try:
-        return stretch_trace(simulate_steps(small, pipeline_rank=pipeline_rank, loss_fn=loss_fn), stretches=stretches)
-    except UnlikeError:
-        return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+    own = plan.stages.of_rank(pipeline_rank)
+    # Where a rank has several stages, what one of them keeps ends with what another one does.
+    is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
+    stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
+    if stretch is not None:
+        try:
+            events = simulate_steps(
+                _without(plan, layers=stretch.removed), pipeline_rank=pipeline_rank, loss_fn=loss_fn
+            )
+            return stretch_trace(events, stretch=stretch)
+        except UnlikeError:
+            pass
+    return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+
+
+def _without(plan: RunPlan, *, layers: Iterable[int]) -> RunPlan:
+    removed = {f"layers.{layer}" for layer in layers}
+    modules = (tuple(name for name in names if name not in removed) for names in plan.stages.modules)
+    return replace(plan, stages=replace(plan.stages, modules=tuple(modules)))
 
 
 def _stretch_of(plan: RunPlan, *, stage: int) -> Stretch | None:

@@ -1,4 +1,4 @@
-"""Extends the trace of a step with few layers to one with more, which repeat what one of them does.
+"""Extends the trace of steps with few layers to one with more, which repeat what one of them does.
 
 Group: one or several consecutive layers, after which their kinds repeat. Run: consecutive events of a group, such as
 those of its forward.
@@ -7,14 +7,14 @@ those of its forward.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 
 from torchtitan_clone.run.memory_trace import Event
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """The groups of layers of a pipeline stage: those after `copied`, `more` of them, are not in a trace.
+    """The groups of layers of a model or stage: those after `copied`, `more` of them, are not in a trace.
 
     The group behind them must be like `copied`, and those `reach` groups before. What a group allocates, others up to
     `reach` groups away may free.
@@ -30,62 +30,52 @@ class Stretch:
         """The layers that are not in the trace."""
         return [layer for group in self.groups[self.copied + 1 : self.copied + 1 + self.more] for layer in group]
 
-    def group_of(self, layer: int) -> int | None:
-        """Returns the number of a layer's group in the trace; None for a layer of no group."""
-        found = next((index for index, group in enumerate(self.groups) if layer in group), None)
-        return found - self.more if found is not None and found > self.copied else found
+    def shifts(self, group: int) -> range:
+        """Returns how many groups further those are that a group of the trace stands for."""
+        if group == self.copied:
+            return range(self.more + 1)
+        return range(self.more, self.more + 1) if group > self.copied else range(1)
 
 
 class UnlikeError(Exception):
     """Layers of a trace are not as alike as required."""
 
 
-Run = tuple[int, int, str]  # stage, group and phase of the step
-Place = tuple[Run, int, int]  # how many runs of the same kind there were before, and how many allocations in this one
+Run = tuple[int, str]  # group and phase of the step
+Place = tuple[int, str, int, int]  # group and phase, earlier runs of the same, and earlier allocations in this one
 
 
 class _Stretcher:
-    def __init__(self, stretches: Sequence[Stretch]) -> None:
-        self._stretches = stretches
-        self._groups = {
-            layer: (stage, group)
-            for stage, stretch in enumerate(stretches)
-            for layer in chain.from_iterable(stretch.groups)
-            if (group := stretch.group_of(layer)) is not None
-        }
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
+        groups = [group for index, group in enumerate(stretch.groups) if not 0 < index - stretch.copied <= stretch.more]
+        self._groups = {layer: index for index, group in enumerate(groups) for layer in group}
         self._places: dict[int, Place] = {}
-        """Where each block of a group is allocated."""
-        self._live: dict[object, int] = {}
+        """Where each block is allocated that a group allocates."""
+        self._live: dict[Place | int, int] = {}
         """Blocks of the extended trace by their places there; those that are allocated outside of groups by number."""
         self._next_block = 0
         self.events: list[Event] = []
 
     def run_of(self, event: Event) -> Run | None:
-        return None if event.layer not in self._groups else (*self._groups[event.layer], event.step_phase)
+        group = None if event.layer is None else self._groups.get(event.layer)
+        return None if group is None else (group, event.step_phase)
 
-    def add(self, run: Run, count: int, events: Iterable[Event], *, shift: int) -> None:
-        """Adds a run of a group, as that of the one `shift` groups behind."""
-        stage, group, phase = run
+    def add(self, events: Iterable[Event], *, run: Run | None, count: int = 0, shift: int = 0) -> None:
+        """Adds a run of a group, as that of the one `shift` groups behind, or events outside of groups."""
         allocations = 0
         for event in events:
             if event.size:
-                self._places[event.block] = run, count, allocations
-                self._allocate(((stage, group + shift, phase), count, allocations), event)
-                allocations += 1
+                place = event.block
+                if run is not None:
+                    self._places[event.block] = (*run, count, allocations)
+                    place = (run[0] + shift, run[1], count, allocations)
+                    allocations += 1
+                self._live[place] = self._next_block
+                self.events.append(event._replace(block=self._next_block))
+                self._next_block += 1
             else:
                 self._free(event, run=run, shift=shift)
-
-    def add_outside(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if event.size:
-                self._allocate(event.block, event)
-            else:
-                self._free(event, run=None, shift=0)
-
-    def _allocate(self, place: object, event: Event) -> None:
-        self._live[place] = self._next_block
-        self._next_block += 1
-        self.events.append(event._replace(block=self._live[place]))
 
     def _free(self, event: Event, *, run: Run | None, shift: int) -> None:
         for place in self._freed(event.block, run=run, shift=shift):
@@ -93,49 +83,39 @@ class _Stretcher:
                 raise UnlikeError
             self.events.append(event._replace(block=self._live.pop(place)))
 
-    def _freed(self, block: int, *, run: Run | None, shift: int) -> list[object]:
+    def _freed(self, block: int, *, run: Run | None, shift: int) -> list[Place | int]:
         if block not in self._places:
             return [block]
-        (stage, group, phase), count, index = self._places[block]
-        stretch = self._stretches[stage]
-        if run is not None and run[0] == stage and abs(run[1] - group) <= stretch.reach:
-            shifts: Iterable[int] = [shift]
-        elif group == stretch.copied:
-            shifts = range(stretch.more + 1)
-        else:
-            shifts = [stretch.more if group > stretch.copied else 0]
-        return [((stage, group + by, phase), count, index) for by in shifts]
+        group, phase, count, index = self._places[block]
+        is_near = run is not None and abs(run[0] - group) <= self._stretch.reach
+        shifts = [shift] if is_near else self._stretch.shifts(group)
+        return [(group + by, phase, count, index) for by in shifts]
 
 
-def stretch_trace(events: Sequence[Event], *, stretches: Sequence[Stretch]) -> list[Event]:
-    """Returns the trace with `more` groups of layers in each stage; UnlikeError if they do not repeat."""
-    stretcher = _Stretcher(stretches)
+def stretch_trace(events: Sequence[Event], *, stretch: Stretch) -> list[Event]:
+    """Returns the trace with all groups of layers; UnlikeError if they do not repeat."""
+    stretcher = _Stretcher(stretch)
     runs = [(run, list(members)) for run, members in groupby(events, key=stretcher.run_of)]
-    _check_alike(runs, stretches=stretches)
+    _check_alike(runs, copied=stretch.copied)
     counts: Counter[Run] = Counter()
-    before: dict[int, int] = {}
+    before = -1
     for run, members in runs:
         if run is None:
-            stretcher.add_outside(members)
+            stretcher.add(members, run=None)
             continue
-        stage, group, _ = run
-        stretch = stretches[stage]
-        shifts: Iterable[int] = [stretch.more if group > stretch.copied else 0]
-        if group == stretch.copied:
-            shifts = range(stretch.more + 1)
-            shifts = reversed(shifts) if before.get(stage, -1) > group else shifts
-        for shift in shifts:
-            stretcher.add(run, counts[run], members, shift=shift)
+        shifts = stretch.shifts(run[0])
+        # Backward runs from the last layer to the first.
+        for shift in reversed(shifts) if before > run[0] else shifts:
+            stretcher.add(members, run=run, count=counts[run], shift=shift)
         counts[run] += 1
-        before[stage] = group
+        before = run[0]
     return stretcher.events
 
 
-def _check_alike(runs: Sequence[tuple[Run | None, list[Event]]], *, stretches: Sequence[Stretch]) -> None:
+def _check_alike(runs: Iterable[tuple[Run | None, Sequence[Event]]], *, copied: int) -> None:
     shapes: dict[Run, list[object]] = {}
     for run, members in runs:
         if run is not None:
             shapes.setdefault(run, []).append([(event.size, event.stream, event.part) for event in members])
-    for (stage, group, phase), found in shapes.items():
-        if group == stretches[stage].copied and shapes.get((stage, group + 1, phase)) != found:
-            raise UnlikeError
+    if any(shapes.get((copied + 1, phase)) != found for (group, phase), found in shapes.items() if group == copied):
+        raise UnlikeError
