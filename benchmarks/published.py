@@ -116,9 +116,7 @@ def _of_8b() -> list[Published]:
     return [*found, *h200]
 
 
-def _long(
-    flavor: str, *, gpus: int, rows: int, sizes: Sequence[float], table: int, **others: Any
-) -> list[Published]:
+def _long(flavor: str, *, gpus: int, rows: int, sizes: Sequence[float], table: int, **others: Any) -> list[Published]:
     return [
         Published(
             name=f"{flavor}, full, {32 * cp} Ki tokens, context {cp}", gpus=gpus, gib=gib, source=f"table {table}",
