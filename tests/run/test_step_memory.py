@@ -7,13 +7,14 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.cuda_allocator import MIB, CachingAllocator
 from torchtitan_clone.run.memory_trace import MemoryTrace
+from torchtitan_clone.run.simulate import simulated
 from torchtitan_clone.run.step_memory import (
     PARTS,
+    extended_steps,
     memory_at_peak,
     memory_table,
     predict_step_memory,
     simulate_steps,
-    trace_steps,
 )
 from torchtitan_clone.torch_compat import fake_tensors
 
@@ -116,8 +117,8 @@ MORE_MESHES = {
 def test_layers_that_are_not_simulated_repeat_others(mesh):
     """The events are those of all layers; but for the vector of all gradients' norms, which is shorter."""
     world_size, options = (MESHES | MORE_MESHES)[mesh]
-    plan = plan_of(world_size, **options)
-    few, all_layers = (named(trace(plan, pipeline_rank=0)) for trace in (trace_steps, simulate_steps))
+    plan = simulated(plan_of(world_size, **options))
+    few, all_layers = (named(trace(plan, pipeline_rank=0)) for trace in (extended_steps, simulate_steps))
     assert few == all_layers
 
 

@@ -185,19 +185,22 @@ def trace_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = N
     Of layers that are alike only a few are simulated; micro-batches beyond those that can be in flight at once are not.
     """
     plan = simulated(plan, all_rows=plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES)
+    try:
+        return extended_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+    except UnlikeError:
+        return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+
+
+def extended_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
+    """Returns the same from a simulation of few layers; UnlikeError where they do not repeat or are too few."""
     own = plan.stages.of_rank(pipeline_rank)
     # Where a rank has several stages, what one of them keeps ends with what another one does.
     is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
     stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
-    if stretch is not None:
-        try:
-            events = simulate_steps(
-                _without(plan, layers=stretch.removed), pipeline_rank=pipeline_rank, loss_fn=loss_fn
-            )
-            return stretch_trace(events, stretch=stretch)
-        except UnlikeError:
-            pass
-    return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+    if stretch is None:
+        raise UnlikeError
+    events = simulate_steps(_without(plan, layers=stretch.removed), pipeline_rank=pipeline_rank, loss_fn=loss_fn)
+    return stretch_trace(events, stretch=stretch)
 
 
 def _without(plan: RunPlan, *, layers: Iterable[int]) -> RunPlan:
