@@ -106,6 +106,8 @@ def shortened(command: str) -> str:
     if "benchmarks/data.py" in command:
         text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
         return f"{command} {text} --rounds=1 --kills=1"
+    if "scripts/plan.py" in command and "debug_model" not in command:
+        return f"{command} --gpus=8 --model.args.n_layers=4"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
     if "benchmarks/published.py" in command:

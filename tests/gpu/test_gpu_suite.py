@@ -34,7 +34,7 @@ def suite(tmp_path):
 
 def test_failed_sections_are_repeated_and_others_are_not(suite):
     _, first = suite(broken="--compile")
-    benchmarks = ["trainer", "trainer", "peers", "peers", "checkpoint", "experts"]
+    benchmarks = ["trainer", "trainer", "peers", "peers", "checkpoint", "experts", "memory"]
     assert first == ["-m", *[f"benchmarks/{name}.py" for name in benchmarks]]
     done, second = suite()
     assert second == ["benchmarks/trainer.py", "benchmarks/peers.py", "benchmarks/peers.py"]

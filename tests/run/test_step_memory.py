@@ -108,7 +108,7 @@ MORE_MESHES = {
     ),
     "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
     "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),
-    "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 28}),
+    "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 44}),
     "windows": (1, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Searches the mesh, the micro-batch, the schedule, recomputation and resharding with which a model trains fastest.
 
 Every combination that the rules of a run allow is estimated: its memory first, then its time with the bubble of a
-formula. The fastest of those that fit are timed with the real order of their schedule, and the best are simulated.
+formula. The fastest of those that fit are timed with the real order of their schedule.
 """
 
 from collections.abc import Iterator, Sequence
