@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.planner.hardware import known_hardware, read_hardware
+from torchtitan_clone.planner.hardware import Fitted, Hardware, known_hardware, read_hardware
 from torchtitan_clone.planner.time_model import describe_step_time, predict_step_time
 from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
 from torchtitan_clone.run import preflight
@@ -27,6 +27,19 @@ def plan_of(world_size, **options):
         f"--{key.replace('__', '.')}={str(value).lower() if value is True else value}" for key, value in words.items()
     ]
     return preflight.resolve(load_config(argv), world_size=world_size, device_type="cuda")
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [(NONE, 3), (FULL, 4)])
+def test_products_take_their_flops(recompute, passes):
+    """Forward once, backward twice, recomputation once more, which ends before w2; logits are not recomputed."""
+    fitted = Fitted(products=1.0, eager_passes=0.0)
+    one_tflops = Hardware(products=[[1, 1.0]], memory_gbps=1e12, fitted=fitted)
+    plan = plan_of(1, **recompute)
+    seconds = predict_step_time(plan, hardware=one_tflops).parts["products"]
+    sizes = {name: weight.numel() for name, weight in plan.parameters.items() if weight.ndim == 2}
+    again = sum(size for name, size in sizes.items() if name.startswith("layers.") and not name.endswith("w2.weight"))
+    weights = 3 * (sum(sizes.values()) - sizes["tok_embeddings.weight"]) + (passes - 3) * again
+    assert seconds == pytest.approx(2e-12 * weights * plan.tokens_per_step, rel=1e-6)
 
 
 def degree(**degrees):

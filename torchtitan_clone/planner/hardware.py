@@ -121,7 +121,12 @@ def known_hardware() -> list[str]:
 def named_hardware(config: Config) -> Hardware | None:
     """Returns the table that job.dry_run_device names, if it does; ConfigError for an unknown one."""
     name = config.job.dry_run_device
-    return None if name in DEVICE_TYPES else read_hardware(name)
+    if name in DEVICE_TYPES:
+        return None
+    try:
+        return read_hardware(name)
+    except ConfigError as error:
+        raise ConfigError(f"job.dry_run_device: must be {', '.join(DEVICE_TYPES)} or hardware; {error}") from None
 
 
 def read_hardware(name: str) -> Hardware:

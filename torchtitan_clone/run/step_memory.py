@@ -129,12 +129,11 @@ def _extrapolated(first: StepMemory, second: StepMemory, *, share: float) -> Ste
 def memory_table(plan: RunPlan, *, device_type: str) -> str:
     """Returns the parameters and the predicted memory of each pipeline rank as text."""
     found = predict_step_memory(plan, device_type=device_type)
-    allocator = (
-        "" if device_type == "cpu" else ", in segments that " + ("expand" if expandable_segments() else "do not")
-    )
+    segments = "expandable" if expandable_segments() else "fixed"
+    device = device_type if device_type == "cpu" else f"{device_type} with {segments} segments"
     columns = "".join(f"{part:>13}" for part in PARTS)
     lines = [
-        f"memory of a step in GiB on {device_type}{allocator}",
+        f"memory of a step in GiB on {device}",
         f"{'rank':>4}{'parameters':>18}{columns}{'sum':>9}",
     ]
     for rank, (parameters, memory) in enumerate(zip(stage_parameters(plan), found, strict=True)):
