@@ -27,11 +27,6 @@ NOT_EXECUTED = {
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
 }
 """Commands that cannot run in a test, as patterns, each with the reason."""
-BENCHMARK = (
-    r"^python (benchmarks/|scripts/(inject_faults|fuzz_checkpoint|parity|measure_hardware)\.py)"
-    r"|scripts/plan\.py (?!.*debug_model.*h100)"
-)
-"""Commands that measure the code or inject faults, which take longest."""
 if importlib.util.find_spec("lm_eval") is None:
     NOT_EXECUTED[r"scripts/evaluate\.py"] = 'needs the extra "eval"'
 AT_ONCE = "scripts/lighthouse.py"
@@ -53,10 +48,6 @@ def commands(block: str) -> list[str]:
 SHELL = [(page, block) for page in PAGES for block in blocks(page, "sh", "bash")]
 COMMANDS = list(dict.fromkeys(command for _, block in SHELL if AT_ONCE not in block for command in commands(block)))
 """In the order of the pages, each once; a page whose commands need a file makes it first."""
-PARAMETERS = [
-    pytest.param(command, marks=[pytest.mark.benchmark] if re.search(BENCHMARK, command) else [])
-    for command in COMMANDS
-]
 TERMINALS = {f"{page.stem}-{index}": block for index, (page, block) in enumerate(SHELL) if AT_ONCE in block}
 EXAMPLES = {f"{page.stem}-{index}": code for page in PAGES for index, code in enumerate(blocks(page, "python"))}
 COMPILED = "llama3_8b"
@@ -91,7 +82,7 @@ def workplace(tmp_path_factory):
 def shortened(command: str) -> str:
     """Returns the command with options that keep it short: a few steps of training, the collection of tests."""
     if "scripts/run_tests.sh" in command:
-        return f"{command} --collect-only -q {ROOT / 'tests' / 'optim'}"
+        return f"{command} --numprocesses=0 --collect-only -q {ROOT / 'tests' / 'optim'}"
     if "run_train.sh" in command and not re.search(r"--help|--dry-run|fake_backend", command):
         small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
         return f"{command.replace(' &', f' {small} &')} {small}"
@@ -149,7 +140,8 @@ def test_the_readme_has_commands():
     assert TERMINALS
 
 
-@pytest.mark.parametrize("command", PARAMETERS)
+@pytest.mark.documentation
+@pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command, workplace, python):
     for pattern, reason in NOT_EXECUTED.items():
         if re.search(pattern, command):
@@ -167,6 +159,7 @@ def test_python_examples(name, tmp_path, python):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.documentation
 @pytest.mark.parametrize("name", TERMINALS)
 def test_replica_groups_in_several_terminals(name, workplace, python):
     """Runs the lighthouse in one terminal, the replica groups in the others."""

@@ -44,7 +44,7 @@ def test_there_are_thirty_kinds():
     assert len({kind.strike for kind in KINDS.values()}) == len(KINDS)
 
 
-@pytest.mark.benchmark
+@pytest.mark.documentation
 def test_a_run_survives_a_sample_of_faults(material, tmp_path):
     kinds = [KINDS[name] for name in ON_ONE_NODE]
     struck, wrong = play_through("one node", material=material, folder=tmp_path / "run", kinds=kinds)
@@ -60,7 +60,7 @@ def test_a_run_survives_a_sample_of_faults(material, tmp_path):
     assert problem.startswith("step 1: loss 1")
 
 
-@pytest.mark.benchmark
+@pytest.mark.documentation
 def test_replica_groups_survive_a_sample_of_faults(material, tmp_path):
     pytest.importorskip("torchft")
     kinds = [KINDS[name] for name in OF_GROUPS]
@@ -82,7 +82,7 @@ def lose_a_checkpoint(scene) -> str:
     return f"step {step}"
 
 
-@pytest.mark.benchmark
+@pytest.mark.documentation
 def test_a_lost_checkpoint_and_a_lost_process_are_noticed(material, tmp_path):
     kinds = [
         Kind(name="a kill that nobody permits", scenes=(), may_end=False, strike=KINDS["kill a rank"].strike),
@@ -97,7 +97,7 @@ def test_a_lost_checkpoint_and_a_lost_process_are_noticed(material, tmp_path):
 
 
 @pytest.mark.skipif(missing_for("small disk") is not None, reason=str(missing_for("small disk")))
-@pytest.mark.benchmark
+@pytest.mark.documentation
 def test_a_full_disk_and_a_campaign_in_two_parts(material, tmp_path, capsys):
     results, folder = tmp_path / "results.jsonl", material.references.parent
     words = [

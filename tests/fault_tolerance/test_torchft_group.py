@@ -70,6 +70,7 @@ def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
         assert marks["recovery"]["y"][-1] > 8
 
 
+@pytest.mark.many_ranks
 def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
     """Among them: the peer's rank 1 dies while it sends its state, after the peer's rank 0 has sent all of it."""
     faults = [

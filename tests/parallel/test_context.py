@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.marks import marked
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import Runs
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
@@ -116,7 +117,7 @@ def runs(corpus, tmp_path_factory):
     return Runs({name: (ranks, options(corpus, folder / name, **each)) for name, (ranks, each) in changed.items()})
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("name", marked(COMBINATIONS))
 def test_gradients_equal_one_device(runs, name):
     runs.check(name)
 
@@ -186,6 +187,7 @@ def test_losses_equal_those_of_one_device_in_fp32_and_in_bf16(corpus, tmp_path):
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "one"), rel=5e-3)
 
 
+@pytest.mark.many_ranks
 def test_a_sequence_of_32k_tokens_runs_on_four_ranks(tmp_path):
     """Documents of tens of thousands of tokens; all scores of one head would be 4 GiB."""
     argv = options(
@@ -201,6 +203,7 @@ def test_a_sequence_of_32k_tokens_runs_on_four_ranks(tmp_path):
     assert row["memory_gib"] < 0.75
 
 
+@pytest.mark.many_ranks
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_sends_only_what_it_must(corpus, tmp_path, method):
     """Compares the bytes over the context axis in one step of one micro-batch with what the method has to send."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import marked
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
@@ -159,7 +160,7 @@ def runs(corpus, tmp_path_factory):
     return Runs({name: (n, options(corpus, folder / name, **chunks, **each)) for name, (n, each) in MESHES.items()})
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", marked(MESHES))
 def test_gradients_equal_plain_pytorch(runs, name):
     runs.check(name)
 

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.marks import marked
 from torchtitan_clone.testing.parity import (
     Difference,
     compare,
@@ -39,7 +40,7 @@ def differences(corpus, tmp_path_factory, references):
     return of
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", marked({name: CASES[name] for name in QUICK}))
 def test_parity(differences, name):
     difference = differences(CASES[name][0])[name]
     assert difference.is_parity, difference

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.marks import needs_split_backward
+from tests.marks import marked, needs_split_backward
 from tests.parallel.test_gradients import Runs, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
@@ -84,7 +84,7 @@ def runs(corpus, tmp_path_factory):
     return runs_of(PIPELINES, corpus, tmp_path_factory.mktemp("pipelines"))
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", marked(PIPELINES))
 def test_gradients_equal_plain_pytorch(runs, name):
     runs.check(name)
 
@@ -95,7 +95,7 @@ def runs_that_split_backward(corpus, tmp_path_factory):
 
 
 @needs_split_backward
-@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+@pytest.mark.parametrize("name", marked(SPLIT_BACKWARD))
 def test_gradients_of_a_split_backward_equal_plain_pytorch(runs_that_split_backward, name):
     runs_that_split_backward.check(name)
 
@@ -147,6 +147,7 @@ def one_rank(corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.many_ranks
 def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, one_rank):
     changes = {**STEADY, **VALIDATED, **ROWS_4, "validation__local_batch_size": 6}
     argv = pipelined(corpus, tmp_path, "Interleaved1F1B", **changes)
@@ -162,6 +163,7 @@ def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, o
 
 
 @needs_split_backward
+@pytest.mark.many_ranks
 def test_run_resumes_with_other_pipelines_and_without_one(corpus, tmp_path, one_rank):
     common = {**STEADY, "data__held_out_fraction": 0.03}
     runs = [

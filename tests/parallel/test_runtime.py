@@ -77,6 +77,7 @@ def numbers_and_timeouts(argv):
         return torch.rand(4).tolist(), timeouts
 
 
+@pytest.mark.many_ranks
 def test_ranks_with_equal_tokens_draw_equal_numbers_and_no_others(corpus, tmp_path):
     """As dropout needs: equal over tensor, which shares tokens; different over data, context and pipeline."""
     for axes, is_equal in (

@@ -131,6 +131,7 @@ def test_implicit_redistributions_are_counted():
     assert run_ranks(implicit_calls, 2) == [[("world", "all_reduce")]] * 2
 
 
+@pytest.mark.many_ranks
 def test_nothing_is_redistributed_implicitly(corpus, tmp_path):
     changes = {"training__steps": 3, "debug__trace_collectives": True, "parallelism__tensor_parallel_degree": 2}
     code, output = train(options(corpus, tmp_path, **changes), world_size=4, log_folder=tmp_path)

@@ -193,6 +193,7 @@ def test_balancing_is_that_of_plain_pytorch(corpus, tmp_path, references, world_
     check(argv, tmp_path / "run", expected, world_size=world_size)
 
 
+@pytest.mark.many_ranks
 def test_a_resume_with_experts_over_other_ranks_continues_balancing(corpus, tmp_path, references):
     expected = expected_for(corpus, tmp_path, {}, references)
 

@@ -1,4 +1,4 @@
-"""Tests of export.py and hub.py: models whose experts are on four ranks, against transformers and the checkpoints."""
+"""Tests of export.py and hub.py: models whose experts are on two ranks, against transformers and the checkpoints."""
 
 from collections import namedtuple
 
@@ -18,7 +18,7 @@ from torchtitan_clone.testing.parity_matrix import EXPERT, GPT_OSS, LATENT, LLAM
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainers
 
-RANKS, STEPS = 4, 1
+RANKS, STEPS = 2, 1
 FAMILIES = {
     "qwen3_moe": MOE,
     "deepseek_v3": LATENT | {"model__args__moe__bias_update_rate": 0.01},
@@ -56,7 +56,7 @@ def train_export_and_start(runs):
 
 @pytest.fixture(scope="module")
 def runs(corpus, tmp_path_factory):
-    """Returns a run of each family, trained on four ranks in one start of processes."""
+    """Returns a run of each family, trained on two ranks in one start of processes."""
     runs = {}
     for name, changes in FAMILIES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -66,7 +66,7 @@ def runs(corpus, tmp_path_factory):
         runs[name] = Run(train, options(corpus, folder / "again", **changes, **start), folder)
     for held in run_ranks(train_export_and_start, RANKS, list(runs.values()), timeout=300):
         assert all(held)
-        assert {counts for of_family in held for counts in of_family.values()} == {(2, 8)}
+        assert {counts for of_family in held for counts in of_family.values()} == {(4, 8)}
     return runs
 
 
@@ -75,7 +75,7 @@ def export_of(folder):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_experts_of_four_ranks_are_the_run_in_transformers(runs, name):
+def test_experts_of_two_ranks_are_the_run_in_transformers(runs, name):
     folder = runs[name].folder
     config = load_config(runs[name].train)
     spec = find_model(config.model)
@@ -100,7 +100,7 @@ def test_experts_of_four_ranks_are_the_run_in_transformers(runs, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_checkpoints_of_four_ranks_are_converted_to_the_exports(runs, tmp_path, name):
+def test_checkpoints_of_two_ranks_are_converted_to_the_exports(runs, tmp_path, name):
     folder = runs[name].folder
     convert(
         step_folder(folder / "run" / "checkpoint", STEPS), tmp_path / "hf", dtype=torch.float32, hf_assets_path=None

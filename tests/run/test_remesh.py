@@ -139,8 +139,8 @@ IDS = "one", "zero bubble", "shrinks compiled", "tensor", "context"
             {},
             PIPELINE | {SCHEDULE: "Interleaved1F1B", **COMPILED},
         ),
-        (4, {}, ALONE, PIPELINE | TENSOR | VALIDATED),
-        (4, ALONE, {}, PIPELINE | CONTEXT),
+        pytest.param(4, {}, ALONE, PIPELINE | TENSOR | VALIDATED, marks=pytest.mark.many_ranks),
+        pytest.param(4, ALONE, {}, PIPELINE | CONTEXT, marks=pytest.mark.many_ranks),
     ],
     ids=IDS,
 )

@@ -91,7 +91,7 @@ def test_an_extension_with_resumes_equals_one_run(corpus, sources, tmp_path, alo
             assert row[key] == pytest.approx(other[key], abs=1e-4), (row["step"], key)
 
 
-@pytest.mark.benchmark
+@pytest.mark.documentation
 def test_an_extension_from_512_to_2048_tokens_equals_one_run(corpus, sources, tmp_path):
     """With a resume in each part, on one rank and on four."""
     long = toml_like([{**EXTENSION, "seq_len": 2048}])
