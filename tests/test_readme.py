@@ -13,6 +13,7 @@ import pytest
 
 from torchtitan_clone.testing.runs import make_corpus, train
 
+pytestmark = pytest.mark.documentation
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("CONTRIBUTING.md"), *sorted(ROOT.glob("docs/**/*.md"))]
 NOT_EXECUTED = {
@@ -140,7 +141,6 @@ def test_the_readme_has_commands():
     assert TERMINALS
 
 
-@pytest.mark.documentation
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command, workplace, python):
     for pattern, reason in NOT_EXECUTED.items():
@@ -159,7 +159,6 @@ def test_python_examples(name, tmp_path, python):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.documentation
 @pytest.mark.parametrize("name", TERMINALS)
 def test_replica_groups_in_several_terminals(name, workplace, python):
     """Runs the lighthouse in one terminal, the replica groups in the others."""
