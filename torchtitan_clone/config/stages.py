@@ -7,7 +7,6 @@ over, so that passing over a batch does not change what the others hold.
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torchtitan_clone.config.overlay import did_you_mean, shown
 from torchtitan_clone.config.schema import MAX_STEPS, WEIGHTS, Data, DataSource, Stage, Training
@@ -51,7 +50,7 @@ class Timeline:
 
     def stage_index(self, *, batch: int) -> int:
         """Returns the index of the stage that a batch belongs to."""
-        return bisect_right(self._first_batches, batch) - 1
+        return bisect_right(self.stages, batch, key=lambda stage: stage.first_batch) - 1
 
     def phase_stage(self, *, batch: int) -> DataStage:
         """Returns the first of the consecutive stages up to this batch that differ in their weights only."""
@@ -73,7 +72,7 @@ class Timeline:
 
     def stage_of_sample(self, sample: int) -> int:
         """Returns the index of the stage that a sample belongs to."""
-        return bisect_right(self._first_samples, sample) - 1
+        return bisect_right(self.stages, sample, key=lambda stage: stage.first_sample) - 1
 
     def batch_at(self, samples: int) -> int:
         """Returns the batch after this many samples, which end a batch, whether or not it is passed over."""
@@ -98,14 +97,6 @@ class Timeline:
             if first <= batch:
                 batch += last - first + 1
         return batch
-
-    @cached_property
-    def _first_batches(self) -> list[int]:
-        return [stage.first_batch for stage in self.stages]
-
-    @cached_property
-    def _first_samples(self) -> list[int]:
-        return [stage.first_sample for stage in self.stages]
 
 
 def resolved_timeline(data: Data, *, training: Training, global_batch_size: int) -> Timeline | None:
