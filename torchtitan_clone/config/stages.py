@@ -127,7 +127,8 @@ def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
     names = [source.name for source in data.sources]
     for place, source in enumerate(data.sources):
         yield from _find_source_errors(source, is_repeated=source.name in names[:place])
-    if data.sources and not any(source.weight for source in data.sources) and not _is_weighted_first(data.stages):
+    begins_with_weights = any(stage.first_step == 1 and stage.weights for stage in data.stages[:1])
+    if data.sources and not any(source.weight for source in data.sources) and not begins_with_weights:
         yield "data.sources: the weight of every source is 0; set at least one above 0."
     yield from _find_stage_errors(data.stages, names=names or [WHOLE_RUN], training=training)
     last = 0
@@ -138,10 +139,6 @@ def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
             yield f"data.skip_steps, {shown(entry)}: {rule}."
             return
         last = entry[1]
-
-
-def _is_weighted_first(stages: list[Stage]) -> bool:
-    return bool(stages and stages[0].first_step == 1 and stages[0].weights)
 
 
 def _find_source_errors(source: DataSource, *, is_repeated: bool) -> Iterator[str]:

@@ -14,6 +14,7 @@ import numpy as np
 import tomli
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.sources import flat
 from torchtitan_clone.documents import DocumentError, Value, parse_json, read_json, read_regular
 from torchtitan_clone.observe import records
 from torchtitan_clone.observe.goodput import read_rows
@@ -245,15 +246,6 @@ def _collectives(value: Value) -> list[Record]:
         counts = {key: row[key].integer() for key in ("count", "bytes")}
         rows.append({**texts, **counts, "exposed": None if exposed.value is None else exposed.integer()})
     return rows
-
-
-def flat(table: Mapping[str, object], *, prefix: str = "") -> dict[str, object]:
-    """Returns the entries of nested tables by dotted name."""
-    options: dict[str, object] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        options |= flat(value, prefix=f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return options
 
 
 def as_text(value: object, *, max_chars: int = 300) -> str:

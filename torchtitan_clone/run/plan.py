@@ -73,7 +73,7 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.degrees.data * self.degrees.pp * self.degrees.cp * self.degrees.tp
+        return self.degrees.world_size
 
     @property
     def last_step(self) -> int:
