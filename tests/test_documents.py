@@ -78,7 +78,7 @@ def test_values_of_another_type_or_range(text, read, message):
 
 
 def test_valid_values():
-    values = parse_json('{"a": [1, 2], "b": 1.5, "c": "x", "d": true}', where="d").table("a", "b", "c", optional=("d",))
+    values = parse_json('{"a": [1, 2], "b": 1.5, "c": "x", "d": true}', where="d").table("a", "b", "c", "d")
     assert values["a"].integers() == [1, 2]
     assert values["b"].number() == 1.5
     assert (values["c"].text(), values["c"].file_name(), values["c"].choice("x")) == ("x", "x", "x")

@@ -152,12 +152,12 @@ class Value:
         """Raises DocumentError with this place, value and rule."""
         raise DocumentError(f"{escape(self.where)} = {self._shown()}: {rule}")
 
-    def table(self, *keys: str, optional: tuple[str, ...] = ()) -> "dict[str, Value]":
-        """Returns the values of a table that has all of `keys`, perhaps some of `optional`, and no others."""
+    def table(self, *keys: str) -> "dict[str, Value]":
+        """Returns the values of a table that has all of `keys` and no others."""
         entries = self.entries()
         if missing := [key for key in keys if key not in entries]:
             raise DocumentError(f"{escape(self.where)}: missing key {', '.join(missing)}")
-        if unknown := [key for key in entries if key not in keys and key not in optional]:
+        if unknown := [key for key in entries if key not in keys]:
             raise DocumentError(f"{escape(self.where)}: unknown key {escape(', '.join(unknown))[:MAX_SHOWN]}")
         return entries
 

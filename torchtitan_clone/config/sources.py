@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
@@ -217,6 +217,15 @@ def _flatten(value: object, *, path: Key, origin_of: Callable[[Key], str]) -> It
             yield from _flatten(item, path=(*path, key), origin_of=origin_of)
     elif path:
         yield path, Setting(value=value, origin=origin_of(path))
+
+
+def flat(table: Mapping[str, object], *, prefix: str = "") -> dict[str, object]:
+    """Returns the entries of nested tables by dotted name."""
+    options: dict[str, object] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        options |= flat(value, prefix=f"{name}.") if _is_table(value) else {name: value}
+    return options
 
 
 def _is_table(value: object) -> TypeGuard[dict[str, object]]:

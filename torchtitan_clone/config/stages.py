@@ -7,7 +7,6 @@ over, so that passing over a batch does not change what the others hold.
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torchtitan_clone.config.overlay import did_you_mean, shown
 from torchtitan_clone.config.schema import MAX_STEPS, WEIGHTS, Data, DataSource, Stage, Training
@@ -51,7 +50,7 @@ class Timeline:
 
     def stage_index(self, *, batch: int) -> int:
         """Returns the index of the stage that a batch belongs to."""
-        return bisect_right(self._first_batches, batch) - 1
+        return bisect_right(self.stages, batch, key=lambda stage: stage.first_batch) - 1
 
     def phase_stage(self, *, batch: int) -> DataStage:
         """Returns the first of the consecutive stages up to this batch that differ in their weights only."""
@@ -73,7 +72,7 @@ class Timeline:
 
     def stage_of_sample(self, sample: int) -> int:
         """Returns the index of the stage that a sample belongs to."""
-        return bisect_right(self._first_samples, sample) - 1
+        return bisect_right(self.stages, sample, key=lambda stage: stage.first_sample) - 1
 
     def batch_at(self, samples: int) -> int:
         """Returns the batch after this many samples, which end a batch, whether or not it is passed over."""
@@ -98,14 +97,6 @@ class Timeline:
             if first <= batch:
                 batch += last - first + 1
         return batch
-
-    @cached_property
-    def _first_batches(self) -> list[int]:
-        return [stage.first_batch for stage in self.stages]
-
-    @cached_property
-    def _first_samples(self) -> list[int]:
-        return [stage.first_sample for stage in self.stages]
 
 
 def resolved_timeline(data: Data, *, training: Training, global_batch_size: int) -> Timeline | None:
@@ -136,7 +127,8 @@ def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
     names = [source.name for source in data.sources]
     for place, source in enumerate(data.sources):
         yield from _find_source_errors(source, is_repeated=source.name in names[:place])
-    if data.sources and not any(source.weight for source in data.sources) and not _is_weighted_first(data.stages):
+    begins_with_weights = any(stage.first_step == 1 and stage.weights for stage in data.stages[:1])
+    if data.sources and not any(source.weight for source in data.sources) and not begins_with_weights:
         yield "data.sources: the weight of every source is 0; set at least one above 0."
     yield from _find_stage_errors(data.stages, names=names or [WHOLE_RUN], training=training)
     last = 0
@@ -147,10 +139,6 @@ def find_data_errors(data: Data, *, training: Training) -> Iterator[str]:
             yield f"data.skip_steps, {shown(entry)}: {rule}."
             return
         last = entry[1]
-
-
-def _is_weighted_first(stages: list[Stage]) -> bool:
-    return bool(stages and stages[0].first_step == 1 and stages[0].weights)
 
 
 def _find_source_errors(source: DataSource, *, is_repeated: bool) -> Iterator[str]:

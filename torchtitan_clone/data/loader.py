@@ -133,7 +133,8 @@ class Loader:
             self._restart()
         if self._batch is None:
             self._batch, self.stream_positions = next(self._batches)
-            self._label_sources(self._batch)
+            if self._mixture is not None and self.sample_range:
+                self._batch.label_sources(self._mixture.mixture.locate(self.sample_range)[0])
         return self._batch
 
     @property
@@ -161,10 +162,6 @@ class Loader:
         mixture = self._mixture.mixture
         tokens = dict(zip(mixture.names, mixture.tokens_before(self._samples), strict=True))
         return mixture.timeline.batch_at(self._samples) - 1, tokens, self._mixture.epochs_before(self._samples)
-
-    def _label_sources(self, batch: Batch) -> None:
-        if self._mixture is not None and self.sample_range:
-            batch.label_sources(self._mixture.mixture.locate(self.sample_range)[0])
 
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""

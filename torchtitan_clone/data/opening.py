@@ -51,7 +51,9 @@ def describe_data(*, training: Training, data: Data) -> str:
 
 def find_sources(*, training: Training, data: Data) -> dict[str, Source]:
     """Returns the files of each local source by its name; ConfigError if some are missing."""
-    found = _of_each_source(_find_local, training=training, data=data)
+    found = _of_each_source(
+        lambda options: None if hub_id(options) else find_source(options), training=training, data=data
+    )
     return {name: source for name, source in found.items() if source is not None}
 
 
@@ -100,10 +102,6 @@ def _of_each_source(act: Callable[[Training], T], *, training: Training, data: D
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _find_local(options: Training) -> Source | None:
-    return None if hub_id(options) else find_source(options)
 
 
 def _options_of(source: DataSource, training: Training) -> Training:

@@ -34,14 +34,7 @@ from torchtitan_clone.data.formats import (
     read_token_rows,
     segments_to_json,
 )
-from torchtitan_clone.data.sources import (
-    FIRST_BAD_ROWS,
-    BadRows,
-    Source,
-    digest_of,
-    read_documents,
-    source_fingerprint,
-)
+from torchtitan_clone.data.sources import FIRST_BAD_ROWS, BadRows, Source, digest_of, read_documents, source_fingerprint
 from torchtitan_clone.data.token_store import (
     FORMAT,
     SEGMENTS_FILE,

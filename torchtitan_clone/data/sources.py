@@ -225,9 +225,11 @@ def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -
 
         return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
     if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        decompressed: dict[str, Callable[[BinaryIO], BinaryIO]] = {".gz": _open_gzip, ".zst": _open_zstd}
-        stream = decompressed[file.suffix](raw) if file.suffix in decompressed else raw
-        lines = _read_lines(stream, max_bytes=LINE_BYTES)
+        if file.suffix == ".gz":
+            raw = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
+        elif file.suffix == ".zst":
+            raw = io.BufferedReader(_ZstdReader(raw))
+        lines = _read_lines(raw, max_bytes=LINE_BYTES)
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
     return _read_text(raw, file=file, bad_rows=bad_rows)
 
@@ -368,14 +370,6 @@ class _ZstdReader(io.RawIOBase):
             raise OSError(str(error).rpartition(": ")[2]) from error
         self._input = frame.unused_data
         self._frame = None if frame.eof else frame
-
-
-def _open_gzip(raw: BinaryIO) -> BinaryIO:
-    return cast("BinaryIO", gzip.GzipFile(fileobj=raw))
-
-
-def _open_zstd(raw: BinaryIO) -> BinaryIO:
-    return io.BufferedReader(_ZstdReader(raw))
 
 
 def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:

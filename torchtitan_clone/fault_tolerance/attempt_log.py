@@ -68,7 +68,6 @@ class AttemptLog:
         return [(int(each.name.removeprefix("replica-")), _last_step(each)) for each in folders]
 
     def close(self) -> None:
-        """Ends the record, and the lock."""
         self._file.close()
         if self._lock:
             self._lock.close()

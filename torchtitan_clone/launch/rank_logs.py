@@ -24,7 +24,6 @@ class FolderLogs(DefaultLogsSpecs):
         return "".join(file.read_text(errors="replace") for file in files)
 
     def keep(self) -> Path:
-        """Returns the folder."""
         return Path(self.root_log_dir)
 
 
@@ -46,7 +45,6 @@ class UnnamedLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """No folder."""
         return os.devnull
 
     def content(self, rank: int, stream: str) -> str:

@@ -137,6 +137,8 @@ def auxiliary_sums(
     sequence_balance with f of the token's row. Source: arXiv 2412.19437.
     router_z is the square of the logarithm of the sum of the exponentials of its logits. Source: arXiv 2202.08906.
     """
+    if not terms:
+        return None
     probs_BTE = scores_BTE / (scores_BTE.sum(dim=-1, keepdim=True) + 1e-20)
     sums: dict[str, Tensor] = {}
     if BATCH in terms:
@@ -147,7 +149,7 @@ def auxiliary_sums(
         sums[SEQUENCE] = (probs_BTE * load_BE[:, None]).sum()
     if Z in terms:
         sums[Z] = logits_BTE.logsumexp(dim=-1).square().sum()
-    return torch.stack([sums[name] for name in terms]) if terms else None
+    return torch.stack([sums[name] for name in terms])
 
 
 def _row_load(experts_BTK: Tensor, *, num_experts: int, rows: RowShards | None) -> Tensor:

@@ -2,10 +2,14 @@
 
 Rows are padded on the left, so that their newest tokens have one index. A layer with windows or chunks keeps as many
 tokens as it can see, and overwrites the oldest. Latent attention keeps latents, and computes with those alone.
+Experts keep nothing, and compute one token in another way.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, G queries of a kv head, H head dim, S tokens kept; L latent,
 C dimensions of a head without positions, R those with rotary positions, V dimensions of a value.
 """
+
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.models.mla import LatentAttention
+from torchtitan_clone.models.moe import Experts, MoE
 
 Reach = int | None
 """Most tokens that a layer's tokens see, themselves included; None: all of their document."""
@@ -99,8 +104,10 @@ class CachedCore(nn.Module):
         super().__init__()
         self._core = core
         self._state = state
+        self._reach = reach
         # A sink is a key of zero with a score of its own, and a value of zero.
         self._keys, self._values = (TokenStore(state, reach=reach, reserved=int(has_sinks)) for _ in range(2))
+        self._scores = torch.empty(0)  # what is added to those of the slots [1, K, G, 1 + S]
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
@@ -108,21 +115,17 @@ class CachedCore(nn.Module):
         if not self._state.length:
             self._keys.fill(k_BTKH.transpose(1, 2))
             self._values.fill(v_BTKH.transpose(1, 2))
+            if sinks_N is not None:
+                sinks_KG1 = sinks_N.to(q_BTNH.dtype).view(k_BTKH.shape[2], -1, 1)
+                self._scores = F.pad(sinks_KG1, (0, self._state.capacity(self._reach)))[None]
             return self._core(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)
         k_BKSH, v_BKSH = self._keys.append(k_BTKH[:, 0]), self._values.append(v_BTKH[:, 0])
         q_BKGH = q_BTNH[:, 0].unflatten(1, (k_BKSH.shape[1], -1))
         assert mask is None or isinstance(mask, Tensor)
         if sinks_N is not None:
-            mask = _with_sinks(mask, sinks_N.to(q_BKGH.dtype).view(q_BKGH.shape[1:3]), tokens=k_BKSH.shape[2] - 1)
+            scores = self._scores[..., : k_BKSH.shape[2]]
+            mask = scores if mask is None else scores.masked_fill(F.pad(~mask, (1, 0)), -torch.inf)
         return attend(q_BKGH, k_BKSH, v_BKSH, mask).flatten(1, 2)[:, None]
-
-
-def _with_sinks(mask: Tensor | None, sinks_KG: Tensor, *, tokens: int) -> Tensor:
-    """Returns what is added to the scores [B or 1, K, G, 1 + S], the first of which is that of the sink."""
-    scores = torch.zeros(1, 1, 1, tokens, dtype=sinks_KG.dtype, device=sinks_KG.device)
-    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-    sinks = sinks_KG[None, :, :, None]
-    return torch.cat((sinks.expand(len(scores), -1, -1, -1), scores.expand(-1, *sinks_KG.shape, -1)), dim=-1)
 
 
 class CachedLatentAttention(nn.Module):
@@ -155,6 +158,43 @@ class CachedLatentAttention(nn.Module):
         return attention.wo((out_NBL @ v_NVL.transpose(1, 2)).transpose(0, 1).flatten(1)[:, None])
 
 
+class ChosenExperts(nn.Module):
+    """Experts whose weights are read for the next tokens only where one of these chose them.
+
+    For CPUs, whose grouped products make a call for every expert, and where a host sync costs nothing.
+    """
+
+    def __init__(self, experts: Experts, *, state: CacheState):
+        super().__init__()
+        self._experts = experts
+        self._state = state
+
+    def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
+        experts = self._experts
+        if not self._state.length:
+            return experts(x_BTD, scores_BTK, experts_BTK)
+        chosen = experts_BTK.flatten().tolist()
+        order = sorted(range(len(chosen)), key=chosen.__getitem__)
+        groups = [(expert, len(list(same))) for expert, same in groupby(chosen[row] for row in order)]
+        tokens = torch.tensor([row // experts_BTK.shape[2] for row in order])
+        scores = scores_BTK.flatten()[order, None]
+        rows = x_BTD[tokens, 0]
+        rows = (rows * scores).to(rows.dtype) if experts.score_inputs else rows
+        rows = experts.activate(
+            _products(rows, experts.w1, experts.w1_bias, groups), _products(rows, experts.w3, experts.w3_bias, groups)
+        )
+        results = _products(rows, experts.w2, experts.w2_bias, groups)
+        results = results.float() if experts.score_inputs else results * scores
+        out_BD = torch.zeros_like(x_BTD[:, 0], dtype=results.dtype).index_add_(0, tokens, results)
+        return out_BD.to(x_BTD.dtype)[:, None]
+
+
+def _products(rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns the products of rows that are sorted by expert; `groups` are experts and their numbers of rows."""
+    parts = zip(groups, rows.split([count for _, count in groups]), strict=True)
+    return torch.cat([F.linear(part, weight[e], None if bias is None else bias[e]) for (e, _), part in parts])
+
+
 class LastToken(nn.Module):
     """Logits [B, 1, V] of the last token only."""
 
@@ -167,7 +207,7 @@ class LastToken(nn.Module):
 
 
 def apply_kv_cache(model: Decoder) -> CacheState:
-    """Replaces attention, masks and output of a model on one device in place, so that it keeps what it has seen.
+    """Replaces attention, masks and experts of a model on one device in place, so that it keeps what it has seen.
 
     The first forward after a reset of the state gets the prompts, each later one a token of each row; the caller adds
     the tokens of each forward to `length`.
@@ -182,4 +222,7 @@ def apply_kv_cache(model: Decoder) -> CacheState:
         else:
             has_sinks = getattr(attention, "sinks", None) is not None
             attention.core = CachedCore(attention.get_submodule("core"), state=state, reach=reach, has_sinks=has_sinks)
+        feed_forward = block.get_submodule("feed_forward")
+        if isinstance(feed_forward, MoE) and feed_forward.experts.w1.device.type == "cpu":
+            feed_forward.add_module("experts", ChosenExperts(feed_forward.experts, state=state))
     return state

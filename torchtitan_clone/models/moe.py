@@ -151,9 +151,9 @@ class Router(nn.Module):
         logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_BTE = logits_BTE.softmax(dim=-1) if args.score_func == "softmax" else logits_BTE.sigmoid()
         experts_BTK = self._in_turn(scores_BTE) if self.is_forced else self._choose(scores_BTE.detach())
-        scores_BTK = cast(
-            "Tensor", CountInBackward.apply(scores_BTE.gather(-1, experts_BTK), experts_BTK, self.counts_E)
-        )
+        scores_BTK = scores_BTE.gather(-1, experts_BTK)
+        if torch.is_grad_enabled():
+            scores_BTK = cast("Tensor", CountInBackward.apply(scores_BTK, experts_BTK, self.counts_E))
         if args.normalize_scores:
             scores_BTK = scores_BTK / (scores_BTK.sum(dim=-1, keepdim=True) + 1e-20)
         sums_A = auxiliary_sums(
@@ -247,8 +247,11 @@ class Experts(nn.Module):
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         gate = self._product(rows, self.w1, self.w1_bias, ends_E)
         up = self._product(rows, self.w3, self.w3_bias, ends_E)
-        hidden = clamped_swiglu(gate, up, limit=self.limit) if self.limit else F.silu(gate) * up
-        return self._product(hidden, self.w2, self.w2_bias, ends_E)
+        return self._product(self.activate(gate, up), self.w2, self.w2_bias, ends_E)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns the activation of what w1 and w3 return."""
+        return clamped_swiglu(gate, up, limit=self.limit) if self.limit else F.silu(gate) * up
 
     @staticmethod
     def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor) -> Tensor:

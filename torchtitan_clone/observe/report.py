@@ -15,10 +15,11 @@ from pathlib import Path
 from string import Template
 
 from torchtitan_clone.config import Config, ConfigError
+from torchtitan_clone.config.sources import flat
 from torchtitan_clone.observe.goodput import EVENT
 from torchtitan_clone.observe.records import SAVED
 from torchtitan_clone.observe.report_charts import Chart, all_charts
-from torchtitan_clone.observe.report_data import RunData, as_text, flat, number, read_run, run_folders
+from torchtitan_clone.observe.report_data import RunData, as_text, number, read_run, run_folders
 
 MAX_DATA_BYTES = 1_000_000
 """Of the charts; plotly.js has 4.7 MB."""
@@ -133,18 +134,16 @@ def _saves(runs: Sequence[RunData]) -> str:
 
 def _collectives(runs: Sequence[RunData]) -> str:
     """Returns the collectives of the first traced rank of each run; those of the largest size."""
-    rows = []
-    for run in runs:
-        found = sorted(run.collectives[0], key=lambda row: -number(row, "bytes")) if run.collectives else []
-        keys = ("axis", "collective", "layer", "count", "exposed")
-        sizes = [f"{number(row, 'bytes') / 2**20:,.2f}" for row in found]
-        rows += [[run.name, *(row[key] for key in keys), size] for row, size in zip(found, sizes, strict=True)][
-            :MAX_ROWS
-        ]
+    keys = ("axis", "collective", "layer", "count", "exposed")
     return _table(
         "Collectives of a step, first traced rank",
         ["run", "axis", "collective", "layer", "calls", "exposed", "MiB"],
-        rows,
+        [
+            [run.name, *(row[key] for key in keys), f"{number(row, 'bytes') / 2**20:,.2f}"]
+            for run in runs
+            for rows in run.collectives[:1]
+            for row in sorted(rows, key=lambda row: -number(row, "bytes"))[:MAX_ROWS]
+        ],
     )
 
 

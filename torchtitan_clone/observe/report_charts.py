@@ -6,7 +6,7 @@ Names from a run's files are escaped, because plotly.js reads some HTML in text.
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import cast
 
@@ -43,7 +43,6 @@ class Curves:
     title: str
     unit: str
     pattern: str
-    is_log: bool = False
 
 
 CURVES = [
@@ -81,15 +80,8 @@ def all_charts(runs: Sequence[RunData], *, points: int) -> Iterator[Chart]:
     yield _history(runs, points=points)
     yield _saves(runs)
     for run in runs:
-        yield from _of_one_run(run, suffix=f": {_escaped(run.name)}" if len(runs) > 1 else "")
-
-
-def _of_one_run(run: RunData, *, suffix: str) -> Iterator[Chart]:
-    yield _timeline(run, suffix=suffix)
-    yield _rank_seconds(run, suffix=suffix)
-    yield _pipeline(run, suffix=suffix)
-    yield _collectives(run, suffix=suffix)
-    yield _expert_loads(run, suffix=suffix)
+        for chart in (_timeline(run), _rank_seconds(run), _pipeline(run), _collectives(run), _expert_loads(run)):
+            yield replace(chart, title=f"{chart.title}: {_escaped(run.name)}") if len(runs) > 1 else chart
 
 
 # ---------------------------------------------------------------- curves over the steps
@@ -279,11 +271,8 @@ def _saves(runs: Sequence[RunData]) -> Chart:
     for run in runs:
         saves = run.events_named(SAVED)[-MAX_MARKS:]
         steps = [number(save, "step") for save in saves]
-        for key, what in (
-            ("seconds", "total"),
-            ("staging_seconds", "staging"),
-            ("blocked_seconds", "training blocked"),
-        ):
+        kinds = {"seconds": "total", "staging_seconds": "staging", "blocked_seconds": "training blocked"}
+        for key, what in kinds.items():
             y = [round(number(save, key), 4) for save in saves]
             traces += [{"type": "bar", "name": _label(runs, run, what), "x": steps, "y": y}] if saves else []
     layout = {**_axes("step", "seconds"), "barmode": "group"}
@@ -293,9 +282,9 @@ def _saves(runs: Sequence[RunData]) -> Chart:
 # ---------------------------------------------------------------- charts of one run
 
 
-def _timeline(run: RunData, *, suffix: str) -> Chart:
+def _timeline(run: RunData) -> Chart:
     """Returns the measured step: a bar for each rank, with its collectives on top of the computation."""
-    title = f"Step {as_text(run.timeline.get('step'))} by rank, each collective waited for{suffix}"
+    title = f"Step {as_text(run.timeline.get('step'))} by rank, each collective waited for"
     if not run.timeline:
         return Chart(title=title, traces=[], layout={})
     totals, waits = (cast("list[float]", run.timeline[key])[:MAX_RANKS] for key in ("total", "data"))
@@ -315,7 +304,7 @@ def _timeline(run: RunData, *, suffix: str) -> Chart:
     return Chart(title=title, traces=traces, layout=layout)
 
 
-def _rank_seconds(run: RunData, *, suffix: str) -> Chart:
+def _rank_seconds(run: RunData) -> Chart:
     """Returns the seconds of each rank in the measured steps, without data and communication."""
     columns: dict[float, list[float | None]] = {}
     for record in run.breakdowns[-MAX_MARKS:]:
@@ -329,11 +318,11 @@ def _rank_seconds(run: RunData, *, suffix: str) -> Chart:
     ranks = [f"rank {rank}" for rank in range(height)]
     trace = {"type": "heatmap", "x": [f"{step:.0f}" for step in columns], "y": ranks, "z": z, "colorscale": "Viridis"}
     layout = {"xaxis": {"type": "category", "title": {"text": "step"}}}
-    title = f"Computation of each rank in measured steps, in seconds{suffix}"
+    title = "Computation of each rank in measured steps, in seconds"
     return Chart(title=title, traces=[trace] if z else [], layout=layout)
 
 
-def _pipeline(run: RunData, *, suffix: str) -> Chart:
+def _pipeline(run: RunData) -> Chart:
     actions = cast("list[tuple[str, int, int, int, int, int]]", run.pipeline.get("actions", []))[:MAX_BARS]
     traces: list[Trace] = []
     for kind in dict.fromkeys(action[0] for action in actions):
@@ -347,11 +336,11 @@ def _pipeline(run: RunData, *, suffix: str) -> Chart:
         })  # fmt: skip
     layout = {**_axes("time, in forwards of one stage", ""), "barmode": "overlay"}
     layout["yaxis"] = {"autorange": "reversed", "type": "category"}
-    title = f"Pipeline schedule: {_escaped(as_text(run.pipeline.get('summary', '')))}{suffix}"
+    title = f"Pipeline schedule: {_escaped(as_text(run.pipeline.get('summary', '')))}"
     return Chart(title=title, traces=traces, layout=layout)
 
 
-def _collectives(run: RunData, *, suffix: str) -> Chart:
+def _collectives(run: RunData) -> Chart:
     """Returns the bytes of a step by layer and axis, as the mean over the ranks that were traced."""
     sums: dict[str, dict[str, float]] = {}
     for row in (row for rows in run.collectives for row in rows):
@@ -364,22 +353,16 @@ def _collectives(run: RunData, *, suffix: str) -> Chart:
         for name, by_layer in sums.items()
     ]
     layout = {**_axes("MiB per rank and step", ""), "barmode": "stack"}
-    title = f"Collectives of a step by layer and axis, {len(run.collectives)} ranks traced{suffix}"
+    title = f"Collectives of a step by layer and axis, {len(run.collectives)} ranks traced"
     return Chart(title=title, traces=traces, layout=layout)
 
 
-def _expert_loads(run: RunData, *, suffix: str) -> Chart:
+def _expert_loads(run: RunData) -> Chart:
     loads = {_escaped(name): np.array(load) / max(np.mean(load), 1e-9) for name, load in run.loads.items() if load}
     z = [_rounded(load, digits=3) for load in loads.values()]
-    trace = {
-        "type": "heatmap",
-        "y": list(loads),
-        "z": z,
-        "zmin": 0,
-        "colorscale": "Viridis",
-    }
+    trace = {"type": "heatmap", "y": list(loads), "z": z, "zmin": 0, "colorscale": "Viridis"}
     layout = _axes("expert", "")
-    return Chart(title=f"Tokens of each expert over the mean{suffix}", traces=[trace] if z else [], layout=layout)
+    return Chart(title="Tokens of each expert over the mean", traces=[trace] if z else [], layout=layout)
 
 
 def _axes(x: str, y: str) -> Record:

@@ -14,6 +14,7 @@ import numpy as np
 import tomli
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.sources import flat
 from torchtitan_clone.documents import DocumentError, Value, parse_json, read_json, read_regular
 from torchtitan_clone.observe import records
 from torchtitan_clone.observe.goodput import read_rows
@@ -103,15 +104,15 @@ def read_run(folder: Path, *, name: str) -> RunData:
     if not run.columns:
         skipped = f" ({run.num_skipped:,} lines are not rows)" if run.num_skipped else ""
         raise ConfigError(f"{folder / METRICS_FILE} has no rows with numbers{skipped}; wait for the run's first step")
-    run.starts = list(_optional(run, lambda: list(_read_lines(run, records.STARTS_FILE)), default=[]))
-    run.breakdowns = list(_optional(run, lambda: list(_read_lines(run, records.BREAKDOWNS_FILE)), default=[]))
+    run.starts = _optional(run, lambda: list(_read_lines(run, records.STARTS_FILE)), default=[])
+    run.breakdowns = _optional(run, lambda: list(_read_lines(run, records.BREAKDOWNS_FILE)), default=[])
     run.timeline = _optional(run, lambda: _timeline(_read(run, records.TIMELINE_FILE)), default={})
     run.pipeline = _optional(run, lambda: _pipeline(_read(run, records.PIPELINE_FILE)), default={})
     run.loads = _optional(run, lambda: _loads(_read(run, records.LOADS_FILE)), default={})
     files = sorted(folder.glob("collectives.rank*.json"))[:MAX_RECORDS]
     found = [_optional(run, lambda file=file: _collectives(_read(run, file.name)), default=[]) for file in files]
     run.collectives = [rows for rows in found if rows]
-    run.options = _optional(run, lambda: _options(folder / "config.toml"), default={})
+    run.options = _optional(run, lambda: flat(tomli.loads(read_regular(folder / "config.toml").decode())), default={})
     return run
 
 
@@ -245,19 +246,6 @@ def _collectives(value: Value) -> list[Record]:
         counts = {key: row[key].integer() for key in ("count", "bytes")}
         rows.append({**texts, **counts, "exposed": None if exposed.value is None else exposed.integer()})
     return rows
-
-
-def _options(file: Path) -> dict[str, object]:
-    return flat(tomli.loads(read_regular(file).decode()))
-
-
-def flat(table: Mapping[str, object], *, prefix: str = "") -> dict[str, object]:
-    """Returns the entries of nested tables by dotted name."""
-    options: dict[str, object] = {}
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        options |= flat(value, prefix=f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return options
 
 
 def as_text(value: object, *, max_chars: int = 300) -> str:

@@ -1,5 +1,6 @@
 """Serves the report of runs that are under way to the browsers of this machine."""
 
+import contextlib
 import html
 import sys
 from collections.abc import Sequence
@@ -60,8 +61,6 @@ def serve(folders: Sequence[Path], *, port: int) -> int:
     with ReportServer(folders, port=port) as server:
         sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C ends)\n")
         sys.stdout.flush()
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            return 0
     return 0

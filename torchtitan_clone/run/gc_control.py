@@ -38,7 +38,6 @@ class GCControl:
         gc.enable()
 
     def maybe_collect(self, step: int) -> None:
-        """Collects if the step is a multiple of gc_freq."""
         if step % self._gc_freq == 0:
             self._collect()
 

@@ -96,7 +96,6 @@ class Generator:
             yield from found
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of tokens."""
         return self._trained.tokenizer.decode(ids)
 
     def stream_text(self, prompt: Sequence[int]) -> Iterator[str]:

@@ -20,6 +20,7 @@ def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
     training, validation = plan.config.training, plan.config.validation
     processes = environment_integer("LOCAL_WORLD_SIZE", default=1, low=1)
     host = host_memory() // processes
+    rows = plan.global_batch_size // (plan.degrees.data * plan.num_replica_groups)
     on_device = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
     needs = {
         "model.args: weights, gradients and optimizer state": (
@@ -31,7 +32,7 @@ def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
             "decrease it or training.seq_len",
         ),
         f"training.global_batch_size = {plan.global_batch_size}: the tokens of one step": (
-            _rows_per_step(plan) * training.seq_len * TOKEN_BYTES // plan.degrees.cp, host,
+            rows * training.seq_len * TOKEN_BYTES // plan.degrees.cp, host,
             "decrease it or training.seq_len",
         ),
         f"validation.local_batch_size = {validation.local_batch_size}: the input of one layer": (
@@ -74,7 +75,3 @@ def hidden_bytes(plan: RunPlan, *, rows: int) -> int:
     training, degrees = plan.config.training, plan.degrees
     tokens = rows * training.seq_len // (degrees.cp * degrees.tp)
     return tokens * plan.model_args.dim * getattr(torch, training.mixed_precision_param).itemsize
-
-
-def _rows_per_step(plan: RunPlan) -> int:
-    return plan.global_batch_size // (plan.degrees.data * plan.num_replica_groups)

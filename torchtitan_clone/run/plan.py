@@ -72,8 +72,7 @@ class RunPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
-        return self.degrees.data * self.degrees.pp * self.degrees.cp * self.degrees.tp
+        return self.degrees.world_size
 
     @property
     def last_step(self) -> int:
@@ -82,7 +81,6 @@ class RunPlan:
 
     @property
     def frozen_modules(self) -> tuple[str, ...]:
-        """Names of the frozen modules."""
         return tuple(model_modules(self.model_args.n_layers)[: self.frozen_layers + 1]) if self.frozen_layers else ()
 
     @property
@@ -104,7 +102,6 @@ class RunPlan:
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Folder of the checkpoints."""
         return self.folder / self.config.checkpoint.folder
 
     @property
@@ -129,7 +126,6 @@ class RunPlan:
 
     @property
     def parameter_count(self) -> int:
-        """Number of elements in all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property

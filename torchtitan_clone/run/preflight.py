@@ -23,6 +23,7 @@ from torchtitan_clone.checkpoint.commit import (
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
@@ -234,13 +235,6 @@ def _unwritable(folder: Path, reason: str | None, *, option: str) -> ConfigError
     return ConfigError(f"{option}: nothing can be written to {shown(str(folder))} ({reason}); {remedy}")
 
 
-def _flat(name: str, value: object) -> dict[str, object]:
-    """Returns the values of nested tables by their dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    return {key: found for inner in value for key, found in _flat(f"{name}.{inner}", value[inner]).items()}
-
-
 def _check_folder_is_ours(plan: RunPlan) -> None:
     """A folder with checkpoints belongs to the model and the data it was started with."""
     path = plan.output_folder / CONFIG_FILE
@@ -248,8 +242,8 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
         return
     before = load_config([f"--job.config_file={path}"])
     now = plan.config
-    then = _flat("model.args", asdict(find_model(before.model).resolve_args(before.model)))
-    today = _flat("model.args", asdict(plan.model_args))
+    then = flat(asdict(find_model(before.model).resolve_args(before.model)), prefix="model.args.")
+    today = flat(asdict(plan.model_args), prefix="model.args.")
     if not now.checkpoint.allow_data_change:
         # Of sources the checkpoint's fingerprints are compared.
         names = ("seq_len",) if now.data.sources else _DATA_OPTIONS

@@ -44,7 +44,6 @@ class Timeouts:
         self.beat()
 
     def close(self) -> None:
-        """Stops the reports."""
         self._heartbeat.close()
 
     def _set(self, seconds: int) -> None:

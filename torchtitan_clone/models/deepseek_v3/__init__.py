@@ -46,10 +46,4 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    name="deepseek_v3",
-    flavors=FLAVORS,
-    build=build,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-)
+SPEC = ModelSpec(name="deepseek_v3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)

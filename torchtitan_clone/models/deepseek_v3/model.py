@@ -62,7 +62,6 @@ class DeepSeekV3Args(PredictingModelArgs):
 
     @property
     def latent_sizes(self) -> LatentSizes:
-        """Returns the sizes of latents and heads."""
         return LatentSizes(
             q_latent=self.q_lora_rank,
             kv_latent=self.kv_lora_rank,

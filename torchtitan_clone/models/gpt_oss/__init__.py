@@ -18,10 +18,4 @@ FLAVORS = {
     "120b": GptOssArgs(),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    name="gpt_oss",
-    flavors=FLAVORS,
-    build=build,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-)
+SPEC = ModelSpec(name="gpt_oss", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)

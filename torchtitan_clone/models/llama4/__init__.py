@@ -28,10 +28,4 @@ FLAVORS = {
     ),
 }  # fmt: skip
 
-SPEC = ModelSpec(
-    name="llama4",
-    flavors=FLAVORS,
-    build=build,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-)
+SPEC = ModelSpec(name="llama4", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB)

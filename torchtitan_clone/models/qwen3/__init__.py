@@ -20,12 +20,7 @@ FLAVORS = {
 }
 
 SPEC = ModelSpec(
-    name="qwen3",
-    flavors=FLAVORS,
-    build=build,
-    tensor_plan=tensor_plan,
-    hugging_face=HUB,
-    related=("qwen3_moe",),
+    name="qwen3", flavors=FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=HUB, related=("qwen3_moe",)
 )
 
 MOE_FLAVORS = {
@@ -47,10 +42,4 @@ MOE_FLAVORS = {
     ),
 }  # fmt: skip
 
-MOE_SPEC = ModelSpec(
-    name="qwen3_moe",
-    flavors=MOE_FLAVORS,
-    build=build,
-    tensor_plan=tensor_plan,
-    hugging_face=MOE_HUB,
-)
+MOE_SPEC = ModelSpec(name="qwen3_moe", flavors=MOE_FLAVORS, build=build, tensor_plan=tensor_plan, hugging_face=MOE_HUB)
