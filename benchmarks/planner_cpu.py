@@ -4,7 +4,8 @@
     python benchmarks/planner_cpu.py --steps=20 --ranks=1 --ranks=2 -- --training.seq_len=1024
 
 Measures the machine first, then trains on each number of ranks, which share the processor. Times are those of the
-fastest step, which other processes disturb least. Nothing else should run. Arguments after `--` are options of all.
+fastest step, as of the small models that the machine is measured with. Nothing else should run. Arguments after `--`
+are options of all.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.turns import processor_name
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.hardware import Hardware
-from torchtitan_clone.planner.measure import measure_hardware, measure_links, threads
+from torchtitan_clone.planner.measure import fit_to_steps, measure_hardware, measure_links, measure_steps, threads
 from torchtitan_clone.planner.time_model import predict_step_time
 from torchtitan_clone.run import preflight
 from torchtitan_clone.testing.harness import run_ranks
@@ -47,6 +48,11 @@ CASES = {
 def links() -> tuple[float, float]:
     dist.init_process_group("gloo")
     return measure_links()
+
+
+def steps() -> dict[str, float]:
+    dist.init_process_group("gloo")
+    return measure_steps()
 
 
 def fastest_step(argv: list[str], steps: int) -> float:
@@ -77,13 +83,14 @@ def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> str:
 def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each run that count")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run that count")
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
     logging.disable()
     torch.set_num_threads(threads())
     hardware = measure_hardware(torch.device("cpu"), name=processor_name(), links=run_ranks(links, 2)[0])
+    hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks)[0] for ranks in (1, 2, 1, 2)])
     print(hardware)
     print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
     with tempfile.TemporaryDirectory() as folder:

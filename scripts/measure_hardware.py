@@ -1,11 +1,12 @@
-"""Measures this machine and writes a hardware table for scripts/plan.py, in about ten seconds.
+"""Measures this machine and writes a hardware table for scripts/plan.py, in about a minute.
 
     python scripts/measure_hardware.py my_machine.toml
     python scripts/measure_hardware.py my_machine.toml --ranks=4
 
-Measures products of several sizes, attention, elementwise operations, memory and, between `--ranks` processes (0:
-not), collectives. Nothing else should run meanwhile. On GPUs the network between nodes counts as the links within one:
-edit network_us and network_gbps if they differ.
+Measures products of several sizes, attention, memory and, between `--ranks` processes (0:
+not), collectives; on a CPU also steps of small models, on one and on two ranks. Nothing else should run
+meanwhile. On GPUs the network between nodes counts as the links within one: edit network_us and network_gbps if they
+differ.
 """
 
 import argparse
@@ -18,7 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.planner.measure import measure_hardware, measure_links, threads, to_toml
+from torchtitan_clone.planner.measure import (
+    fit_to_steps,
+    measure_hardware,
+    measure_links,
+    measure_steps,
+    threads,
+    to_toml,
+)
 from torchtitan_clone.testing.harness import run_ranks
 
 
@@ -28,6 +36,12 @@ def links(backend: str) -> tuple[float, float]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
     return measure_links()
+
+
+def steps() -> dict[str, float]:
+    """Runs on every rank: measures steps of small models on a CPU."""
+    dist.init_process_group("gloo")
+    return measure_steps()
 
 
 def main(words: list[str] | None = None) -> int:
@@ -45,7 +59,11 @@ def main(words: list[str] | None = None) -> int:
         env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
         found = run_ranks(links, args.ranks, backend, env=env)[0]
     name = torch.cuda.get_device_name() if has_gpu else f"{threads()} processors of this machine"
-    text = to_toml(measure_hardware(device, name=name, links=found))
+    hardware = measure_hardware(device, name=name, links=found)
+    if not has_gpu:
+        counts = (1, 2, 1, 2) if args.ranks > 1 else (1, 1)
+        hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks)[0] for ranks in counts])
+    text = to_toml(hardware)
     args.table.write_text(text)
     print(text, end="")
     return 0

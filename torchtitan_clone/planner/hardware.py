@@ -47,6 +47,30 @@ class Fitted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """What a step takes on a processor besides FLOPs and bytes; a GPU does it while its queue is full."""
+
+    cores: int = 0
+    """Cores that the ranks of a node share, dividing their speed; 0: each rank has a device of its own."""
+    crowding: float = 1.0
+    """Slowdown of computation on several ranks, besides that they divide the speed."""
+    update_us: float = 0.0
+    """Time of a layer once a step: gradient norm, optimizer."""
+    layer_us: float = 0.0
+    """Time of a layer without tokens in each micro-batch, forward and backward: Python, autograd, the hooks of FSDP."""
+    shard_us: float = 0.0
+    """What FSDP on several ranks adds to it, besides the time of its collectives."""
+    tensor_us: float = 0.0
+    """What tensor parallelism adds to it."""
+    context_us: float = 0.0
+    """What context parallelism adds to it."""
+    tensor_passes: float = 0.0
+    """Reads and writes of what tensor parallelism communicates, before and after its collectives."""
+    score_ns: float = 0.0
+    """Time of attention forward for a query, key and head, besides its FLOPs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Speeds of one device of a cluster; bandwidths are per device and direction."""
 
@@ -70,8 +94,7 @@ class Hardware:
     """Time of one message of a collective within a node, whatever its size."""
     network_gbps: float = 1.0
     network_us: float = 0.0
-    is_shared: bool = False
-    """Whether the ranks of a node share one processor, whose speed they divide."""
+    cpu: Cpu = field(default_factory=Cpu)
     fitted: Fitted = field(default_factory=Fitted)
 
     @cached_property

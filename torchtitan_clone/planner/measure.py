@@ -1,19 +1,30 @@
-"""Measures the hardware table of this machine: products, attention, elementwise operations, memory and collectives."""
+"""Measures the hardware table of this machine: products, attention, memory and collectives.
+
+On a CPU also steps of small models, from which the numbers follow that operations one by one do not show.
+"""
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.models.rope import rotate
-from torchtitan_clone.planner.hardware import Fitted, Hardware
+from torchtitan_clone.data import Batch
+from torchtitan_clone.models.attention import CoreAttention
+from torchtitan_clone.parallel.gradients import sum_over_ranks
+from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware
+from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.memory import host_memory
+from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.simulate import fake_batch
 from torchtitan_clone.torch_compat import has_bfloat16_units
 
 SIZES = (64, 128, 256, 512, 1024)
@@ -22,6 +33,31 @@ ROWS = 2048
 REPEATS = 4
 MESSAGES = (1024, 16 * 2**20)
 """Bytes of the smallest and the largest collective."""
+HEADS = (32, 128)
+"""Features of the heads with which attention is measured."""
+CPU = torch.device("cpu")
+
+MESHES = {
+    "one rank": {},
+    "four passes": {"training.global_batch_size": 12},
+    "shard": {},
+    "tensor": {"parallelism.tensor_parallel_degree": 2},
+    "context": {"parallelism.context_parallel_degree": 2},
+}
+MODEL_OPTIONS = (
+    "model.args.dim", "model.args.n_layers", "model.args.n_heads", "training.seq_len", "training.local_batch_size",
+)  # fmt: skip
+SMALL = ((64, 3, 4, 32, 3),)
+LARGE = ((192, 3, 4, 384, 3), (320, 2, 8, 640, 2))
+RUNS = (
+    ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", LARGE),
+    ("shard_us", "shard", SMALL), ("crowding", "shard", LARGE),
+    ("tensor_us", "tensor", SMALL), ("tensor_passes", "tensor", LARGE),
+    ("context_us", "context", SMALL), ("context", "context", LARGE),
+)  # fmt: skip
+"""Which number of the table follows from steps of which models, as in MODEL_OPTIONS, on which mesh."""
+STEPS = 8
+"""Steps of each; the fastest of those after the second counts."""
 
 
 def best_seconds(function: Callable[[], object], *, device: torch.device, repeats: int = REPEATS) -> float:
@@ -41,6 +77,7 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
     is_cpu = device.type == "cpu"
     dtype = torch.bfloat16 if not is_cpu or has_bfloat16_units() else torch.float32
     products = [[size, round(_product_tflops(size, dtype=dtype, device=device), 4)] for size in SIZES]
+    attention, score_ns = _attention_speed(dtype=dtype, device=device)
     memory = _memory_gbps(dtype=dtype, device=device)
     memory_bytes = host_memory() if is_cpu else torch.cuda.mem_get_info(device)[1]
     link_us, link_gbps = links
@@ -57,14 +94,13 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
         link_gbps=round(link_gbps, 3),
         network_us=round(link_us, 1),
         network_gbps=round(link_gbps, 3),
-        is_shared=is_cpu,
+        cpu=Cpu(cores=threads(), score_ns=round(score_ns, 4)) if is_cpu else Cpu(),
         fitted=Fitted(
             products=1.0,
-            attention=round(_attention_tflops(dtype=dtype, device=device) / products[-1][1], 3),
+            attention=round(attention / products[-1][1], 3),
             link=1.0,
             network=1.0,
             latency=1.0,
-            eager_passes=round(_eager_passes(memory, dtype=dtype, device=device), 2),
         ),
     )
 
@@ -86,18 +122,26 @@ def _product_tflops(size: int, *, dtype: torch.dtype, device: torch.device) -> f
     return 3 * 2 * ROWS * 4 * size**2 / best_seconds(step, device=device) / 1e12
 
 
-def _attention_tflops(*, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the speed of causal attention, in forward FLOPs; its backward counts 2.5 times as many."""
-    shape = (4, 8, 1024, 64)
-    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    grad = torch.randn(shape, dtype=dtype, device=device)
+def _attention_speed(*, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Returns the speed of causal attention in TFLOP/s, and nanoseconds of a score besides its FLOPs."""
+    few, many = (_score_ns(features, dtype=dtype, device=device) for features in HEADS)
+    flop_ns = max(many - few, many / 1000) / (4 * (HEADS[1] - HEADS[0]))
+    return 1e-3 / flop_ns, max(0.0, few - 4 * HEADS[0] * flop_ns)
+
+
+def _score_ns(features: int, *, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the time of causal attention forward by query, key and head; backward counts 2.5 times as much."""
+    rows, tokens, heads = 4, 1024, 8
+    shape = (rows, tokens, heads, features)
+    q, k, v, grad = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(4))
+    # On a CPU runs have a mask, by default: of documents.
+    starts = torch.zeros(rows, tokens, dtype=torch.int32) if device.type == "cpu" else None
+    attention = CoreAttention()
 
     def step() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+        torch.autograd.grad(attention(q, k, v, starts), (q, k, v), grad)
 
-    rows, heads, tokens, features = shape
-    flops = 3.5 * 4 * rows * heads * tokens * tokens / 2 * features
-    return flops / best_seconds(step, device=device) / 1e12
+    return 1e9 * best_seconds(step, device=device) / (3.5 * rows * heads * tokens * tokens / 2)
 
 
 def _memory_gbps(*, dtype: torch.dtype, device: torch.device) -> float:
@@ -107,24 +151,70 @@ def _memory_gbps(*, dtype: torch.dtype, device: torch.device) -> float:
     return size / best_seconds(lambda: torch.mul(x, y, out=out), device=device) / 1e9
 
 
-def _eager_passes(memory_gbps: float, *, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns Fitted.eager_passes of the elementwise operations of a block: norms, rotation, SwiGLU, residual sums."""
-    dim, hidden, heads = 512, 1536, 8
-    x, gate, up = (
-        torch.randn(4, 1024, size, dtype=dtype, device=device, requires_grad=True) for size in (dim, hidden, hidden)
-    )
-    weight = torch.ones(dim, dtype=dtype, device=device, requires_grad=True)
-    angles = torch.randn(4, 1024, 1, dim // heads, device=device)
+def step_plans(mesh: str, sizes: Iterable[Sequence[int]]) -> list[RunPlan]:
+    """Returns the plans of models that are small enough to be measured."""
+    options = {
+        "training.mixed_precision_param": "bfloat16" if has_bfloat16_units() else "float32",
+        "activation_checkpoint.mode": "none", "model.args.n_kv_heads": 2, **MESHES[mesh],
+    }  # fmt: skip
+    runs = [options | dict(zip(MODEL_OPTIONS, size, strict=True)) for size in sizes]
+    configs = [load_config([f"--{key}={value}" for key, value in run.items()]) for run in runs]
+    ranks = 1 if mesh in ("one rank", "four passes") else 2
+    return [preflight.resolve(config, world_size=ranks, device_type="cpu") for config in configs]
 
-    def step() -> None:
-        normed = F.rms_norm(x, (dim,), weight)
-        rotated = rotate(normed.unflatten(-1, (heads, -1)), angles, angles).flatten(-2)
-        out = x + F.rms_norm(x + rotated, (dim,), weight)
-        torch.autograd.grad((out, F.silu(gate) * up), (x, weight, gate, up), (out.detach(), gate.detach()))
 
-    # The products of such a block: queries, keys and values, outputs of attention and feed-forward, gate and up.
-    results = x[..., 0].numel() * (5 * dim + 2 * hidden) * x.element_size()
-    return best_seconds(step, device=device) * 1e9 * memory_gbps / (3 * results)
+def measure_steps() -> dict[str, float]:
+    """Returns the seconds of the steps of each of RUNS that the process group, on CPUs, has the number of ranks for."""
+    ranks = dist.get_world_size()
+    torch.set_num_threads(max(1, threads() // ranks))
+    plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS}
+    return {name: sum(map(_step_seconds, each)) for name, each in plans.items() if each[0].world_size == ranks}
+
+
+def _step_seconds(plan: RunPlan) -> float:
+    """Returns the shortest time of a training step, which other processes disturb least."""
+    engine, found = build_engine(plan, device=CPU), []
+    passes = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
+    batches = [fake_batch(plan)] * passes
+    for step in range(1, 1 + STEPS):
+        start = time.perf_counter()
+        _train_step(engine, batches, step=step)
+        found.append(time.perf_counter() - start)
+    return min(found[2:])
+
+
+def _train_step(engine: Engine, batches: Sequence[Batch], *, step: int) -> None:
+    engine.begin_step(step)
+    (num_targets,) = sum_over_ranks([sum(batch.num_targets for batch in batches)])
+    output = engine.forward_backward(batches, num_targets=int(num_targets))
+    sum_over_ranks(engine.read(engine.clip_gradients(), output))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+
+
+def fit_to_steps(hardware: Hardware, *, rounds: Sequence[Mapping[str, float]]) -> Hardware:
+    """Returns the table with which the predicted times of small steps are the shortest of some measure_steps()."""
+    found = {name: [each[name] for each in rounds if name in each] for name, _, _ in RUNS}
+    plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS if found[name]}
+    for _ in range(5):  # each number depends a little on the others
+        for name in plans:
+            hardware = _fit(hardware, name, plans=plans[name], seconds=min(found[name]))
+    return hardware
+
+
+def _fit(hardware: Hardware, name: str, *, plans: Sequence[RunPlan], seconds: float) -> Hardware:
+    """Returns the table with the value, at least 0, with which the steps take so long; the time is linear in it."""
+
+    def table(value: float) -> Hardware:
+        if hasattr(hardware.cpu, name):
+            return replace(hardware, cpu=replace(hardware.cpu, **{name: value}))
+        return replace(hardware, fitted=replace(hardware.fitted, **{name: value}))
+
+    def predicted(value: float) -> float:
+        return sum(predict_step_time(plan, hardware=table(value)).seconds for plan in plans)
+
+    least, slope = predicted(0.0), predicted(1.0) - predicted(0.0)
+    return table(round(max(0.0, (seconds - least) / slope), 3) if slope else 0.0)
 
 
 def measure_links() -> tuple[float, float]:
@@ -144,9 +234,11 @@ def _sum_seconds(size: int, *, device: torch.device) -> float:
 def to_toml(hardware: Hardware) -> str:
     """Returns the table as text."""
     values = asdict(hardware)
-    fitted = values.pop("fitted")
+    tables = {"cpu": values.pop("cpu"), "fitted": values.pop("fitted")}
     lines = [f"{name} = {toml_like(value)}" for name, value in values.items()]
-    return "\n".join([*lines, "", "[fitted]", *(f"{name} = {toml_like(value)}" for name, value in fitted.items()), ""])
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {toml_like(value)}" for key, value in table.items())]
+    return "\n".join([*lines, ""])
 
 
 def threads() -> int:

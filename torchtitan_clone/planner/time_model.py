@@ -34,7 +34,20 @@ from torchtitan_clone.run.plan import RunPlan
 
 OPTIMIZER_BYTES = 8
 """AdamW reads weight, gradient and both moments and writes three of them; the gradient norm reads the gradient."""
-PARTS = ("products", "attention", "elementwise", "tp", "cp", "ep", "fsdp", "dp_replicate", "pp", "bubble", "optimizer")
+PARTS = (
+    "products",
+    "attention",
+    "elementwise",
+    "dispatch",
+    "tp",
+    "cp",
+    "ep",
+    "fsdp",
+    "dp_replicate",
+    "pp",
+    "bubble",
+    "optimizer",
+)
 
 
 @dataclass(frozen=True)
@@ -99,11 +112,31 @@ class Machine:
     hides_tensor: bool
 
     @property
-    def _sharing(self) -> int:
-        """Number of ranks that divide the speed of one processor."""
+    def _neighbors(self) -> int:
+        """Number of ranks on one processor."""
         degrees = self.degrees
         world_size = degrees.data * degrees.pp * degrees.cp * degrees.tp
-        return min(world_size, self.hardware.node_size) if self.hardware.is_shared else 1
+        return min(world_size, self.hardware.node_size) if self.hardware.cpu.cores else 1
+
+    @property
+    def _sharing(self) -> float:
+        """How many times longer computation takes than on a processor of its own."""
+        return self._neighbors * (self.hardware.cpu.crowding if self._neighbors > 1 else 1.0)
+
+    def dispatch_seconds(self) -> float:
+        """Returns the time of a layer, forward and backward, that does not depend on its size."""
+        cpu, degrees = self.hardware.cpu, self.degrees
+        shards = degrees.dp_shard * degrees.cp > 1
+        added = (
+            shards * cpu.shard_us,
+            (degrees.tp > 1) * cpu.tensor_us,
+            (degrees.cp > 1) * cpu.context_us,
+        )
+        return self.core_seconds(cpu.layer_us + sum(added))
+
+    def core_seconds(self, us: float) -> float:
+        """Returns the time of what takes a rank so many microseconds of one core."""
+        return 1e-6 * us * max(1.0, self._neighbors / max(1, self.hardware.cpu.cores))
 
     def memory_seconds(self, size: float) -> float:
         """Returns the time of reading and writing `size` bytes."""
@@ -130,18 +163,21 @@ class Machine:
         moved = self.memory_seconds(product.elements * self.itemsize)
         return max(computed, moved) + casts + 1e-6 * hardware.operation_us
 
-    def attention_seconds(self, flops: float) -> float:
-        """Returns the time of attention with so many FLOPs."""
+    def attention_seconds(self, flops: float, *, features: float) -> float:
+        """Returns the time of attention with so many FLOPs and features of a head."""
         hardware, fitted = self.hardware, self.hardware.fitted
         speed = hardware.product_speed(hardware.products[-1][0]) * fitted.attention
         slower = 1 + fitted.context * (1 - 1 / self.degrees.cp)
-        return flops * slower * self._sharing / speed
+        return flops * (1 / speed + 1e-9 * hardware.cpu.score_ns / (4 * features)) * slower * self._sharing
 
     def transfer_seconds(self, transfer: Transfer) -> float:
         """Returns the time of one collective that no computation hides."""
         size, stride = _axis(transfer.axis, degrees=self.degrees)
         seconds = self._collective_seconds(transfer.collective, size=transfer.size, ranks=size, stride=stride)
-        return seconds * (1 - self.hardware.fitted.async_tensor * (self.hides_tensor and transfer.axis == "tp"))
+        if transfer.axis != "tp":
+            return seconds
+        copies = self.memory_seconds(self.hardware.cpu.tensor_passes * transfer.size)
+        return seconds * (1 - self.hardware.fitted.async_tensor * self.hides_tensor) + copies
 
     def shard_seconds(self, group: Sharded, *, kind: str, itemsize: int) -> float:
         """Returns the time in which FSDP gathers or reduces a group of weights."""
@@ -185,12 +221,14 @@ def layer_passes(layer: Layer, *, shape: Shape, machine: Machine) -> Passes:
         backward["products"] += (2 + product.again) * seconds
         results += product.rows * product.columns * product.count
     again = shape.share_again
-    attention = machine.attention_seconds(attention_flops(layer, shape=shape))
+    attention = machine.attention_seconds(attention_flops(layer, shape=shape), features=shape.args.attention_dim)
     forward["attention"] = attention
     backward["attention"] = (BACKWARD_ATTENTION + (again if shape.recompute != "op" else 0.0)) * attention
     elementwise = machine.elementwise_seconds(results)
     forward["elementwise"] = elementwise
     backward["elementwise"] = (2 + again) * elementwise
+    dispatch = machine.dispatch_seconds()
+    forward["dispatch"], backward["dispatch"] = dispatch / 3, (2 + again) / 3 * dispatch
     for transfer in layer_transfers(layer, shape=shape):
         seconds = machine.transfer_seconds(transfer)
         forward[transfer.axis] += transfer.forward * seconds
@@ -205,8 +243,9 @@ def output_passes(shape: Shape, *, machine: Machine) -> Passes:
     product = Product(rows=shape.tokens * (1 + args.mtp_depth), inner=args.dim, columns=columns, is_linear=False)
     seconds = machine.product_seconds(product)
     logits = machine.elementwise_seconds(product.rows * columns)
+    dispatch = machine.dispatch_seconds()  # both ends count as a layer
     passes = Passes(
-        forward=Seconds({"products": seconds, "elementwise": logits}),
+        forward=Seconds({"products": seconds, "elementwise": logits, "dispatch": dispatch}),
         backward=Seconds({"products": 2 * seconds, "elementwise": logits}),
     )
     if degrees.tp == 1:
@@ -376,7 +415,10 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
     size = model_work(plan).parameters / ranks * getattr(torch, plan.config.training.dtype).itemsize
-    return machine.memory_seconds(size * OPTIMIZER_BYTES)
+    layers = len(model_work(plan).layers) / degrees.pp + 1  # the ends count as one
+    return machine.memory_seconds(size * OPTIMIZER_BYTES) + layers * machine.core_seconds(
+        machine.hardware.cpu.update_us
+    )
 
 
 def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = True) -> StepTime:
