@@ -35,19 +35,9 @@ from torchtitan_clone.run.plan import RunPlan
 OPTIMIZER_BYTES = 8
 """AdamW reads weight, gradient and both moments and writes three of them; the gradient norm reads the gradient."""
 PARTS = (
-    "products",
-    "attention",
-    "elementwise",
-    "dispatch",
-    "tp",
-    "cp",
-    "ep",
-    "fsdp",
-    "dp_replicate",
-    "pp",
-    "bubble",
+    "products", "attention", "elementwise", "dispatch", "tp", "cp", "ep", "fsdp", "dp_replicate", "pp", "bubble",
     "optimizer",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,12 +117,8 @@ class Machine:
         """Returns the time of a layer, forward and backward, that does not depend on its size."""
         cpu, degrees = self.hardware.cpu, self.degrees
         shards = degrees.dp_shard * degrees.cp > 1
-        added = (
-            shards * cpu.shard_us,
-            (degrees.tp > 1) * cpu.tensor_us,
-            (degrees.cp > 1) * cpu.context_us,
-        )
-        return self.core_seconds(cpu.layer_us + sum(added))
+        added = shards * cpu.shard_us + (degrees.tp > 1) * cpu.tensor_us + (degrees.cp > 1) * cpu.context_us
+        return self.core_seconds(cpu.layer_us + added)
 
     def core_seconds(self, us: float) -> float:
         """Returns the time of what takes a rank so many microseconds of one core."""
