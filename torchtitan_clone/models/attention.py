@@ -15,6 +15,7 @@ from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.rms_norm import RMSNorm
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -155,7 +156,7 @@ class Attention(nn.Module):
             return (
                 RMSNormOfHeads(heads * head_dim, eps=qk_norm_eps)
                 if norm_all_heads
-                else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+                else RMSNorm(head_dim, eps=qk_norm_eps)
             )
 
         self.q_norm = build_norm(n_heads)

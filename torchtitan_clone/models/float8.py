@@ -51,7 +51,8 @@ def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, 
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is Linear
+            isinstance(module, nn.Linear)
+            and type(module) in (nn.Linear, Linear)
             and all(size % (MULTIPLE * tensor_degree) == 0 for size in module.weight.shape)
             and not any(part in name for part in options.filter_fqns)
         )

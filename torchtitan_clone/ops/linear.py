@@ -5,12 +5,11 @@ MKL has no kernels with AVX-512 for processors of AMD; oneDNN has. Legend: N row
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.torch_compat import onednn_linear
 
@@ -24,15 +23,17 @@ def _has_faster_onednn() -> bool:
     return is_amd and available and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def is_for_onednn(*tensors: Tensor) -> bool:
-    """Whether oneDNN multiplies these matrices faster: of fp32 on such a processor, no DTensors, nothing compiled."""
-    return (
-        _has_faster_onednn()
-        and all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
-        and tensors[0].device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-    )
+def is_eager_fp32(*tensors: Tensor) -> bool:
+    """Whether a CPU computes in fp32 with these, which are no DTensors, and nothing compiles what it does."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
+    return plain and tensors[0].device.type == "cpu"
+
+
+def is_for_onednn(*matrices: Tensor) -> bool:
+    """Whether oneDNN multiplies these matrices faster than what torch calls."""
+    return is_eager_fp32(*matrices) and _has_faster_onednn()
 
 
 class _OneDNNLinear(torch.autograd.Function):
@@ -42,8 +43,7 @@ class _OneDNNLinear(torch.autograd.Function):
         return onednn_linear(x, weight_OI)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor):
+    def backward(ctx, *grad_outputs: Tensor):
         x, weight_OI = ctx.saved_tensors
         (grad,) = grad_outputs
         x_grad = onednn_linear(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
@@ -54,7 +54,7 @@ class _OneDNNLinear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear; what it trains with differs by rounding from what it returns without gradients, which is F.linear's."""
+    """nn.Linear. Without gradients it returns what F.linear does, which with gradients may differ by rounding."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and is_for_onednn(input, self.weight)):
