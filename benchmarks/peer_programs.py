@@ -328,11 +328,16 @@ PROGRAMS: dict[str, Callable[[Work, Turn], None]] = {
 }
 
 
+def _linear_flops(x_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
+    return 2 * x_shape.numel() * weight_shape[0]
+
+
 def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    counter = FlopCounterMode(display=False)
+    onednn = torch.ops.mkldnn._linear_pointwise  # x W^T
+    counter = FlopCounterMode(display=False, custom_mapping={onednn: _linear_flops})
     turns = itertools.count()
 
     @functools.wraps(turn)
@@ -340,7 +345,7 @@ def count_flops(turn: Turn) -> Turn:
         number = next(turns)
         if number == 2:
             counter.__exit__(None, None, None)
-            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, onednn}
             counts = counter.get_flop_counts()["Global"]
             sys.stderr.write(f"flops {sum(flops for op, flops in counts.items() if op in products)}\n")
         turn()

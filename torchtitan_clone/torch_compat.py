@@ -42,6 +42,17 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x W^T by oneDNN; both may be transposed views. F.linear calls MKL in fp32."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+ONEDNN_PRODUCTS: frozenset[object] = frozenset()  # what onednn_linear() calls, as a dispatch mode sees it
+if torch.backends.mkldnn.is_available():
+    ONEDNN_PRODUCTS = frozenset({torch.ops.mkldnn._linear_pointwise.default})
+
+
 # Names that checkpoint_wrapper() and torch.compile put into the names of parameters.
 WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod")
 

@@ -87,5 +87,7 @@ def test_a_chunk_has_one_tensor_of_logits_and_four_passes_over_it():
     hidden, weight, targets = example()
     with LargeTensors(B * T * V) as large:
         build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
-    assert large.operators == ["mm", "log_softmax", "exp_", "scatter_add_"]
+    product, *others = large.operators
+    assert product in ("mm", "_linear_pointwise")  # of MKL, of oneDNN
+    assert others == ["log_softmax", "exp_", "scatter_add_"]
     assert len(large.memory) == 1

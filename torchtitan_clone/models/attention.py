@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.rms_norm import RMSNorm
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -143,10 +145,10 @@ class Attention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.wk = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.wv = nn.Linear(dim, kv_heads * head_dim, bias=bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.wq = Linear(dim, n_heads * head_dim, bias=bias)
+        self.wk = Linear(dim, kv_heads * head_dim, bias=bias)
+        self.wv = Linear(dim, kv_heads * head_dim, bias=bias)
+        self.wo = Linear(n_heads * head_dim, dim, bias=bias)
 
         def build_norm(heads: int) -> nn.Module | None:
             if qk_norm_eps is None:
@@ -154,7 +156,7 @@ class Attention(nn.Module):
             return (
                 RMSNormOfHeads(heads * head_dim, eps=qk_norm_eps)
                 if norm_all_heads
-                else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+                else RMSNorm(head_dim, eps=qk_norm_eps)
             )
 
         self.q_norm = build_norm(n_heads)

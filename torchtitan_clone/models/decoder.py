@@ -16,6 +16,7 @@ from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
+from torchtitan_clone.ops.rms_norm import RMSNorm
 from torchtitan_clone.ops.source_sums import split_targets
 from torchtitan_clone.torch_compat import persistent_buffers
 
@@ -132,9 +133,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
     def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.attention_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers + args.mtp_depth)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.output = OutputProjection(args)
         if args.tied_embeddings:
             self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)

@@ -1,7 +1,26 @@
 """Feed-forward layers. Legend: B batch, T tokens, D model."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from torchtitan_clone.ops.linear import Linear
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * x; keeps both for backward, and computes silu(gate) again."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, x)
+        return F.silu(gate).mul_(x)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        gate, x = ctx.saved_tensors
+        (grad,) = grad_outputs
+        return torch.ops.aten.silu_backward(grad * x, gate), F.silu(gate).mul_(grad)
 
 
 class SwiGLU(nn.Module):
@@ -9,9 +28,11 @@ class SwiGLU(nn.Module):
 
     def __init__(self, *, dim: int, hidden_dim: int):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w1 = Linear(dim, hidden_dim, bias=False)
+        self.w2 = Linear(hidden_dim, dim, bias=False)
+        self.w3 = Linear(dim, hidden_dim, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        gate, x = self.w1(x_BTD), self.w3(x_BTD)
+        # A compiler finds out by itself what to compute again.
+        return self.w2(F.silu(gate) * x if torch.compiler.is_compiling() else _Gated.apply(gate, x))

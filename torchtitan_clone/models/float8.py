@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Float8
+from torchtitan_clone.ops.linear import Linear
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -50,7 +51,8 @@ def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, 
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (
-            type(module) is nn.Linear
+            isinstance(module, nn.Linear)
+            and type(module) in (nn.Linear, Linear)
             and all(size % (MULTIPLE * tensor_degree) == 0 for size in module.weight.shape)
             and not any(part in name for part in options.filter_fqns)
         )

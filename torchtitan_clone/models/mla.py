@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torchtitan_clone.models.attention import AttentionMask, CoreAttention
 from torchtitan_clone.models.rope import rotate
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.rms_norm import RMSNorm
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents in all published models, whatever that of the other norms is."""
@@ -56,15 +58,15 @@ class LatentAttention(nn.Module):
         queries = n_heads * sizes.qk
         if sizes.q_latent:
             self.wq_a = TokenLinear(dim, sizes.q_latent, bias=False)
-            self.q_norm = nn.RMSNorm(sizes.q_latent, eps=LATENT_NORM_EPS)
-            self.wq_b = nn.Linear(sizes.q_latent, queries, bias=False)
+            self.q_norm = RMSNorm(sizes.q_latent, eps=LATENT_NORM_EPS)
+            self.wq_b = Linear(sizes.q_latent, queries, bias=False)
         else:
-            self.wq = nn.Linear(dim, queries, bias=False)
+            self.wq = Linear(dim, queries, bias=False)
         self.wkv_a = TokenLinear(dim, sizes.kv_latent + sizes.rope, bias=False)
-        self.kv_norm = nn.RMSNorm(sizes.kv_latent, eps=LATENT_NORM_EPS)
-        self.wkv_b = nn.Linear(sizes.kv_latent, n_heads * (sizes.nope + sizes.value), bias=False)
+        self.kv_norm = RMSNorm(sizes.kv_latent, eps=LATENT_NORM_EPS)
+        self.wkv_b = Linear(sizes.kv_latent, n_heads * (sizes.nope + sizes.value), bias=False)
         self.shared_key = nn.Identity()  # a module, so that tensor parallelism can gather the tokens of all ranks
-        self.wo = nn.Linear(n_heads * sizes.value, dim, bias=False)
+        self.wo = Linear(n_heads * sizes.value, dim, bias=False)
         self.core = CoreAttention()
 
     def forward(self, x_BtD: Tensor, rope: tuple[Tensor, Tensor], mask: AttentionMask) -> Tensor:

@@ -15,6 +15,7 @@ from torchtitan_clone.models.decoder import ModelArgs, TransformerBlock
 from torchtitan_clone.models.mla import TokenLinear
 from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.models.rope import Positions
+from torchtitan_clone.ops.rms_norm import RMSNorm
 
 MTP_LOSS = "mtp_loss"
 """Name of the auxiliary terms, before the number of the depth."""
@@ -41,10 +42,10 @@ class PredictionBlock(TransformerBlock):
 
     def __init__(self, args: ModelArgs, *, attention: nn.Module, feed_forward: nn.Module):
         super().__init__(args, attention=attention, feed_forward=feed_forward)
-        self.enorm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.hnorm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.enorm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.hnorm = RMSNorm(args.dim, eps=args.norm_eps)
         self.eh_proj = TokenLinear(2 * args.dim, args.dim, bias=False)
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(
         self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, embedded_BTD: Tensor | None = None

@@ -17,7 +17,13 @@ from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers the operator
 from torchtitan_clone.ops.tensor_pieces import Piece
-from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
+from torchtitan_clone.torch_compat import (
+    ONEDNN_PRODUCTS,
+    cpu_flash_attention,
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+)
 
 
 class LayerFlops(Protocol):
@@ -51,7 +57,7 @@ KEPT = KeptOperations(
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
-            torch.ops.torchtitan_clone.grouped_mm.default,
+            torch.ops.torchtitan_clone.grouped_mm.default, *ONEDNN_PRODUCTS,
         }
     ),
 )  # fmt: skip

@@ -16,7 +16,9 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.linear import is_for_onednn
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
+from torchtitan_clone.torch_compat import onednn_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,13 @@ def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
     return shifted_CV - vocabulary.reduce_(shifted_CV.exp().sum(dim=-1, keepdim=True)).log()
 
 
+def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    return onednn_linear(hidden_CD, weight_VD) if is_for_onednn(hidden_CD, weight_VD) else hidden_CD @ weight_VD.T
+
+
 def _chunk_loss(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, vocabulary: Vocabulary) -> Chunk:
     """Returns this rank's losses [C, 1], log-probabilities [C, V] in fp32, and each target's column [C, 1] or -1."""
-    log_probs_CV = _log_softmax(hidden_CD @ weight_VD.T, vocabulary)
+    log_probs_CV = _log_softmax(_logits(hidden_CD, weight_VD), vocabulary)
     column_C = targets_C - vocabulary.start
     is_local_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
     column_C1 = torch.where(is_local_C, column_C, -1)[:, None]
@@ -68,7 +74,12 @@ def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tenso
     grad_CV = grad_CV.to(weight_VD.dtype)
     # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
     is_target_C1 = (targets_C != IGNORE_INDEX)[:, None]
-    return losses_C1, (grad_CV @ weight_VD).mul_(is_target_C1), grad_CV.T @ (hidden_CD * is_target_C1)
+    hidden_CD = hidden_CD * is_target_C1
+    if is_for_onednn(hidden_CD, weight_VD):  # whose fastest products are these, of the transposed gradients
+        hidden_grad_CD, weight_grad_VD = onednn_linear(weight_VD.T, grad_CV).T, onednn_linear(hidden_CD.T, grad_CV.T).T
+    else:
+        hidden_grad_CD, weight_grad_VD = grad_CV @ weight_VD, grad_CV.T @ hidden_CD
+    return losses_C1, hidden_grad_CD.mul_(is_target_C1), weight_grad_VD
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -1,0 +1,88 @@
+"""Linear layers by oneDNN or MKL, whichever this processor is given, and the product of oneDNN on any."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan_clone.models.spec import KEPT
+from torchtitan_clone.ops.linear import Linear, is_for_onednn
+from torchtitan_clone.torch_compat import TorchDispatchMode, onednn_linear
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+
+
+def example(*, bias=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = Linear(24, 40, bias=bias).to(dtype)
+    return layer, torch.randn(3, 5, 24).to(dtype).requires_grad_(), torch.randn(3, 5, 40).to(dtype)
+
+
+class Operators(TorchDispatchMode):
+    """Notes what is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@needs_onednn
+@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)])
+def test_onednn_multiplies_transposed_views(transposed):
+    matrices = [torch.randn(70, 33), torch.randn(50, 33)]
+    for index in transposed:
+        matrices[index] = matrices[index].T.contiguous().T
+    x, weight = matrices
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_value_and_gradients_are_those_of_double_precision(bias):
+    layer, x, grad = example(bias=bias)
+    exact, exact_x = example(bias=bias)[0].double(), x.detach().double().requires_grad_()
+    out, expected = layer(x), exact(exact_x)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out, [x, *layer.parameters()], grad)
+    exact_grads = torch.autograd.grad(expected, [exact_x, *exact.parameters()], grad.double())
+    for ours, theirs in zip(found, exact_grads, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weights_and_inputs_get_no_gradients():
+    layer, x, grad = example()
+    layer.weight.requires_grad_(False)
+    layer(x).backward(grad)
+    assert layer.weight.grad is None
+    torch.testing.assert_close(x.grad, grad @ layer.weight)
+    layer, x, grad = example()
+    layer(x.detach()).backward(grad)
+    torch.testing.assert_close(layer.weight.grad, torch.einsum("bto,bti->oi", grad, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_without_gradients_it_is_the_linear_of_torch(dtype):
+    layer, x, _ = example(dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(layer(x), F.linear(x, layer.weight))
+    if dtype != torch.float32:
+        assert torch.equal(layer(x), F.linear(x, layer.weight))
+
+
+def test_selective_checkpointing_knows_the_product():
+    layer, x, _ = example()
+    with Operators() as operators:
+        layer(x)
+    products = [func for func in operators.called if func in KEPT.alternating]
+    assert len(products) == 1
+    assert (products[0] != torch.ops.aten.mm.default) == is_for_onednn(x, layer.weight)
+
+
+def test_compiled_it_has_the_same_gradients():
+    layer, x, grad = example()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x), [x, layer.weight], grad)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x), [x, layer.weight], grad))
