@@ -16,7 +16,6 @@ from torch import Tensor
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.data import Batch
-from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware
 from torchtitan_clone.planner.time_model import predict_step_time
@@ -33,8 +32,6 @@ ROWS = 2048
 REPEATS = 4
 MESSAGES = (1024, 16 * 2**20)
 """Bytes of the smallest and the largest collective."""
-HEADS = (32, 128)
-"""Features of the heads with which attention is measured."""
 CPU = torch.device("cpu")
 
 MESHES = {
@@ -48,12 +45,13 @@ MODEL_OPTIONS = (
     "model.args.dim", "model.args.n_layers", "model.args.n_heads", "training.seq_len", "training.local_batch_size",
 )  # fmt: skip
 SMALL = ((64, 3, 4, 32, 3),)
-LARGE = ((192, 3, 4, 384, 3), (320, 2, 8, 640, 2))
+SHORT = ((192, 3, 4, 64, 24), (320, 2, 8, 128, 12))
+LONG = ((192, 3, 4, 640, 2), (320, 2, 8, 640, 2))
 RUNS = (
-    ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", LARGE),
-    ("shard_us", "shard", SMALL), ("crowding", "shard", LARGE),
-    ("tensor_us", "tensor", SMALL), ("tensor_passes", "tensor", LARGE),
-    ("context_us", "context", SMALL), ("context", "context", LARGE),
+    ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", SHORT),
+    ("score_ns", "one rank", LONG), ("shard_us", "shard", SMALL), ("crowding", "shard", SHORT + LONG),
+    ("tensor_us", "tensor", SMALL), ("tensor_passes", "tensor", SHORT + LONG), ("context_us", "context", SMALL),
+    ("context", "context", LONG),
 )  # fmt: skip
 """Which number of the table follows from steps of which models, as in MODEL_OPTIONS, on which mesh."""
 STEPS = 8
@@ -77,7 +75,8 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
     is_cpu = device.type == "cpu"
     dtype = torch.bfloat16 if not is_cpu or has_bfloat16_units() else torch.float32
     products = [[size, round(_product_tflops(size, dtype=dtype, device=device), 4)] for size in SIZES]
-    attention, score_ns = _attention_speed(dtype=dtype, device=device)
+    # On a CPU the time of attention follows from steps: the kernel, its mask and its blocks differ.
+    attention = products[-1][1] if is_cpu else _attention_tflops(dtype=dtype, device=device)
     memory = _memory_gbps(dtype=dtype, device=device)
     memory_bytes = host_memory() if is_cpu else torch.cuda.mem_get_info(device)[1]
     link_us, link_gbps = links
@@ -94,7 +93,7 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
         link_gbps=round(link_gbps, 3),
         network_us=round(link_us, 1),
         network_gbps=round(link_gbps, 3),
-        cpu=Cpu(cores=threads(), score_ns=round(score_ns, 4)) if is_cpu else Cpu(),
+        cpu=Cpu(cores=threads() if is_cpu else 0),
         fitted=Fitted(
             products=1.0,
             attention=round(attention / products[-1][1], 3),
@@ -122,26 +121,18 @@ def _product_tflops(size: int, *, dtype: torch.dtype, device: torch.device) -> f
     return 3 * 2 * ROWS * 4 * size**2 / best_seconds(step, device=device) / 1e12
 
 
-def _attention_speed(*, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """Returns the speed of causal attention in TFLOP/s, and nanoseconds of a score besides its FLOPs."""
-    few, many = (_score_ns(features, dtype=dtype, device=device) for features in HEADS)
-    flop_ns = max(many - few, many / 1000) / (4 * (HEADS[1] - HEADS[0]))
-    return 1e-3 / flop_ns, max(0.0, few - 4 * HEADS[0] * flop_ns)
-
-
-def _score_ns(features: int, *, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the time of causal attention forward by query, key and head; backward counts 2.5 times as much."""
-    rows, tokens, heads = 4, 1024, 8
-    shape = (rows, tokens, heads, features)
-    q, k, v, grad = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(4))
-    # On a CPU runs have a mask, by default: of documents.
-    starts = torch.zeros(rows, tokens, dtype=torch.int32) if device.type == "cpu" else None
-    attention = CoreAttention()
+def _attention_tflops(*, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the speed of causal attention, in forward FLOPs; its backward counts 2.5 times as many."""
+    shape = (4, 8, 1024, 64)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, dtype=dtype, device=device)
 
     def step() -> None:
-        torch.autograd.grad(attention(q, k, v, starts), (q, k, v), grad)
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
 
-    return 1e9 * best_seconds(step, device=device) / (3.5 * rows * heads * tokens * tokens / 2)
+    rows, heads, tokens, features = shape
+    flops = 3.5 * 4 * rows * heads * tokens * tokens / 2 * features
+    return flops / best_seconds(step, device=device) / 1e12
 
 
 def _memory_gbps(*, dtype: torch.dtype, device: torch.device) -> float:
