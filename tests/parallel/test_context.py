@@ -166,9 +166,11 @@ def test_activations_fall_with_the_degree(corpus, tmp_path, method):
         )  # fmt: skip
         return max(run_ranks(saved_bytes, degree, argv))
 
-    unsharded = measured(1)
+    unsharded, (layers, batch, tokens, dim) = measured(1), (2, 2, 512, 64)
+    # What leaves the attention of some heads is another tensor than what the projection of all heads reads.
+    exchanged = layers * batch * tokens * dim * 4 if method == "alltoall" else 0
     for degree in (2, 4):
-        assert measured(degree) == pytest.approx(unsharded / degree, rel=0.05)
+        assert measured(degree) == pytest.approx((unsharded + exchanged) / degree, rel=0.05)
 
 
 def test_losses_equal_those_of_one_device_in_fp32_and_in_bf16(corpus, tmp_path):

@@ -1,7 +1,6 @@
-"""FSDP gathers the parameters of as many blocks ahead as the options ask for; a single rank needs it for types only."""
+"""FSDP gathers the parameters of as many blocks ahead as the options ask for."""
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
@@ -43,18 +42,3 @@ def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path,
     assert first == embedding_and_own + ahead
     # One more with each block, until none is left.
     assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
-
-
-def is_sharded(argv):
-    with open_trainer(argv) as trainer:
-        trainer.train_step(1)
-        return any(isinstance(module, FSDPModule) for module in trainer.engine.model_parts[0].modules())
-
-
-@pytest.mark.parametrize(("changes", "expected"), [
-    ({}, False),
-    ({"training__mixed_precision_param": "bfloat16"}, True),
-    ({"training__enable_cpu_offload": True}, True),
-])  # fmt: skip
-def test_one_rank_has_fsdp_where_it_changes_types_or_offloads(corpus, tmp_path, changes, expected):
-    assert run_ranks(is_sharded, 1, options(corpus, tmp_path, **changes)) == [expected]

@@ -101,15 +101,15 @@ MESHES = {"shard": (2, PER_OP)}
 MORE_MESHES = {
     "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
     "recomputed": (2, FULL),
-    "every second layer": (2, {"model.args.n_layers": 17}),
+    "every second layer": (1, {"model.args.n_layers": 17}),
     "two blocks ahead": (4, {**FULL, "parallelism.fsdp_prefetch_blocks": 2, "model.args.n_layers": 11}),
     "replicate, context": (
         8, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2}
     ),
     "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
     "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),
-    "alternating": (2, {**NONE, "model.name": "llama4", "model.args.n_layers": 44}),
-    "windows": (2, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
+    "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 44}),
+    "windows": (1, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
 }  # fmt: skip
 
 

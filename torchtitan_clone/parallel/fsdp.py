@@ -6,7 +6,6 @@ from functools import partial
 from typing import Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -35,13 +34,9 @@ def apply_fsdp(
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
-    A model on one rank stays as it is, unless it computes in another type than its weights have, or offloads them.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
-    is_of_dtype = all(parameter.dtype == param_dtype for parameter in model.parameters())
-    if dist.get_world_size() == 1 and is_of_dtype and not training.enable_cpu_offload:
-        return  # FSDP would only copy weights and gradients
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     on_cuda = mesh.device_type == "cuda"

@@ -194,9 +194,7 @@ def extended_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     """Returns the same from a simulation of few layers; UnlikeError where they do not repeat or are too few."""
     own = plan.stages.of_rank(pipeline_rank)
     # Where a rank has several stages, what one of them keeps ends with what another one does.
-    # Without FSDP, as on one rank, nothing names the layers in which something is allocated.
-    is_simple = len(own) == 1 < plan.world_size and not plan.frozen_modules
-    is_simple = is_simple and not splits_backward(plan.config.parallelism)
+    is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
     stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
     if stretch is None:
         raise UnlikeError
