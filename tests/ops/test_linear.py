@@ -11,10 +11,10 @@ from torchtitan_clone.torch_compat import TorchDispatchMode, onednn_linear
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 
 
-def example(*, bias=False, dtype=torch.float32):
+def example(*, bias=False, dtype=torch.float32, rows=(3, 5)):
     torch.manual_seed(0)
     layer = Linear(24, 40, bias=bias).to(dtype)
-    return layer, torch.randn(3, 5, 24).to(dtype).requires_grad_(), torch.randn(3, 5, 40).to(dtype)
+    return layer, torch.randn(*rows, 24).to(dtype).requires_grad_(), torch.randn(*rows, 40).to(dtype)
 
 
 class Operators(TorchDispatchMode):
@@ -40,9 +40,10 @@ def test_onednn_multiplies_transposed_views(transposed):
     torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [(3, 5), ()])
 @pytest.mark.parametrize("bias", [False, True])
-def test_value_and_gradients_are_those_of_double_precision(bias):
-    layer, x, grad = example(bias=bias)
+def test_value_and_gradients_are_those_of_double_precision(bias, rows):
+    layer, x, grad = example(bias=bias, rows=rows)
     exact, exact_x = example(bias=bias)[0].double(), x.detach().double().requires_grad_()
     out, expected = layer(x), exact(exact_x)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -50,7 +50,7 @@ class _OneDNNLinear(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return x_grad, None
         # MKL's is the faster one where the rows, over which this sums, are many: oneDNN would copy both transposed.
-        return x_grad, grad.flatten(0, -2).T @ x.flatten(0, -2)
+        return x_grad, grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
 class Linear(nn.Linear):
