@@ -113,6 +113,7 @@ def test_data_parallel_losses_equal_those_of_one_rank(alike, name):
         assert found == pytest.approx(expected, rel=tolerance)
 
 
+@pytest.mark.many_ranks
 def test_a_run_resumes_on_another_number_of_ranks(corpus, tmp_path):
     for steps, world_size in ((2, 2), (4, 1), (6, 4)):
         argv = options(corpus, tmp_path, training__steps=steps, training__local_batch_size=2)

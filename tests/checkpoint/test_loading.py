@@ -119,6 +119,7 @@ def assert_same(found, expected):
     assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in found)
 
 
+@pytest.mark.many_ranks
 def test_a_run_resumes_bit_identically_on_every_other_mesh(corpus, tmp_path):
     expected, steps = None, count(1)
 

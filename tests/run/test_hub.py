@@ -106,7 +106,7 @@ def our_logits(argv, state, tokens):
         ("pipeline", {}),
         ("fsdp", {**QWEN3, "model__args__tied_embeddings": True}),
         # Rows of blocks that neither axis divides.
-        ("fsdp and tensor", {"model__args__hidden_dim": 101}),
+        pytest.param("fsdp and tensor", {"model__args__hidden_dim": 101}, marks=pytest.mark.many_ranks),
     ],
 )
 def test_an_export_is_the_run_in_transformers(corpus, tmp_path, split, changes):

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from torchtitan_clone.testing.parity_matrix import LATENT, MOE
 from torchtitan_clone.testing.runs import options, train
 
 TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
 
 
+@pytest.mark.many_ranks
 def test_simulated_collectives_equal_those_of_a_real_run(corpus, tmp_path):
     axes = {
         **MOE,
