@@ -84,13 +84,15 @@ def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="steps of each run that count")
+    parser.add_argument("--rounds", type=int, default=2, help="how often small models are measured; the fastest count")
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
     logging.disable()
     torch.set_num_threads(threads())
     hardware = measure_hardware(torch.device("cpu"), name=processor_name(), links=run_ranks(links, 2)[0])
-    hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks)[0] for ranks in (1, 2, 1, 2)])
+    rounds = [run_ranks(steps, ranks, timeout=600)[0] for ranks in arguments.rounds * (1, 2)]
+    hardware = fit_to_steps(hardware, rounds=rounds)
     print(hardware)
     print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,11 @@
-"""Measures this machine and writes a hardware table for scripts/plan.py, in about a minute.
+"""Measures this machine and writes a hardware table for scripts/plan.py, in about two minutes.
 
     python scripts/measure_hardware.py my_machine.toml
     python scripts/measure_hardware.py my_machine.toml --ranks=4
 
-Measures products of several sizes, attention, memory and, between `--ranks` processes (0:
-not), collectives; on a CPU also steps of small models, on one and on two ranks. Nothing else should run
-meanwhile. On GPUs the network between nodes counts as the links within one: edit network_us and network_gbps if they
-differ.
+Measures products of several sizes, attention, memory and, between `--ranks` processes (0: not), collectives; on a CPU
+also steps of small models, on one and on two ranks. Nothing else should run meanwhile. On GPUs the network between
+nodes counts as the links within one: edit network_us and network_gbps if they differ.
 """
 
 import argparse
@@ -49,6 +48,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="file to write")
     parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
+    parser.add_argument("--rounds", type=int, default=2, help="how often steps are measured; the fastest count")
     args = parser.parse_args(words)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
@@ -61,8 +61,8 @@ def main(words: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if has_gpu else f"{threads()} processors of this machine"
     hardware = measure_hardware(device, name=name, links=found)
     if not has_gpu:
-        counts = (1, 2, 1, 2) if args.ranks > 1 else (1, 1)
-        hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks)[0] for ranks in counts])
+        counts = args.rounds * ((1, 2) if args.ranks > 1 else (1,))
+        hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks, timeout=600)[0] for ranks in counts])
     text = to_toml(hardware)
     args.table.write_text(text)
     print(text, end="")

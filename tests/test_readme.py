@@ -100,6 +100,10 @@ def shortened(command: str) -> str:
         return f"{command} {text} --rounds=1 --kills=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
+    if "measure_hardware.py" in command:
+        return f"{command} --rounds=1"
+    if "planner_cpu.py" in command:
+        return f"{command} --rounds=1 --ranks=1 --steps=1 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
     if "benchmarks/published.py" in command:

@@ -54,7 +54,7 @@ RUNS = (
     ("context", "context", LONG),
 )  # fmt: skip
 """Which number of the table follows from steps of which models, as in MODEL_OPTIONS, on which mesh."""
-STEPS = 8
+STEPS = 6
 """Steps of each; the fastest of those after the second counts."""
 
 
