@@ -35,4 +35,5 @@ class SwiGLU(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, x = self.w1(x_BTD), self.w3(x_BTD)
         # A compiler finds out by itself what to compute again.
-        return self.w2(F.silu(gate) * x if torch.compiler.is_compiling() else _Gated.apply(gate, x))
+        keeps_less = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self.w2(_Gated.apply(gate, x) if keeps_less else F.silu(gate) * x)

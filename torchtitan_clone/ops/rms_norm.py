@@ -29,4 +29,5 @@ class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm. Source: arXiv 1910.07467."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps) if is_eager_fp32(x, self.weight) else super().forward(x)
+        has_backward = torch.is_grad_enabled() and is_eager_fp32(x, self.weight)
+        return _RMSNorm.apply(x, self.weight, self.eps) if has_backward else super().forward(x)
