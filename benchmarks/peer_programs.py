@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.peers import SIZES, Size
 from benchmarks.turns import Turn, serve_turns
+from torchtitan_clone.torch_compat import ONEDNN_PRODUCTS
 
 MANY_STEPS = 1_000_000
 
@@ -336,8 +337,8 @@ def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    onednn = torch.ops.mkldnn._linear_pointwise  # x W^T
-    counter = FlopCounterMode(display=False, custom_mapping={onednn: _linear_flops})
+    onednn = {op.overloadpacket for op in ONEDNN_PRODUCTS}
+    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(onednn, _linear_flops))
     turns = itertools.count()
 
     @functools.wraps(turn)
@@ -345,7 +346,7 @@ def count_flops(turn: Turn) -> Turn:
         number = next(turns)
         if number == 2:
             counter.__exit__(None, None, None)
-            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, onednn}
+            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, *onednn}
             counts = counter.get_flop_counts()["Global"]
             sys.stderr.write(f"flops {sum(flops for op, flops in counts.items() if op in products)}\n")
         turn()

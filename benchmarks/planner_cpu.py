@@ -19,12 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.turns import processor_name
+from scripts.measure_hardware import measured_hardware
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.hardware import Hardware
-from torchtitan_clone.planner.measure import fit_to_steps, measure_hardware, measure_links, measure_steps, threads
+from torchtitan_clone.planner.measure import threads
 from torchtitan_clone.planner.time_model import predict_step_time
 from torchtitan_clone.run import preflight
 from torchtitan_clone.testing.harness import run_ranks
@@ -43,16 +43,6 @@ CASES = {
     4: {"shard": {}, "shard, tensor": {"parallelism.tensor_parallel_degree": 2}},
 }
 """Options by number of ranks and name."""
-
-
-def links() -> tuple[float, float]:
-    dist.init_process_group("gloo")
-    return measure_links()
-
-
-def steps() -> dict[str, float]:
-    dist.init_process_group("gloo")
-    return measure_steps()
 
 
 def fastest_step(argv: list[str], steps: int) -> float:
@@ -89,10 +79,7 @@ def main(words: list[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
     logging.disable()
-    torch.set_num_threads(threads())
-    hardware = measure_hardware(torch.device("cpu"), name=processor_name(), links=run_ranks(links, 2)[0])
-    rounds = [run_ranks(steps, ranks, timeout=600)[0] for ranks in arguments.rounds * (1, 2)]
-    hardware = fit_to_steps(hardware, rounds=rounds)
+    hardware = measured_hardware(processor_name(), ranks=2, rounds=arguments.rounds)
     print(hardware)
     print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.planner.measure import (
     fit_to_steps,
     measure_hardware,
@@ -43,6 +44,22 @@ def steps() -> dict[str, float]:
     return measure_steps()
 
 
+def measured_hardware(name: str, *, ranks: int, rounds: int) -> Hardware:
+    """Returns the table of this machine; `ranks` and `rounds` are the options of the command."""
+    has_gpu = torch.cuda.is_available()
+    torch.set_num_threads(threads())
+    found = (0.0, 1.0)
+    if ranks > 1:
+        backend = "nccl" if has_gpu else "gloo"
+        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
+        found = run_ranks(links, ranks, backend, env=env)[0]
+    hardware = measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
+    if has_gpu:
+        return hardware
+    counts = rounds * ((1, 2) if ranks > 1 else (1,))
+    return fit_to_steps(hardware, rounds=[run_ranks(steps, ranks, timeout=600)[0] for ranks in counts])
+
+
 def main(words: list[str] | None = None) -> int:
     """Measures and writes the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,19 +67,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often steps are measured; the fastest count")
     args = parser.parse_args(words)
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if has_gpu else "cpu")
-    torch.set_num_threads(threads())
-    found = (0.0, 1.0)
-    if args.ranks > 1:
-        backend = "nccl" if has_gpu else "gloo"
-        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
-        found = run_ranks(links, args.ranks, backend, env=env)[0]
-    name = torch.cuda.get_device_name() if has_gpu else f"{threads()} processors of this machine"
-    hardware = measure_hardware(device, name=name, links=found)
-    if not has_gpu:
-        counts = args.rounds * ((1, 2) if args.ranks > 1 else (1,))
-        hardware = fit_to_steps(hardware, rounds=[run_ranks(steps, ranks, timeout=600)[0] for ranks in counts])
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{threads()} processors of this machine"
+    hardware = measured_hardware(name, ranks=args.ranks, rounds=args.rounds)
     text = to_toml(hardware)
     args.table.write_text(text)
     print(text, end="")

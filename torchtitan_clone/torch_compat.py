@@ -48,7 +48,7 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-ONEDNN_PRODUCTS: frozenset[object] = frozenset()  # what onednn_linear() calls, as a dispatch mode sees it
+ONEDNN_PRODUCTS: frozenset[torch._ops.OpOverload] = frozenset()  # called by onednn_linear(), seen by modes
 if torch.backends.mkldnn.is_available():
     ONEDNN_PRODUCTS = frozenset({torch.ops.mkldnn._linear_pointwise.default})
 

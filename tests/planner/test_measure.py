@@ -49,7 +49,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
 
 
 def test_ranks_share_a_processor_and_hide_no_communication():
-    crowded = with_cpu(crowding=1.25)
+    crowded = with_cpu(contention=1.25)
     alone, two = (parts(ranks, crowded) for ranks in (1, 2))
     # Each rank has as many rows as the one, and half of the processor.
     for name in ("products", "attention", "elementwise"):
@@ -92,7 +92,7 @@ def test_a_table_is_fitted_to_measured_steps():
         shard_us=2e3,
         tensor_us=9e3,
         context_us=3e3,
-        crowding=1.1,
+        contention=1.1,
         tensor_passes=8.0,
         score_ns=1.0,
     )

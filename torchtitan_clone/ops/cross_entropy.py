@@ -75,7 +75,7 @@ def _chunk_loss_and_grads(hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tenso
     # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
     is_target_C1 = (targets_C != IGNORE_INDEX)[:, None]
     hidden_CD = hidden_CD * is_target_C1
-    if is_for_onednn(hidden_CD, weight_VD):  # whose fastest products are these, of the transposed gradients
+    if is_for_onednn(hidden_CD, weight_VD):  # oneDNN computes the transposed gradients faster
         hidden_grad_CD, weight_grad_VD = onednn_linear(weight_VD.T, grad_CV).T, onednn_linear(hidden_CD.T, grad_CV.T).T
     else:
         hidden_grad_CD, weight_grad_VD = grad_CV @ weight_VD, grad_CV.T @ hidden_CD

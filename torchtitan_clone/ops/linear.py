@@ -24,7 +24,7 @@ def _has_faster_onednn() -> bool:
 
 
 def is_eager_fp32(*tensors: Tensor) -> bool:
-    """Whether a CPU computes in fp32 with these, which are no DTensors, and nothing compiles what it does."""
+    """Whether these are plain fp32 tensors of a CPU, outside torch.compile and autocast."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
@@ -37,6 +37,8 @@ def is_for_onednn(*matrices: Tensor) -> bool:
 
 
 class _OneDNNLinear(torch.autograd.Function):
+    """x W^T. Pipeline schedules that split backward compute both gradients in both halves of it."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
@@ -49,7 +51,7 @@ class _OneDNNLinear(torch.autograd.Function):
         x_grad = onednn_linear(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return x_grad, None
-        # MKL's is the faster one where the rows, over which this sums, are many: oneDNN would copy both transposed.
+        # MKL is faster for this product over many rows: oneDNN would copy both matrices transposed.
         return x_grad, grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 

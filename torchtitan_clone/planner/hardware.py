@@ -52,7 +52,7 @@ class Cpu:
 
     cores: int = 0
     """Cores that the ranks of a node share, dividing their speed; 0: each rank has a device of its own."""
-    crowding: float = 1.0
+    contention: float = 1.0
     """Slowdown of computation on several ranks, besides that they divide the speed."""
     update_us: float = 0.0
     """Time of a layer once a step: gradient norm, optimizer."""

@@ -49,7 +49,7 @@ SHORT = ((192, 3, 4, 64, 24), (320, 2, 8, 128, 12))
 LONG = ((192, 3, 4, 640, 2), (320, 2, 8, 640, 2))
 RUNS = (
     ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", SHORT),
-    ("score_ns", "one rank", LONG), ("shard_us", "shard", SMALL), ("crowding", "shard", SHORT + LONG),
+    ("score_ns", "one rank", LONG), ("shard_us", "shard", SMALL), ("contention", "shard", SHORT + LONG),
     ("tensor_us", "tensor", SMALL), ("tensor_passes", "tensor", SHORT + LONG), ("context_us", "context", SMALL),
     ("context", "context", LONG),
 )  # fmt: skip

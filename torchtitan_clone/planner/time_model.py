@@ -104,14 +104,12 @@ class Machine:
     @property
     def _neighbors(self) -> int:
         """Number of ranks on one processor."""
-        degrees = self.degrees
-        world_size = degrees.data * degrees.pp * degrees.cp * degrees.tp
-        return min(world_size, self.hardware.node_size) if self.hardware.cpu.cores else 1
+        return min(self.degrees.world_size, self.hardware.node_size) if self.hardware.cpu.cores else 1
 
     @property
     def _sharing(self) -> float:
         """How many times longer computation takes than on a processor of its own."""
-        return self._neighbors * (self.hardware.cpu.crowding if self._neighbors > 1 else 1.0)
+        return self._neighbors * (self.hardware.cpu.contention if self._neighbors > 1 else 1.0)
 
     def dispatch_seconds(self) -> float:
         """Returns the time of a layer, forward and backward, that does not depend on its size."""
