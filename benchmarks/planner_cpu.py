@@ -3,9 +3,10 @@
     python benchmarks/planner_cpu.py
     python benchmarks/planner_cpu.py --steps=20 --ranks=1 --ranks=2 -- --training.seq_len=1024
 
-Measures the machine first, then trains on each number of ranks, which share the processor. Times are those of the
-fastest step, as of the small models that the machine is measured with. Nothing else should run. Arguments after `--`
-are options of all.
+Measures the machine and trains on each number of ranks, which share the processor, in turn for several rounds, since
+the speed of a virtual machine changes from minute to minute. Times are medians over the rounds of the median step, as
+those of the small models that the machine is measured with. Nothing else should run. Arguments after `--` are options
+of all.
 """
 
 import argparse
@@ -15,17 +16,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 import torch
 
 from benchmarks.turns import processor_name
-from scripts.measure_hardware import measured_hardware
+from scripts.measure_hardware import measure_round
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.hardware import Hardware
-from torchtitan_clone.planner.measure import threads
-from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.planner.measure import fit_rounds, threads
+from torchtitan_clone.planner.time_model import StepTime, predict_step_time
 from torchtitan_clone.run import preflight
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import make_corpus
@@ -45,8 +47,8 @@ CASES = {
 """Options by number of ranks and name."""
 
 
-def fastest_step(argv: list[str], steps: int) -> float:
-    """Returns the seconds of a rank's fastest step."""
+def median_step(argv: list[str], steps: int) -> float:
+    """Returns the seconds of a rank's median step."""
     torch.set_num_threads(max(1, threads() // dist_world_size()))
     with open_trainer(argv) as trainer:
         found = []
@@ -54,7 +56,7 @@ def fastest_step(argv: list[str], steps: int) -> float:
             start = time.perf_counter()
             trainer.train_step(number)
             found.append(time.perf_counter() - start)
-    return min(found[WARM_UP_STEPS:])
+    return median(found[WARM_UP_STEPS:])
 
 
 def dist_world_size() -> int:
@@ -62,26 +64,21 @@ def dist_world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> str:
-    """Returns seconds of a step and the shares of its parts."""
-    plan = preflight.resolve(load_config(argv), world_size=ranks, device_type="cpu")
-    step = predict_step_time(plan, hardware=hardware)
-    parts = ", ".join(f"{name} {seconds / step.seconds:.0%}" for name, seconds in step.parts.items())
-    return f"{step.seconds:.3f} {parts}"
+def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> StepTime:
+    return predict_step_time(
+        preflight.resolve(load_config(argv), world_size=ranks, device_type="cpu"), hardware=hardware
+    )
 
 
 def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="steps of each run that count")
-    parser.add_argument("--rounds", type=int, default=2, help="how often small models are measured; the fastest count")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run that count")
+    parser.add_argument("--rounds", type=int, default=4, help="how often all is measured; medians count")
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
     logging.disable()
-    hardware = measured_hardware(processor_name(), ranks=2, rounds=arguments.rounds)
-    print(hardware)
-    print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
     with tempfile.TemporaryDirectory() as folder:
         corpus = make_corpus(Path(folder) / "data" / "corpus")
         common = [
@@ -90,14 +87,26 @@ def main(words: list[str]) -> int:
             "--lr_scheduler.warmup_steps=1", f"--training.steps={arguments.steps + WARM_UP_STEPS}",
             "--activation_checkpoint.mode=none", *words[split + 1 :],
         ]  # fmt: skip
-        for ranks in arguments.ranks or CASES:
-            for name, options in CASES[ranks].items():
-                argv = [*common, *(f"--{key}={value}" for key, value in options.items())]
-                argv.append(f"--job.run_name={ranks}-{name.replace(', ', '-')}")
-                measured = max(run_ranks(fastest_step, ranks, argv, arguments.steps, timeout=600))
-                seconds, _, parts = predicted(argv, ranks=ranks, hardware=hardware).partition(" ")
-                error = float(seconds) / measured - 1
-                print(f"{ranks:5}  {name:16}{measured:11.3f}{float(seconds):12.3f}{error:+8.1%}  {parts}", flush=True)
+        runs = {
+            (ranks, name): [*common, *(f"--{key}={value}" for key, value in options.items())]
+            for ranks in arguments.ranks or CASES
+            for name, options in CASES[ranks].items()
+        }
+        rounds, measured = [], {run: [] for run in runs}
+        for number in range(arguments.rounds):
+            rounds.append(measure_round(2))
+            for (ranks, name), argv in runs.items():
+                run_name = f"--job.run_name={number}-{ranks}-{name.replace(', ', '-')}"
+                found = run_ranks(median_step, ranks, [*argv, run_name], arguments.steps, timeout=600)
+                measured[ranks, name].append(max(found))
+        hardware = fit_rounds(rounds)
+        print(f"{processor_name()}\n{hardware}")
+        print(f"{'ranks':>5}  {'mesh':16}{'measured s':>11}{'predicted s':>12}{'error':>8}  parts of the prediction")
+        for (ranks, name), argv in runs.items():
+            step = predicted(argv, ranks=ranks, hardware=hardware)
+            parts = ", ".join(f"{part} {each / step.seconds:.0%}" for part, each in step.parts.items())
+            seconds = median(measured[ranks, name])
+            print(f"{ranks:5}  {name:16}{seconds:11.3f}{step.seconds:12.3f}{step.seconds / seconds - 1:+8.1%}  {parts}")
     return 0
 
 

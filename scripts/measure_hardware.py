@@ -18,15 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.planner.hardware import Hardware
-from torchtitan_clone.planner.measure import (
-    fit_to_steps,
-    measure_hardware,
-    measure_links,
-    measure_steps,
-    threads,
-    to_toml,
-)
+from torchtitan_clone.planner import measure
 from torchtitan_clone.testing.harness import run_ranks
 
 
@@ -35,29 +27,28 @@ def links(backend: str) -> tuple[float, float]:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
-    return measure_links()
+    return measure.measure_links()
 
 
 def steps() -> dict[str, float]:
     """Runs on every rank: measures steps of small models on a CPU."""
     dist.init_process_group("gloo")
-    return measure_steps()
+    return measure.measure_steps()
 
 
-def measured_hardware(name: str, *, ranks: int, rounds: int) -> Hardware:
-    """Returns the table of this machine; `ranks` and `rounds` are the options of the command."""
+def measure_round(ranks: int) -> measure.Round:
+    """Returns a table and, on a CPU, seconds of steps on one rank and, if `ranks` > 1, on two."""
     has_gpu = torch.cuda.is_available()
-    torch.set_num_threads(threads())
+    torch.set_num_threads(measure.threads())
     found = (0.0, 1.0)
     if ranks > 1:
         backend = "nccl" if has_gpu else "gloo"
         env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
         found = run_ranks(links, ranks, backend, env=env)[0]
-    hardware = measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
-    if has_gpu:
-        return hardware
-    counts = rounds * ((1, 2) if ranks > 1 else (1,))
-    return fit_to_steps(hardware, rounds=[run_ranks(steps, ranks, timeout=600)[0] for ranks in counts])
+    name = torch.cuda.get_device_name() if has_gpu else f"{measure.threads()} processors of this machine"
+    table = measure.measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
+    counts = () if has_gpu else range(1, min(ranks, 2) + 1)
+    return table, [run_ranks(steps, count, timeout=600)[0] for count in counts]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -65,11 +56,9 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="file to write")
     parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
-    parser.add_argument("--rounds", type=int, default=2, help="how often steps are measured; the fastest count")
+    parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{threads()} processors of this machine"
-    hardware = measured_hardware(name, ranks=args.ranks, rounds=args.rounds)
-    text = to_toml(hardware)
+    text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
     args.table.write_text(text)
     print(text, end="")
     return 0

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware, read_hardware
-from torchtitan_clone.planner.measure import RUNS, best_seconds, fit_to_steps, step_plans, to_toml
+from torchtitan_clone.planner.measure import RUNS, best_seconds, fit_rounds, step_plans, to_toml
 from torchtitan_clone.planner.time_model import predict_step_time
 from torchtitan_clone.run import preflight
 
@@ -101,8 +101,12 @@ def test_a_table_is_fitted_to_measured_steps():
         name: sum(predict_step_time(plan, hardware=wanted).seconds for plan in step_plans(mesh, sizes))
         for name, mesh, sizes in RUNS
     }
-    found = fit_to_steps(TABLE, rounds=[{name: 2 * seconds for name, seconds in steps.items()}, steps])
+    slower = {name: 2 * seconds for name, seconds in steps.items()}
+    faster = {name: seconds / 2 for name, seconds in steps.items()}
+    fast_links = replace(TABLE, link_gbps=9 * TABLE.link_gbps)
+    found = fit_rounds([(TABLE, [slower]), (fast_links, [faster]), (TABLE, [steps])])
+    assert found.link_gbps == pytest.approx(TABLE.link_gbps, rel=1e-3)
     assert asdict(found.cpu) == pytest.approx(asdict(wanted.cpu), rel=0.05)
     assert asdict(found.fitted) == pytest.approx(asdict(wanted.fitted), rel=0.05)
     alone = {name: steps[name] for name in ("layer_us", "update_us", "eager_passes")}
-    assert fit_to_steps(TABLE, rounds=[alone]).cpu.tensor_us == 0.0
+    assert fit_rounds([(TABLE, [alone])]).cpu.tensor_us == 0.0

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ REPEATS = 4
 MESSAGES = (1024, 16 * 2**20)
 """Bytes of the smallest and the largest collective."""
 CPU = torch.device("cpu")
+Round = tuple[Hardware, Sequence[Mapping[str, float]]]
+"""Results of measure_hardware() and of measure_steps() on each number of ranks."""
 
 MESHES = {
     "one rank": {},
@@ -45,8 +48,8 @@ MODEL_OPTIONS = (
     "model.args.dim", "model.args.n_layers", "model.args.n_heads", "training.seq_len", "training.local_batch_size",
 )  # fmt: skip
 SMALL = ((64, 3, 4, 32, 3),)
-SHORT = ((192, 3, 4, 64, 24), (320, 2, 8, 128, 12))
-LONG = ((192, 3, 4, 640, 2), (320, 2, 8, 640, 2))
+SHORT = ((192, 3, 6, 64, 24), (320, 2, 10, 128, 12))
+LONG = ((192, 3, 6, 768, 2), (320, 2, 10, 768, 2))
 RUNS = (
     ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", SHORT),
     ("score_ns", "one rank", LONG), ("shard_us", "shard", SMALL), ("contention", "shard", SHORT + LONG),
@@ -55,7 +58,7 @@ RUNS = (
 )  # fmt: skip
 """Which number of the table follows from steps of which models, as in MODEL_OPTIONS, on which mesh."""
 STEPS = 6
-"""Steps of each; the fastest of those after the second counts."""
+"""Steps of each; the median of those after the second counts."""
 
 
 def best_seconds(function: Callable[[], object], *, device: torch.device, repeats: int = REPEATS) -> float:
@@ -163,7 +166,7 @@ def measure_steps() -> dict[str, float]:
 
 
 def _step_seconds(plan: RunPlan) -> float:
-    """Returns the shortest time of a training step, which other processes disturb least."""
+    """Returns the median time of a training step."""
     engine, found = build_engine(plan, device=CPU), []
     passes = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
     batches = [fake_batch(plan)] * passes
@@ -171,7 +174,7 @@ def _step_seconds(plan: RunPlan) -> float:
         start = time.perf_counter()
         _train_step(engine, batches, step=step)
         found.append(time.perf_counter() - start)
-    return min(found[2:])
+    return median(found[2:])
 
 
 def _train_step(engine: Engine, batches: Sequence[Batch], *, step: int) -> None:
@@ -183,14 +186,23 @@ def _train_step(engine: Engine, batches: Sequence[Batch], *, step: int) -> None:
     engine.optimizer.zero_grad()
 
 
-def fit_to_steps(hardware: Hardware, *, rounds: Sequence[Mapping[str, float]]) -> Hardware:
-    """Returns the table with which the predicted times of small steps are the shortest of some measure_steps()."""
-    found = {name: [each[name] for each in rounds if name in each] for name, _, _ in RUNS}
+def fit_rounds(rounds: Sequence[Round]) -> Hardware:
+    """Returns the medians of tables; with it the predicted times of small steps are the medians of those measured."""
+    hardware = _median_table([table for table, _ in rounds])
+    found = {name: [each[name] for _, steps in rounds for each in steps if name in each] for name, _, _ in RUNS}
     plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS if found[name]}
     for _ in range(5):  # each number depends a little on the others
         for name in plans:
-            hardware = _fit(hardware, name, plans=plans[name], seconds=min(found[name]))
+            hardware = _fit(hardware, name, plans=plans[name], seconds=median(found[name]))
     return hardware
+
+
+def _median_table(tables: Sequence[Hardware]) -> Hardware:
+    columns = zip(*(table.products for table in tables), strict=True)
+    products = [[column[0][0], round(median(speed for _, speed in column), 4)] for column in columns]
+    names = ("memory_gbps", "operation_us", "link_us", "link_gbps", "network_us", "network_gbps")
+    medians = {name: round(median(getattr(table, name) for table in tables), 3) for name in names}
+    return replace(tables[0], products=products, **medians)
 
 
 def _fit(hardware: Hardware, name: str, *, plans: Sequence[RunPlan], seconds: float) -> Hardware:
