@@ -1,15 +1,19 @@
-"""A tensor-parallel plan must name every parameter."""
+"""A tensor-parallel plan names every parameter, and linear layers compute with plain tensors where they can."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.models import MODELS
+from torchtitan_clone.models.plan import Columns, Rows
+from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
 from torchtitan_clone.testing.harness import run_ranks
@@ -56,3 +60,50 @@ def test_a_parameter_may_be_named_as_replicated():
     kept = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
     for answer in run_ranks(apply, 2, ("k_norm",), ("layers.*.attention.k_norm.weight",), kept):
         assert answer == names
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers with biases, of which tensor parallelism splits the one by columns and the other by rows."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.up = up(8, 6)
+        self.down = down(6, 8)
+        self.inputs = []
+
+    def forward(self, x_BTD):
+        hidden_BTF = self.up(x_BTD)
+        self.inputs.append(hidden_BTF)
+        return self.down(hidden_BTF)
+
+
+def two_layers(up, down):
+    """Returns whether the layers compute with plain tensors, and largest differences of results and gradients."""
+    torch.manual_seed(0)
+    model, whole_BTD = TwoLayers(up, down), torch.randn(2, 4, 8)
+    reference_BTD = model(whole_BTD)
+    reference_BTD.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")):
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"": Columns("up"), "down": Rows()})
+        model.zero_grad()
+        seen = []
+        for layer in (model.up, model.down):
+            layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(type(inputs[0]) is torch.Tensor))
+        out_BtD = model(whole_BTD.chunk(2, dim=1)[mesh.get_local_rank()])
+        out_BtD.square().sum().backward()
+        differences = [(out_BtD - reference_BTD.chunk(2, dim=1)[mesh.get_local_rank()]).abs().max().item()]
+        for name, parameter in model.named_parameters():
+            differences.append((parameter.grad.full_tensor() - wanted[name]).abs().max().item())
+        return seen, differences
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "plain"),
+    [(Linear, Linear, [True, True]), (nn.Linear, Linear, [False, True]), (Linear, nn.Linear, [True, False])],
+)
+def test_layers_of_this_package_compute_with_plain_tensors(up, down, plain):
+    for seen, differences in run_ranks(two_layers, 2, up, down):
+        assert seen == plain
+        assert max(differences) < 1e-5

@@ -42,7 +42,7 @@ class TokenLinear(nn.Linear):
     """A projection that each tensor-parallel rank computes for its own tokens, with the complete weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(local_with_partial_grad(input), local_with_partial_grad(self.weight))
+        return F.linear(input, local_with_partial_grad(self.weight))
 
 
 class LatentAttention(nn.Module):

@@ -146,7 +146,6 @@ class Router(nn.Module):
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns scores [B, T, K] of the chosen experts, fp32, their numbers, and auxiliary sums [A] or None."""
         args = self.args
-        x_BTD = local_with_partial_grad(x_BTD)
         bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
         logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_BTE = logits_BTE.softmax(dim=-1) if args.score_func == "softmax" else logits_BTE.sigmoid()
@@ -228,7 +227,6 @@ class Experts(nn.Module):
 
     def forward(self, x_BTD: Tensor, scores_BTK: Tensor, experts_BTK: Tensor) -> Tensor:
         """Returns [B, T, D]: the sum of the results of each token's experts, times their scores."""
-        x_BTD, scores_BTK, experts_BTK = map(local_with_partial_grad, (x_BTD, scores_BTK, experts_BTK))
         experts_NK = experts_BTK.flatten(0, 1)
         rows, counts_E, positions_NK = dispatch(x_BTD.flatten(0, 1), experts_NK, num_experts=self.num_experts)
         scores_NK = scores_BTK.flatten(0, 1)

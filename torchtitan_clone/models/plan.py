@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.torch_compat import ModuleStyle
 
 
@@ -34,29 +35,25 @@ class TensorPlan:
 
 def decoder_styles() -> dict[str, ParallelStyle]:
     """Returns styles for embedding, norms, attention and SwiGLU, by module name."""
-    gather = PrepareModuleInput(input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None))
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": gather,
-        "layers.*.attention.wq": ColwiseParallel(),
-        "layers.*.attention.wk": ColwiseParallel(),
-        "layers.*.attention.wv": ColwiseParallel(),
-        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.ffn_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
-        # DTensors know the hidden size even where the degree does not divide it.
-        "layers.*.feed_forward.w1": ColwiseParallel(use_local_output=False),
-        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.feed_forward.w3": ColwiseParallel(use_local_output=False),
+        "layers.*.attention_norm": REPLICATED,
+        "layers.*.attention": Columns("wq", "wk", "wv"),
+        "layers.*.attention.wo": Rows(),
+        "layers.*.ffn_norm": REPLICATED,
+        **_feed_forward_styles("layers.*.feed_forward"),
         "norm": SequenceParallel(),
     }
 
 
+def _feed_forward_styles(name: str) -> dict[str, ParallelStyle]:
+    """Returns styles for a SwiGLU of that name."""
+    return {name: Columns("w1", "w3"), f"{name}.w2": Rows()}
+
+
 def qk_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys, whose gradients are summed over the axis: a rank has some heads."""
-    norm = SequenceParallel(sequence_dim=2, use_local_output=True)
-    return {"layers.*.attention.q_norm": norm, "layers.*.attention.k_norm": norm}
+    return {"layers.*.attention.q_norm": REPLICATED, "layers.*.attention.k_norm": REPLICATED}
 
 
 def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyle]:
@@ -64,18 +61,16 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
 
     Each rank computes the latents of its own tokens; the latents are gathered, which are smaller than hidden states.
     """
-    from_latent = ColwiseParallel(input_layouts=Shard(1))
-    norm = SequenceParallel(use_local_output=True)
-    with_latent = {"wq_a": Replicated(), "q_norm": norm, "wq_b": from_latent}
+    with_latent = {"wq_a": REPLICATED, "q_norm": REPLICATED, "wq_b": Columns()}
     styles: dict[str, ParallelStyle] = {
-        **(with_latent if has_query_latent else {"wq": from_latent}),
-        "wkv_a": Replicated(),
-        "kv_norm": norm,
-        "wkv_b": from_latent,
+        **(with_latent if has_query_latent else {"wq": Columns()}),
+        "wkv_a": REPLICATED,
+        "kv_norm": REPLICATED,
+        "wkv_b": Columns(),
         "shared_key": PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
         ),
-        "wo": RowwiseParallel(output_layouts=Shard(1)),
+        "wo": Rows(),
     }
     return {f"layers.*.attention.{name}": style for name, style in styles.items()}
 
@@ -83,64 +78,96 @@ def latent_attention_styles(*, has_query_latent: bool) -> dict[str, ParallelStyl
 def heads_norm_styles() -> dict[str, ParallelStyle]:
     """Returns styles for norms of queries and keys over all heads, of which a rank has some."""
     norms = [f"layers.*.attention.{name}" for name in ("q_norm", "k_norm")]
-    return {**{name: HeadSharded() for name in norms}, **{f"{name}.mean_square": Averaged() for name in norms}}
+    return {**{name: Distributed(Shard(0)) for name in norms}, **{f"{name}.mean_square": Averaged() for name in norms}}
 
 
 def sink_styles() -> dict[str, ParallelStyle]:
     """Returns styles for the sinks of attention, of which a rank has those of its heads."""
-    return {"layers.*.attention.sinks": HeadSharded()}
-
-
-def post_norm_styles() -> dict[str, ParallelStyle]:
-    """Returns styles for norms after attention and feed-forward."""
-    norm = SequenceParallel(use_local_output=True)
-    return {"layers.*.attention_norm": norm, "layers.*.ffn_norm": norm}
+    return {"layers.*.attention.sinks": Distributed(Shard(0))}
 
 
 def prediction_styles() -> dict[str, ParallelStyle]:
     """Returns styles for what a layer of multi-token prediction has besides its block; each rank has its own tokens."""
-    norm = SequenceParallel(use_local_output=True)
-    styles = {"enorm": norm, "hnorm": norm, "eh_proj": Replicated(), "norm": SequenceParallel()}
+    before = SequenceParallel(use_local_output=True)  # of the hidden states after a norm, which are DTensors
+    styles = {"enorm": REPLICATED, "hnorm": before, "eh_proj": REPLICATED, "norm": SequenceParallel()}
     return {f"layers.*.{name}": style for name, style in styles.items()}
 
 
 def moe_styles(*, has_shared_experts: bool, dense_layers: Iterable[int] = ()) -> dict[str, ParallelStyle]:
     """Returns styles for a decoder whose feed-forward is a mixture of experts, except in `dense_layers`."""
-    styles = {name: style for name, style in decoder_styles().items() if not name.startswith("layers.*.feed_forward.")}
-    dense = {
-        name.replace("*", str(layer)): style
-        for layer in dense_layers
-        for name, style in decoder_styles().items()
-        if name.startswith("layers.*.feed_forward")
-    }
-    shared = {
-        name.replace("feed_forward", "feed_forward.shared_experts"): style
-        for name, style in decoder_styles().items()
-        if has_shared_experts and name.startswith("layers.*.feed_forward.")
-    }
-    experts = {"layers.*.feed_forward.router": Replicated(), "layers.*.feed_forward.experts": HiddenSharded()}
-    del styles["layers.*.feed_forward"]
+    feed_forward = "layers.*.feed_forward"
+    styles = {name: style for name, style in decoder_styles().items() if not name.startswith(feed_forward)}
+    styles |= {f"{feed_forward}.router": REPLICATED, f"{feed_forward}.experts": HiddenSharded()}
     if has_shared_experts:
-        shared["layers.*.feed_forward.shared_experts"] = decoder_styles()["layers.*.feed_forward"]
-    return styles | shared | experts | dense
+        styles |= _feed_forward_styles(f"{feed_forward}.shared_experts")
+    for layer in dense_layers:
+        styles |= _feed_forward_styles(feed_forward.replace("*", str(layer)))
+    return styles
 
 
-class Replicated(ModuleStyle, ParallelStyle):
-    """Holds all parameters on every rank, each of which computes a share of their gradients."""
+def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement]) -> None:
+    """Makes DTensors of the module's own parameters by their names; buffers stay plain, as they are state."""
+    for name, weight in list(module.named_parameters(recurse=False)):
+        module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [placement(name)])))
+
+
+def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Returns the tokens [B, T, D] of all ranks."""
+    return DTensor.from_local(shard_BtD, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
+
+
+class Distributed(ModuleStyle, ParallelStyle):
+    """Distributes the parameters of a module that computes with those of its rank and a share of their gradients."""
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, weight in list(module.named_parameters(recurse=False)):  # buffers stay plain, as they are state
-            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, device_mesh, [Replicate()])))
+        distribute_parameters(module, device_mesh, lambda _: self.placement)
         return module
 
 
-class HeadSharded(ModuleStyle, ParallelStyle):
-    """Shards the parameters by heads; the module computes with those of its rank."""
+REPLICATED = Distributed(Replicate())
+
+
+class Columns(ModuleStyle, ParallelStyle):
+    """Gathers the tokens of the first argument, and shards the linear layers of these names by output features.
+
+    Layers of this package compute with plain tensors, since DTensor takes time for each operation; those of another
+    class, for example in float8, with DTensors. Without names the module itself is the layer.
+    """
+
+    def __init__(self, *names: str):
+        self.names = names or ("",)
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, weight in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(0)])))
+        layers = [module.get_submodule(name) for name in self.names]
+        is_plain = all(type(layer) is Linear for layer in layers)
+
+        def gather(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x_BTD = gather_tokens(args[0], device_mesh)
+            return (x_BTD.to_local(grad_placements=[Partial()]) if is_plain else x_BTD, *args[1:])
+
+        module.register_forward_pre_hook(gather)
+        for layer in layers:
+            parallelize_module(layer, device_mesh, Distributed(Shard(0)) if is_plain else ColwiseParallel())
         return module
+
+
+class Rows(ModuleStyle, ParallelStyle):
+    """Shards a linear layer by input features; the results of the ranks are summed and sharded by tokens."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not Linear:
+            return parallelize_module(module, device_mesh, RowwiseParallel(output_layouts=Shard(1)))
+        distribute_parameters(module, device_mesh, lambda name: Shard(1) if name == "weight" else Replicate())
+        # torch's annotations lack the result of the hook.
+        return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", sum_and_shard))
+
+
+def sum_and_shard(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns this rank's tokens [B, t, D] of the sum over the ranks."""
+    return DTensor.from_local(out_BTD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
 
 
 class Averaged(ModuleStyle, ParallelStyle):
@@ -171,22 +198,12 @@ class HiddenSharded(ModuleStyle, ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if any(isinstance(weight, DTensor) for weight in module.parameters()):
             return module
+        distribute_parameters(module, device_mesh, self.PLACEMENTS.__getitem__)
         # torch's annotations lack the results of both hooks.
-        gather = cast("Callable[..., None]", self._gather)
-        output = cast("Callable[..., None]", self._sum)
-        return distribute_module(module, device_mesh, self._shard, gather, output)
-
-    def _shard(self, _name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, weight in list(module.named_parameters(recurse=False)):
-            sharded = nn.Parameter(distribute_tensor(weight, mesh, [self.PLACEMENTS[name]]))
-            module.register_parameter(name, sharded)
+        hooks = (cast("Callable[..., None]", hook) for hook in (self._gather, sum_and_shard))
+        return distribute_module(module, device_mesh, None, *hooks)
 
     @staticmethod
     def _gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """Gathers tokens, scores and numbers of experts, each [B, T, *], from the shards by tokens."""
-        shards = (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Shard(1)]) for x in inputs)
-        return tuple(shard.redistribute(placements=[Replicate()]) for shard in shards)
-
-    @staticmethod
-    def _sum(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
-        return DTensor.from_local(out_BTD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
+        """Gathers tokens, scores and numbers of experts, each [B, T, *]."""
+        return tuple(gather_tokens(x, mesh).to_local(grad_placements=[Partial()]) for x in inputs)

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor
 
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.torch_compat import onednn_linear
 
 
@@ -56,10 +58,16 @@ class _OneDNNLinear(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """nn.Linear. Without gradients it returns what F.linear does, which with gradients may differ by rounding."""
+    """nn.Linear. Without gradients it returns what F.linear does, which with gradients may differ by rounding.
+
+    Of a weight that is a DTensor each rank computes with its shard, if the input is a plain tensor.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() and is_for_onednn(input, self.weight)):
-            return F.linear(input, self.weight, self.bias)
-        out = _OneDNNLinear.apply(input, self.weight)
-        return out if self.bias is None else out + self.bias
+        weight, bias = self.weight, self.bias
+        if isinstance(weight, DTensor) and not isinstance(input, DTensor):
+            weight, bias = local_with_partial_grad(weight), None if bias is None else share_of_sum(bias)
+        if not (torch.is_grad_enabled() and is_for_onednn(input, weight)):
+            return F.linear(input, weight, bias)
+        out = _OneDNNLinear.apply(input, weight)
+        return out if bias is None else out + bias

@@ -1,9 +1,12 @@
 """RMSNorm with a backward of fewer passes over the features than torch has on a CPU. Legend: D features."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor
 
+from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.linear import is_eager_fp32
 
 
@@ -26,8 +29,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm. Source: arXiv 1910.07467."""
+    """nn.RMSNorm; of plain tensors also with a weight that is a DTensor. Source: arXiv 1910.07467."""
 
     def forward(self, x: Tensor) -> Tensor:
-        has_backward = torch.is_grad_enabled() and is_eager_fp32(x, self.weight)
-        return _RMSNorm.apply(x, self.weight, self.eps) if has_backward else super().forward(x)
+        weight = self.weight if isinstance(x, DTensor) else local_with_partial_grad(self.weight)
+        if torch.is_grad_enabled() and is_eager_fp32(x, weight):
+            return _RMSNorm.apply(x, weight, self.eps)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)

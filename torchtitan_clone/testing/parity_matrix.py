@@ -226,7 +226,7 @@ QUICK = (
     "replicate x context", "shard x context, ring", "context, tied", "shard x tensor x pipeline, masked",
     "shard, accumulated", "tensor, compiled", "shard 3", "tensor, feed-forward 171",
     "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
-    "tensor, latent", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
+    "tensor, prediction", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",
 )  # fmt: skip
