@@ -1,4 +1,4 @@
-"""How tensor and sequence parallelism shard a decoder: torch's ParallelStyle objects by module name.
+"""How tensor and sequence parallelism shard a decoder: ParallelStyle objects by module name.
 
 parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv 2205.05198.
 """
