@@ -71,14 +71,19 @@ class Schedule:
 
     def victim(self) -> int | None:
         """Returns which process is to be killed now."""
-        if self._left and time.monotonic() - self._start >= self._left[0][0]:
+        if self._left and self.elapsed >= self._left[0][0]:
             return self._left.pop(0)[1]
         return None
 
     @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._start
+
+    @property
     def is_over(self) -> bool:
         """Whether the time is up."""
-        return time.monotonic() - self._start >= self.seconds
+        return self.elapsed >= self.seconds
 
 
 def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outcome:
@@ -92,15 +97,16 @@ def with_groups(corpus: Path, folder: Path, options: argparse.Namespace) -> Outc
             victim = schedule.victim()
             if victim in cluster.running:
                 cluster.running[victim].signal(signal.SIGKILL)
-            return schedule.is_over
+            return schedule.is_over and max(map(cluster.step_of, range(MEMBERS))) > first + 1
 
-        cluster.watch_over(until=strike, timeout=2 * options.seconds)
+        cluster.watch_over(until=strike, timeout=2 * options.seconds + 60)
+        seconds = schedule.elapsed
         done = [line for lines in cluster.records().values() for line in lines if line.get("committed")]
         last = max(line["step"] for line in done)
         begin = min(line["time"] for line in done if line["step"] > first)
         gaps = [end - start for group in range(MEMBERS) for start, end in cluster.gaps(group) if end > begin]
         return Outcome(
-            seconds=options.seconds,
+            seconds=seconds,
             deaths=len(cluster.deaths),
             steps=last - first,
             repeated=0,
