@@ -94,9 +94,12 @@ def run_grid(corpus: Path, folder: Path, options: Namespace) -> int:
             pace=GRID_PACE,
         )
         with cluster:
-            faults = faults_of_cell(place, ranks=ranks)
+            faults = faults_of_cell(place, groups=groups, ranks=ranks)
             outcome = train_through(cluster, faults, steps=GRID_STEPS, options=options)
-            wrong = find_cell_errors(outcome, deaths=len(faults), longest=longest_stall(options))
+            # With two groups the state dies with the source: both start over, and none may be ahead of the other.
+            must_heal = groups > 2 or place != "heal_source"
+            longest = longest_stall(options)
+            wrong = find_cell_errors(outcome, deaths=len(faults), must_heal=must_heal, longest=longest)
             longest = max((stall.seconds for stall in outcome.stalls if stall.deaths), default=0.0)
             counts = f"{outcome.deaths:7}{outcome.heals:6}{longest:10.2f}{outcome.seconds:8.1f}"
             print(f"{groups:6}{ranks:6}  {place:12}{counts}  {'; '.join(wrong) or 'good'}", flush=True)
@@ -107,13 +110,17 @@ def run_grid(corpus: Path, folder: Path, options: Namespace) -> int:
     return int(bad > 0)
 
 
-def faults_of_cell(place: str, *, ranks: int) -> list[Fault]:
-    """Kills the last rank of group 1 at this place; a place that is reached on a return needs a death before."""
+def faults_of_cell(place: str, *, groups: int, ranks: int) -> list[Fault]:
+    """Kills the last rank of group 1 at this place; a place that is reached on a return needs a death before.
+
+    The first rank of group 1 is healed by the last of the other groups.
+    """
     first = Fault(kind="kill", place="all_reduce", group=1, rank=ranks - 1, step=8)
     if place in ("configure", "heal_target"):
         return [first, Fault(kind="kill", place=place, group=1, rank=ranks - 1, step=8, returning=True)]
     if place == "heal_source":
-        return [first, Fault(kind="kill", place=place, group=0, rank=0, step=8)]
+        source = 2 if groups > 2 else 0
+        return [first, Fault(kind="kill", place=place, group=source, rank=0, step=8)]
     return [Fault(kind="kill", place=place, group=1, rank=ranks - 1, step=8)]
 
 
@@ -122,12 +129,12 @@ def longest_stall(options: Namespace) -> float:
     return int(options.timeouts.partition(":")[0]) / 1000 + 2
 
 
-def find_cell_errors(outcome: Outcome, *, deaths: int, longest: float) -> list[str]:
+def find_cell_errors(outcome: Outcome, *, deaths: int, must_heal: bool, longest: float) -> list[str]:
     """Returns what is wrong with one cell of the grid."""
     wrong = list(outcome.wrong)
     if outcome.deaths != deaths:
         wrong.append(f"{outcome.deaths} deaths instead of {deaths}")
-    if not outcome.heals:
+    if must_heal and not outcome.heals:
         wrong.append("no group was healed")
     long = [stall for stall in outcome.stalls if stall.deaths and stall.seconds > longest * stall.deaths]
     return wrong + [f"group {stall.group} stalled {stall.seconds:.2f} s in {stall.deaths} deaths" for stall in long]

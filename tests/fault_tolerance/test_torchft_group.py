@@ -91,6 +91,19 @@ def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path
         assert len(cluster.deaths) == cluster.log.count("fault: ")
 
 
+@pytest.mark.many_ranks
+def test_a_group_survives_the_death_of_the_peer_that_sends_its_state(corpus, tmp_path, expected):
+    """The peer's rank 0 dies; the rank that gets its state from rank 1 cannot compare the groups either."""
+    faults = [
+        Fault(kind="kill", place="all_reduce", step=8, group=1, rank=1),
+        Fault(kind="kill", place="heal_source", step=8, group=2, rank=0),
+    ]
+    with Cluster(corpus, tmp_path, groups=3, ranks=2, pace=0.08, **SMALL) as cluster:
+        cluster.start_all(faults=faults).watch_over()
+        check(cluster, expected)
+        assert died(cluster) == [1, 2]
+
+
 def test_nan_exception_and_hang_are_repeated_or_terminated(corpus, tmp_path, expected):
     faults = [
         Fault(kind="nan", place="gradients", step=5, group=1),

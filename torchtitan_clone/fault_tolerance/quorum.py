@@ -145,10 +145,12 @@ class Quorum:
         error = self._check.check(
             self.collectives, own=own, quorum=quorum, replica_index=replica_index, num_replicas=num_replicas
         )
+        if error is not None:
+            return error
         expected = self.history if self._received is None else newest_history(self._check.members)
-        if error is None and self.num_committed != expected.length:
+        if self.num_committed != expected.length:
             return RuntimeError("the replica group whose steps this one was to receive is gone")
-        return error
+        return None
 
     def _members(self) -> tuple[int, int]:
         replica_index = self._manager.participating_rank()
