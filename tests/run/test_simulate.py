@@ -71,6 +71,7 @@ def test_experts_are_simulated(corpus, tmp_path):
     assert ("fsdp", "all_gather", "optimizer and loss") not in calls
 
 
+@pytest.mark.many_ranks
 def test_layers_of_llama_405b_on_512_ranks():
     """Simulates tensor 8, pipeline 8, data 8, as the shipped file has it, with 14 of its 126 layers, within 4 GiB."""
     config = Path(__file__).parents[2] / "train_configs" / "llama3_405b.toml"
