@@ -98,8 +98,8 @@ def run_grid(corpus: Path, folder: Path, options: Namespace) -> int:
             outcome = train_through(cluster, faults, steps=GRID_STEPS, options=options)
             # With two groups the state dies with the source: both start over, and none may be ahead of the other.
             must_heal = groups > 2 or place != "heal_source"
-            longest = longest_stall(options)
-            wrong = find_cell_errors(outcome, deaths=len(faults), must_heal=must_heal, longest=longest)
+            limit = longest_stall(options)
+            wrong = find_cell_errors(outcome, deaths=len(faults), must_heal=must_heal, longest=limit)
             longest = max((stall.seconds for stall in outcome.stalls if stall.deaths), default=0.0)
             counts = f"{outcome.deaths:7}{outcome.heals:6}{longest:10.2f}{outcome.seconds:8.1f}"
             print(f"{groups:6}{ranks:6}  {place:12}{counts}  {'; '.join(wrong) or 'good'}", flush=True)

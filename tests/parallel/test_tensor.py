@@ -69,18 +69,15 @@ class TwoLayers(nn.Module):
         super().__init__()
         self.up = up(8, 6)
         self.down = down(6, 8)
-        self.inputs = []
 
     def forward(self, x_BTD):
-        hidden_BTF = self.up(x_BTD)
-        self.inputs.append(hidden_BTF)
-        return self.down(hidden_BTF)
+        return self.down(self.up(x_BTD))
 
 
 def two_layers(up, down):
     """Returns whether the layers compute with plain tensors, and largest differences of results and gradients."""
     torch.manual_seed(0)
-    model, whole_BTD = TwoLayers(up, down), torch.randn(2, 4, 8)
+    model, whole_BTD = TwoLayers(up, down), torch.randn(2, 4, 8, requires_grad=True)
     reference_BTD = model(whole_BTD)
     reference_BTD.square().sum().backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -91,9 +88,11 @@ def two_layers(up, down):
         seen = []
         for layer in (model.up, model.down):
             layer.register_forward_pre_hook(lambda _layer, inputs: seen.append(type(inputs[0]) is torch.Tensor))
-        out_BtD = model(whole_BTD.chunk(2, dim=1)[mesh.get_local_rank()])
+        whole = (whole_BTD, whole_BTD.grad, reference_BTD)
+        x_BtD, x_grad_BtD, wanted_BtD = (x.detach().chunk(2, dim=1)[mesh.get_local_rank()] for x in whole)
+        out_BtD = model(x_BtD.requires_grad_())
         out_BtD.square().sum().backward()
-        differences = [(out_BtD - reference_BTD.chunk(2, dim=1)[mesh.get_local_rank()]).abs().max().item()]
+        differences = [(out_BtD - wanted_BtD).abs().max().item(), (x_BtD.grad - x_grad_BtD).abs().max().item()]
         for name, parameter in model.named_parameters():
             differences.append((parameter.grad.full_tensor() - wanted[name]).abs().max().item())
         return seen, differences
