@@ -38,23 +38,51 @@ def is_for_onednn(*matrices: Tensor) -> bool:
     return is_eager_fp32(*matrices) and _has_faster_onednn()
 
 
+def _product(x: Tensor, weight_OI: Tensor) -> Tensor:
+    return onednn_linear(x, weight_OI) if is_for_onednn(x, weight_OI) else F.linear(x, weight_OI)
+
+
+def _input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
+    return onednn_linear(grad, weight_OI.T) if is_for_onednn(grad, weight_OI) else grad @ weight_OI
+
+
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    # MKL is faster for this product over many rows: oneDNN would copy both matrices transposed.
+    return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+
+
 class _OneDNNLinear(torch.autograd.Function):
     """x W^T. Pipeline schedules that split backward compute both gradients in both halves of it."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return onednn_linear(x, weight_OI)
+        return _product(x, weight_OI)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         x, weight_OI = ctx.saved_tensors
         (grad,) = grad_outputs
-        x_grad = onednn_linear(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return x_grad, None
-        # MKL is faster for this product over many rows: oneDNN would copy both matrices transposed.
-        return x_grad, grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+        x_grad = _input_grad(grad, weight_OI) if ctx.needs_input_grad[0] else None
+        return x_grad, _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
+
+
+class _GatedLinear(torch.autograd.Function):
+    """(silu(gate) * x) W^T; keeps `gate` and `x`, and computes their product again in backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate: Tensor, x: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, x, weight_OI)
+        return _product(F.silu(gate).mul_(x), weight_OI)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        gate, x, weight_OI = ctx.saved_tensors
+        (grad,) = grad_outputs
+        weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x)) if ctx.needs_input_grad[2] else None
+        hidden_grad = _input_grad(grad, weight_OI)
+        x_grad = F.silu(gate).mul_(hidden_grad)
+        return torch.ops.aten.silu_backward(hidden_grad.mul_(x), gate), x_grad, weight_grad_OI
 
 
 class Linear(nn.Linear):
@@ -63,11 +91,15 @@ class Linear(nn.Linear):
     Of a weight that is a DTensor each rank computes with its shard, if the input is a plain tensor.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Returns the result for `input` or, with a gate, for silu(gate) * input, which is not kept for backward."""
         weight, bias = self.weight, self.bias
         if isinstance(weight, DTensor) and not isinstance(input, DTensor):
             weight, bias = local_with_partial_grad(weight), None if bias is None else share_of_sum(bias)
-        if not (torch.is_grad_enabled() and is_for_onednn(input, weight)):
+        if gate is not None:
+            out = _GatedLinear.apply(gate, input, weight)
+        elif torch.is_grad_enabled() and is_for_onednn(input, weight):
+            out = _OneDNNLinear.apply(input, weight)
+        else:
             return F.linear(input, weight, bias)
-        out = _OneDNNLinear.apply(input, weight)
         return out if bias is None else out + bias
