@@ -25,13 +25,13 @@ import venv
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
+from torchtitan_clone.testing.runs import allocator_variables
 
 OURS, BARE = "ours", "ours, default malloc"
 NAMES = [OURS, BARE, "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
@@ -122,21 +122,11 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
-            **(_allocator_variables() if with_allocator else {"ALLOCATOR": "default"}),
+            **(allocator_variables() if with_allocator else {"ALLOCATOR": "default"}),
         }
         key = OURS if name == BARE else name
         command = [python, "benchmarks/peer_programs.py", key, json.dumps(work)]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
-
-
-@cache
-def _allocator_variables() -> dict[str, str]:
-    """Returns the variables that run_train.sh sets for the allocator."""
-    names = ("LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-    command = "source scripts/allocator.sh; set_up_allocator; env -0"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
-    return {name: found[name] for name in names if name in found}
 
 
 def _prepare_environment(folder: Path, *, names: Sequence[str]) -> str:

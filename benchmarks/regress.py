@@ -9,12 +9,7 @@ median of the ratios is above 1.03 by more than two standard errors. The exit co
 """
 
 import argparse
-import contextlib
-import ctypes
 import itertools
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import ROOT, Program, Ratio, Running, processor_name, ratio_of, serve_turns, take_turns
+from benchmarks.turns import ROOT, Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 
 SERVE = "serve"
 MOST = 1.03
@@ -131,22 +126,11 @@ def serve(argv: list[str]) -> None:
     sys.path.insert(0, checkout)
     from torchtitan_clone.testing.trainers import open_trainer
 
-    is_first = os.environ.get("RANK", "0") == "0"
-    turn = serve_turns() if is_first else contextlib.nullcontext
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
-    if is_first and any(option.endswith("_degree=2") for option in argv):
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        os.environ["LOCAL_RANK"] = "0"
-        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"})
+    turn = serve_turns_of_ranks(2 if any(option.endswith("_degree=2") for option in argv) else 1)
     with open_trainer(argv) as trainer:
         for step in itertools.count(1):
             turn()
             trainer.train_step(step)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 if __name__ == "__main__":

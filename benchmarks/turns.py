@@ -4,11 +4,14 @@ A program is a process that trains a model. It calls `turn()` where a step ends 
 the step and returns once the program's next turn has come.
 """
 
+import ctypes
 import json
 import math
 import os
 import platform
 import resource
+import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,27 +22,47 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 ROOT = Path(__file__).resolve().parents[1]
-Turn = Callable[[], None]
+Turn = Callable[..., None]
 Step = dict[str, Any]
 
 
 def serve_turns() -> Turn:
-    """Returns this process's turn(); what the process prints goes to stderr from now on."""
+    """Returns this process's turn(), whose arguments the report has too; what is printed goes to stderr from now on."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     commands = os.fdopen(0, closefd=False)
     start = [time.perf_counter(), time.process_time()]
 
-    def turn() -> None:
+    def turn(**more: object) -> None:
         _wait_for_gpu()
         wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-        replies.write(json.dumps({"wall": wall, "cpu": cpu, "gib": _peak_gib()}) + "\n")
+        replies.write(json.dumps({"wall": wall, "cpu": cpu, "gib": _peak_gib(), **more}) + "\n")
         replies.flush()
         if not commands.readline():
             os._exit(0)
         start[:] = time.perf_counter(), time.process_time()
 
     return turn
+
+
+def serve_turns_of_ranks(ranks: int) -> Turn:
+    """Returns this rank's turn(): rank 0 starts the others with its command, which follow it in every collective."""
+    is_first = "RANK" not in os.environ
+    turn = serve_turns() if is_first else _go_on
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
+    if is_first:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        os.environ |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(1, ranks):
+            environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            subprocess.Popen([sys.executable, *sys.argv], env=environment)
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    return turn
+
+
+def _go_on(**_: object) -> None:
+    """The turn of a rank that waits for rank 0 in collectives."""
 
 
 def _cuda() -> Any:

@@ -1,4 +1,4 @@
-"""Measures this machine and writes a hardware table for scripts/plan.py, in about two minutes.
+"""Measures this machine and writes a hardware table for scripts/plan.py, in about three minutes.
 
     python scripts/measure_hardware.py my_machine.toml
     python scripts/measure_hardware.py my_machine.toml --ranks=4
@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.planner import measure
+from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import allocator_variables
 
 
 def links(backend: str) -> tuple[float, float]:
@@ -28,6 +30,14 @@ def links(backend: str) -> tuple[float, float]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend)
     return measure.measure_links()
+
+
+def table(found: tuple[float, float]) -> Hardware:
+    """Runs on one rank: measures the device."""
+    torch.set_num_threads(measure.threads())
+    has_gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if has_gpu else f"{measure.threads()} processors of this machine"
+    return measure.measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
 
 
 def steps() -> dict[str, float]:
@@ -39,16 +49,13 @@ def steps() -> dict[str, float]:
 def measure_round(ranks: int) -> measure.Round:
     """Returns a table and, on a CPU, seconds of steps on one rank and, if `ranks` > 1, on two."""
     has_gpu = torch.cuda.is_available()
-    torch.set_num_threads(measure.threads())
     found = (0.0, 1.0)
+    env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
     if ranks > 1:
-        backend = "nccl" if has_gpu else "gloo"
-        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
-        found = run_ranks(links, ranks, backend, env=env)[0]
-    name = torch.cuda.get_device_name() if has_gpu else f"{measure.threads()} processors of this machine"
-    table = measure.measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
+        found = run_ranks(links, ranks, "nccl" if has_gpu else "gloo", env=env)[0]
+    (measured,) = run_ranks(table, 1, found, env=env)
     counts = () if has_gpu else range(1, min(ranks, 2) + 1)
-    return table, [run_ranks(steps, count, timeout=600)[0] for count in counts]
+    return measured, [run_ranks(steps, count, timeout=600)[0] for count in counts]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -58,6 +65,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        os.environ |= allocator_variables()  # of the processes that measure
     text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
     args.table.write_text(text)
     print(text, end="")

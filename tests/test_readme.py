@@ -101,9 +101,9 @@ def shortened(command: str) -> str:
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
     if "measure_hardware.py" in command:
-        return f"{command} --rounds=1"
+        return f"{command} --rounds=1 --ranks=1"  # planner_cpu.py measures two
     if "planner_cpu.py" in command:
-        return f"{command} --rounds=1 --ranks=1 --steps=1 -- {shlex.join(SMALL[1:])}"
+        return f"{command} --rounds=1 --ranks=1 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
     if "benchmarks/published.py" in command:

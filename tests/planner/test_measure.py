@@ -85,6 +85,13 @@ def test_tensor_parallelism_copies_what_it_communicates():
     assert seconds[1] - seconds[0] == pytest.approx(2 * copied / (1e9 * TABLE.memory_gbps))
 
 
+def test_stages_of_a_pipeline_compute_faster_or_slower():
+    fast, known = (parts(2, table, pipeline=2) for table in (with_cpu(pipeline=0.5), TABLE))
+    for name in ("products", "attention", "elementwise", "bubble"):
+        assert fast[name] == pytest.approx(known[name] / 2, rel=0.01)
+    assert parts(2, with_cpu(pipeline=0.5)) == parts(2, TABLE)
+
+
 def test_a_table_is_fitted_to_measured_steps():
     wanted = with_cpu(
         update_us=1e3,
@@ -94,6 +101,7 @@ def test_a_table_is_fitted_to_measured_steps():
         context_us=3e3,
         contention=1.1,
         tensor_passes=8.0,
+        pipeline=0.8,
         score_ns=1.0,
     )
     wanted = replace(wanted, fitted=replace(TABLE.fitted, eager_passes=20.0, context=1.5))

@@ -66,6 +66,8 @@ class Cpu:
     """What context parallelism adds to it."""
     tensor_passes: float = 0.0
     """Reads and writes of what tensor parallelism communicates, before and after its collectives."""
+    pipeline: float = 1.0
+    """How many times as long a pipeline stage computes as a part of a complete model does."""
     score_ns: float = 0.0
     """Time of attention forward for a query, key and head, besides its FLOPs."""
 

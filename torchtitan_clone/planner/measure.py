@@ -5,9 +5,10 @@ On a CPU also steps of small models, from which the numbers follow that operatio
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from statistics import median
+from itertools import count, islice
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -43,22 +44,26 @@ MESHES = {
     "shard": {},
     "tensor": {"parallelism.tensor_parallel_degree": 2},
     "context": {"parallelism.context_parallel_degree": 2},
+    "pipeline": {"parallelism.pipeline_parallel_degree": 2},
 }
 MODEL_OPTIONS = (
     "model.args.dim", "model.args.n_layers", "model.args.n_heads", "training.seq_len", "training.local_batch_size",
 )  # fmt: skip
 SMALL = ((64, 3, 4, 32, 3),)
-SHORT = ((192, 3, 6, 64, 24), (320, 2, 10, 128, 12))
-LONG = ((192, 3, 6, 768, 2), (320, 2, 10, 768, 2))
+SHORT = ((192, 4, 6, 128, 16), (320, 3, 10, 128, 16))
+LONG = ((192, 4, 6, 512, 4), (320, 2, 10, 512, 4))
 RUNS = (
     ("layer_us", "four passes", SMALL), ("update_us", "one rank", SMALL), ("eager_passes", "one rank", SHORT),
     ("score_ns", "one rank", LONG), ("shard_us", "shard", SMALL), ("contention", "shard", SHORT + LONG),
     ("tensor_us", "tensor", SMALL), ("tensor_passes", "tensor", SHORT + LONG), ("context_us", "context", SMALL),
-    ("context", "context", LONG),
+    ("context", "context", LONG), ("pipeline", "pipeline", LONG),
 )  # fmt: skip
 """Which number of the table follows from steps of which models, as in MODEL_OPTIONS, on which mesh."""
-STEPS = 6
-"""Steps of each; the median of those after the second counts."""
+TURNS = 2
+"""How often each is trained in turn; the first does not count."""
+WARM_UP_STEPS = 1
+"""Steps of a turn that do not count: the first ones after a pause of seconds take half a second longer."""
+STEPS = 2
 
 
 def best_seconds(function: Callable[[], object], *, device: torch.device, repeats: int = REPEATS) -> float:
@@ -157,24 +162,46 @@ def step_plans(mesh: str, sizes: Iterable[Sequence[int]]) -> list[RunPlan]:
     return [preflight.resolve(config, world_size=ranks, device_type="cpu") for config in configs]
 
 
+class SmallModels:
+    """The models of those of RUNS that the process group, on CPUs, has the number of ranks for."""
+
+    def __init__(self) -> None:
+        ranks = dist.get_world_size()
+        torch.set_num_threads(max(1, threads() // ranks))
+        plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS}
+        self._steps = {name: list(map(_steps, each)) for name, each in plans.items() if each[0].world_size == ranks}
+
+    def step_seconds(self) -> dict[str, float]:
+        """Trains each model for a turn; returns the seconds by name in RUNS, whose models' steps are added."""
+        return {name: sum(map(turn_seconds, steps)) for name, steps in self._steps.items()}
+
+
+def turn_seconds(steps: Iterator[float]) -> float:
+    """Returns the mean of the seconds of the steps of a turn that count."""
+    return fmean(list(islice(steps, WARM_UP_STEPS + STEPS))[WARM_UP_STEPS:])
+
+
 def measure_steps() -> dict[str, float]:
-    """Returns the seconds of the steps of each of RUNS that the process group, on CPUs, has the number of ranks for."""
-    ranks = dist.get_world_size()
-    torch.set_num_threads(max(1, threads() // ranks))
-    plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS}
-    return {name: sum(map(_step_seconds, each)) for name, each in plans.items() if each[0].world_size == ranks}
+    """Returns the median seconds of the steps of the small models."""
+    models = SmallModels()
+    found = [models.step_seconds() for _ in range(TURNS)][1:]
+    return {name: median(each[name] for each in found) for name in found[0]}
 
 
-def _step_seconds(plan: RunPlan) -> float:
-    """Returns the median time of a training step."""
-    engine, found = build_engine(plan, device=CPU), []
+def _steps(plan: RunPlan) -> Iterator[float]:
+    """Yields the seconds of training steps, without end."""
+    engine = build_engine(plan, device=CPU)
     passes = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
     batches = [fake_batch(plan)] * passes
-    for step in range(1, 1 + STEPS):
+    yield from seconds_of(lambda step: _train_step(engine, batches, step=step))
+
+
+def seconds_of(train_step: Callable[[int], object]) -> Iterator[float]:
+    """Yields the seconds of calls with the number of the step, without end."""
+    for step in count(1):
         start = time.perf_counter()
-        _train_step(engine, batches, step=step)
-        found.append(time.perf_counter() - start)
-    return median(found[2:])
+        train_step(step)
+        yield time.perf_counter() - start
 
 
 def _train_step(engine: Engine, batches: Sequence[Batch], *, step: int) -> None:

@@ -327,8 +327,12 @@ def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seco
 
 def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, real_order: bool) -> Seconds:
     """Returns the times of one pass through the pipeline: those of the busiest rank, and its bubble."""
+    slower = stages[0].machine.hardware.cpu.pipeline
     passes = {
-        id(stage): (stage.forward(gathers=stage.reshards), stage.backward(reduces=False))
+        id(stage): (
+            stage.forward(gathers=stage.reshards).times(slower),
+            stage.backward(reduces=False).times(slower),
+        )
         for stage in {id(stage): stage for stage in stages}.values()
     }
     forward, backward = ([passes[id(stage)][half] for stage in stages] for half in (0, 1))
