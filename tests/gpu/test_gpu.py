@@ -9,6 +9,7 @@ import torch
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.torch_compat import foreach_norms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -94,3 +95,10 @@ def test_a_replica_group_that_is_killed_heals_from_the_other(corpus, tmp_path):
         assert "healed from another replica group: step" in cluster.log_of(1)
         assert {rank: len(found) for rank, found in cluster.digests().items()} == {0: 1}
         assert committed_once(cluster.records(), steps=60, rows=12) == []
+
+
+def test_norms_in_fp32_are_those_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).cuda() for size in (7, 4096, 50_000_000)]
+    low, high = (foreach_norms(tensors, dtype=dtype).double() for dtype in (torch.float32, torch.float64))
+    assert ((low - high) / high).abs().max() < 1e-6

@@ -16,7 +16,7 @@ from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
-from torchtitan_clone.parallel.gradients import clip_gradients, sum_over_ranks
+from torchtitan_clone.parallel.gradients import clip_gradients, norm_dtype, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -194,3 +194,12 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32_masters(corpus, tmp_pat
     for in_blocks, masters, gradients in run_ranks(mixed_precision_types, world_size, argv):
         assert in_blocks == {torch.bfloat16}
         assert masters == gradients == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(None, torch.float64), ((9, 0), torch.float64), ((8, 9), torch.float32), ((10, 3), torch.float32)],
+    ids=["CPU", "H200", "L40S", "B300"],
+)
+def test_norms_are_summed_in_float64_where_it_is_fast(capability, expected):
+    assert norm_dtype(capability) == expected
