@@ -87,3 +87,16 @@ def test_compiled_it_has_the_same_gradients():
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(x), [x, layer.weight], grad)
     torch.testing.assert_close(found, torch.autograd.grad(layer(x), [x, layer.weight], grad))
+
+
+def test_compiled_it_calls_the_same_library():
+    layer, x, _ = example()
+    called = []
+
+    def note(graph, _inputs):
+        modules = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+        called.extend(str(node.target) for module in modules for node in module.graph.nodes)
+        return graph.forward
+
+    torch.compile(layer, backend=note, fullgraph=True)(x)
+    assert any("onednn_linear" in name for name in called) == is_for_onednn(x, layer.weight)

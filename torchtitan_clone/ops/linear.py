@@ -3,7 +3,6 @@
 MKL has no kernels with AVX-512 for processors of AMD; oneDNN has. Legend: N rows, I input and O output features.
 """
 
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -16,7 +15,6 @@ from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_o
 from torchtitan_clone.torch_compat import onednn_linear
 
 
-@cache
 def _has_faster_onednn() -> bool:
     """Whether MKL computes in fp32 without the AVX-512 that this processor has."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -25,17 +23,25 @@ def _has_faster_onednn() -> bool:
     return is_amd and available and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def is_eager_fp32(*tensors: Tensor) -> bool:
-    """Whether these are plain fp32 tensors of a CPU, outside torch.compile and autocast."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+HAS_FASTER_ONEDNN = _has_faster_onednn()
+
+
+def _is_fp32(*tensors: Tensor) -> bool:
+    """Whether these are plain fp32 tensors of a CPU, outside autocast."""
+    if torch.is_autocast_enabled("cpu"):
         return False
     plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
     return plain and tensors[0].device.type == "cpu"
 
 
+def is_eager_fp32(*tensors: Tensor) -> bool:
+    """Whether these are plain fp32 tensors of a CPU, outside torch.compile and autocast."""
+    return not torch.compiler.is_compiling() and _is_fp32(*tensors)
+
+
 def is_for_onednn(*matrices: Tensor) -> bool:
     """Whether oneDNN multiplies these matrices faster than what torch calls."""
-    return is_eager_fp32(*matrices) and _has_faster_onednn()
+    return HAS_FASTER_ONEDNN and _is_fp32(*matrices)
 
 
 def _product(x: Tensor, weight_OI: Tensor) -> Tensor:
