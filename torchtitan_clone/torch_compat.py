@@ -46,17 +46,17 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Returns x W^T by oneDNN; both may be transposed views. F.linear calls MKL in fp32."""
     if torch.compiler.is_compiling():
-        return torch.ops.torchtitan_clone.onednn_linear(x, weight)
+        return compiled_onednn_linear(x, weight)
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 @torch.library.custom_op("torchtitan_clone::onednn_linear", mutates_args=())
-def _compiled_onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The same for inductor, which wants packed weights for torch's operator."""
+def compiled_onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """The same for inductor, which wants packed weights for torch's operator; ops/linear.py has its backward."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-@_compiled_onednn_linear.register_fake
+@compiled_onednn_linear.register_fake
 def _onednn_linear_like(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

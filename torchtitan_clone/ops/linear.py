@@ -4,6 +4,7 @@ MKL has no kernels with AVX-512 for processors of AMD; oneDNN has. Legend: N row
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
-from torchtitan_clone.torch_compat import onednn_linear
+from torchtitan_clone.torch_compat import compiled_onednn_linear, onednn_linear
 
 
 def _has_faster_onednn() -> bool:
@@ -73,6 +74,17 @@ class _OneDNNLinear(torch.autograd.Function):
         return x_grad, _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
 
 
+def _backward(ctx: Any, *grad_outputs: Tensor):
+    return _OneDNNLinear.backward(ctx, *grad_outputs)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+compiled_onednn_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
 class _GatedLinear(torch.autograd.Function):
     """(silu(gate) * x) W^T; keeps `gate` and `x`, and computes their product again in backward."""
 
@@ -105,7 +117,8 @@ class Linear(nn.Linear):
         if gate is not None:
             out = _GatedLinear.apply(gate, input, weight)
         elif torch.is_grad_enabled() and is_for_onednn(input, weight):
-            out = _OneDNNLinear.apply(input, weight)
+            # With the backend "eager" a compiled autograd.Function keeps its tensors after backward.
+            out = (onednn_linear if torch.compiler.is_compiling() else _OneDNNLinear.apply)(input, weight)
         else:
             return F.linear(input, weight, bias)
         return out if bias is None else out + bias
