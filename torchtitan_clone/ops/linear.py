@@ -4,12 +4,12 @@ MKL has no kernels with AVX-512 for processors of AMD; oneDNN has. Legend: N row
 """
 
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
@@ -64,21 +64,24 @@ class _OneDNNLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight_OI)
-        return _product(x, weight_OI)
+        return onednn_linear(x, weight_OI)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         x, weight_OI = ctx.saved_tensors
         (grad,) = grad_outputs
-        x_grad = _input_grad(grad, weight_OI) if ctx.needs_input_grad[0] else None
+        x_grad = onednn_linear(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
         return x_grad, _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
 
 
-def _backward(ctx: Any, *grad_outputs: Tensor):
-    return _OneDNNLinear.backward(ctx, *grad_outputs)
+def _backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight_OI = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+    needs_x, needs_weight = cast("tuple[bool, bool]", ctx.needs_input_grad)
+    x_grad = compiled_onednn_linear(grad, weight_OI.T) if needs_x else None
+    return x_grad, _weight_grad(grad, x) if needs_weight else None
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
