@@ -36,7 +36,7 @@ CONFIGURATIONS: dict[str, dict[str, object]] = {
     "documents": {"training.document_masking": "true"},
     "recomputation": {"activation_checkpoint.mode": "full", "training.global_batch_size": 8},
     "compile": {"compile.enable": "true", "model.args.n_layers": 2},
-    "shard 2": {"parallelism.data_parallel_shard_degree": 2},
+    "shard 2": {"parallelism.data_parallel_shard_degree": 2, "training.global_batch_size": 8},
     "tensor 2": {"parallelism.tensor_parallel_degree": 2},
     "pipeline 2": {"parallelism.pipeline_parallel_degree": 2},
     "context 2": {"parallelism.context_parallel_degree": 2},

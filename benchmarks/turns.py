@@ -47,7 +47,7 @@ def serve_turns() -> Turn:
 
 def serve_turns_of_ranks(ranks: int) -> Turn:
     """Returns this rank's turn(): rank 0 starts the others with its command, which follow it in every collective."""
-    is_first = "RANK" not in os.environ
+    is_first = os.environ.get("RANK", "0") == "0"
     turn = serve_turns() if is_first else _go_on
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
     if is_first:
