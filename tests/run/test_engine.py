@@ -145,6 +145,23 @@ def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(penalized, mesh):
     assert losses(penalized / "without")[3] != losses(penalized / "one")[3]
 
 
+def compiles_the_loss(argv):
+    """Trains a step with components = ["loss"]; returns whether it compiles anything."""
+    with open_trainer([*argv, '--compile.components=["loss"]', "--compile.backend=aot_eager"]) as trainer:
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                trainer.train_step(1)
+        except RuntimeError as error:
+            return "fail_on_recompile" in str(error)
+        return False
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", False), ("bfloat16", True)])
+def test_a_cpu_compiles_the_loss_in_low_precision_only(corpus, tmp_path, dtype, expected):
+    changes = {"training__mixed_precision_param": dtype, "compile__enable": True, "checkpoint__enable": False}
+    assert run_ranks(compiles_the_loss, 1, options(corpus, tmp_path, **changes)) == [expected]
+
+
 class HostReads(TorchFunctionMode):
     """Notes where the package reads values of tensors, which on a GPU waits for the device; the loader's are on CPU."""
 
