@@ -5,16 +5,18 @@
 
 One rank is measured as two runs at once, so that each has half of the machine, as each of two ranks has. The expected
 time of a step on two ranks is that of one rank, plus the bubble of a pipeline and the time of its collectives: their
-number and bytes at the latency and bandwidth that are measured first, as if nothing overlapped. The last table measures
-training.freeze_schedule. Times are those of the fastest step, which other processes disturb least. Arguments after `--`
-are options of all runs. With fewer than two GPUs the ranks run on the CPU; `benchmarks/trainer.py --compile` compares
-one GPU with a plain compiled loop.
+number and bytes at the latency and bandwidth that are measured first, as if nothing overlapped. Times are those of the
+fastest step, which other processes disturb least. "busy" is the ratio of processor seconds of a rank, medians of all
+steps: what the time exceeds it by are ranks that wait for each other. The last table measures training.freeze_schedule.
+Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the CPU;
+`benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
 import json
 import logging
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -97,14 +99,14 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
 
     links = collect(start_ranks(measure_links, 2, env=ENVIRONMENT))[0]
     _print_links(links)
-    columns = f"{'one rank':>9}{'two':>9}{'ratio':>8}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
+    columns = f"{'one rank':>9}{'two':>9}{'ratio':>8}{'busy':>8}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
     print(f"\n{'seconds a step':20}{columns}")
     cases = {}
     for name, changes in CASES.items():
         if not arguments.axes or any(word in name for word in arguments.axes):
             # Measured again for each case, because a machine's speed drifts.
-            one = min(answer["seconds"] for answer in run({"training.global_batch_size": ROWS}, ranks=1))
-            cases[name] = _compare(run(changes, ranks=2), one=one, links=links)
+            ones = run({"training.global_batch_size": ROWS}, ranks=1)
+            cases[name] = _compare(run(changes, ranks=2), ones=ones, links=links)
             _print_case(name, cases[name])
     if not arguments.axes or "freezing" in arguments.axes:
         print(f"\n{'':28}{'seconds a step':>15}")
@@ -132,19 +134,24 @@ def _options(folder: Path, steps: int) -> dict:
 
 
 def measure_steps(argv: list[str], steps: int) -> dict:
-    """Returns a rank's seconds of its fastest step, the collectives of a step, and the idle fraction of a pipeline."""
+    """Returns a rank's seconds of its fastest step, its processor seconds, its collectives, and a pipeline's bubble."""
     config = load_config(argv)
     with open_trainer(argv) as trainer:
         plan = preflight.resolve(config, world_size=dist.get_world_size(), device_type="cuda" if CUDA else "cpu")
         numbers = range(1, WARM_UP_STEPS + steps + 1)
-        seconds = [_seconds(partial(trainer.train_step, number)) for number in numbers]
+        seconds, busy = [], []
+        for number in numbers:
+            start = time.process_time()
+            seconds.append(_seconds(partial(trainer.train_step, number)))
+            busy.append(time.process_time() - start)
         with CollectiveTrace(trainer.engine.mesh.group_axes()) as trace:
             trainer.train_step(len(seconds) + 1)
     rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     idle = 0.0
     if config.parallelism.pipeline_parallel_degree > 1:
         idle = bubble_fraction(config.parallelism, stages=plan.stages, microbatches=rows)
-    return {"seconds": min(seconds[WARM_UP_STEPS:]), "collectives": trace.rows(), "idle": idle}
+    found = {"seconds": min(seconds[WARM_UP_STEPS:]), "busy_seconds": statistics.median(busy[WARM_UP_STEPS:])}
+    return {**found, "collectives": trace.rows(), "idle": idle}
 
 
 def measure_links() -> dict:
@@ -187,8 +194,10 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 
 
-def _compare(answers: list[dict], *, one: float, links: dict) -> dict:
-    """Returns the slower rank's step and the time it should take."""
+def _compare(answers: list[dict], *, ones: list[dict], links: dict) -> dict:
+    """Returns the slower rank's step, the time it should take, and how much more processor time ranks need."""
+    one = min(answer["seconds"] for answer in ones)
+    busy = [statistics.mean(answer["busy_seconds"] for answer in some) for some in (ones, answers)]
     calls = [row for row in max(answers, key=_bytes)["collectives"] if row["collective"] in links]
     costs = (links[row["collective"]]["call"] * row["count"] + links[row["collective"]]["byte"] * row["bytes"]
              for row in calls)  # fmt: skip
@@ -196,6 +205,7 @@ def _compare(answers: list[dict], *, one: float, links: dict) -> dict:
     return {
         "seconds": max(answer["seconds"] for answer in answers),
         "one_rank_seconds": one,
+        "busy_ratio": busy[1] / busy[0],
         "expected_seconds": one / (1 - answers[0]["idle"]) + cost,
         "collective_seconds": cost,
         "calls": sum(row["count"] for row in calls),
@@ -218,7 +228,10 @@ def _print_links(links: dict) -> None:
 def _print_case(name: str, case: dict) -> None:
     one, two, expected = case["one_rank_seconds"], case["seconds"], case["expected_seconds"]
     sizes = f"{case['calls']:7,}{case['bytes'] / 2**20:8.1f}{case['collective_seconds']:9.3f}"
-    print(f"{name:20}{one:9.3f}{two:9.3f}{two / one:8.3f}{expected / one:11.3f}{sizes}", flush=True)
+    print(
+        f"{name:20}{one:9.3f}{two:9.3f}{two / one:8.3f}{case['busy_ratio']:8.3f}{expected / one:11.3f}{sizes}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
