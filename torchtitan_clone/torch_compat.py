@@ -82,6 +82,9 @@ foreach_mul_ = torch._foreach_mul_
 
 # Waits for the result of a functional collective and returns it; a compiled region does not do so by itself.
 wait_tensor = torch.ops._c10d_functional.wait_tensor
+# Functional collectives, which a compiled region can contain, without the tensor class that postpones the wait.
+all_gather = torch.ops._c10d_functional.all_gather_into_tensor
+reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:

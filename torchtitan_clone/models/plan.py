@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.token_shards import gather_tokens, sum_and_shard_tokens
 from torchtitan_clone.torch_compat import ModuleStyle
 
 
@@ -111,11 +112,6 @@ def distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Callab
         module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [placement(name)])))
 
 
-def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Returns the tokens [B, T, D] of all ranks."""
-    return DTensor.from_local(shard_BtD, mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-
-
 class Distributed(ModuleStyle, ParallelStyle):
     """Distributes the parameters of a module that computes with those of its rank and a share of their gradients."""
 
@@ -145,8 +141,10 @@ class Columns(ModuleStyle, ParallelStyle):
         is_plain = all(type(layer) is Linear for layer in layers)
 
         def gather(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            x_BTD = gather_tokens(args[0], device_mesh)
-            return (x_BTD.to_local(grad_placements=[Partial()]) if is_plain else x_BTD, *args[1:])
+            if is_plain:
+                return gather_tokens(args[0], device_mesh), *args[1:]
+            x_BTD = DTensor.from_local(args[0], device_mesh, [Shard(1)])
+            return x_BTD.redistribute(placements=[Replicate()]), *args[1:]
 
         module.register_forward_pre_hook(gather)
         for layer in layers:
@@ -162,12 +160,11 @@ class Rows(ModuleStyle, ParallelStyle):
             return parallelize_module(module, device_mesh, RowwiseParallel(output_layouts=Shard(1)))
         distribute_parameters(module, device_mesh, lambda name: Shard(1) if name == "weight" else Replicate())
         # torch's annotations lack the result of the hook.
-        return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", sum_and_shard))
+        return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", _sum_and_shard))
 
 
-def sum_and_shard(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's tokens [B, t, D] of the sum over the ranks."""
-    return DTensor.from_local(out_BTD, mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
+def _sum_and_shard(_module: nn.Module, out_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
+    return sum_and_shard_tokens(out_BTD, mesh)
 
 
 class Averaged(ModuleStyle, ParallelStyle):
@@ -200,10 +197,10 @@ class HiddenSharded(ModuleStyle, ParallelStyle):
             return module
         distribute_parameters(module, device_mesh, self.PLACEMENTS.__getitem__)
         # torch's annotations lack the results of both hooks.
-        hooks = (cast("Callable[..., None]", hook) for hook in (self._gather, sum_and_shard))
+        hooks = (cast("Callable[..., None]", hook) for hook in (self._gather, _sum_and_shard))
         return distribute_module(module, device_mesh, None, *hooks)
 
     @staticmethod
     def _gather(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:
         """Gathers tokens, scores and numbers of experts, each [B, T, *]."""
-        return tuple(gather_tokens(x, mesh).to_local(grad_placements=[Partial()]) for x in inputs)
+        return tuple(gather_tokens(x, mesh) for x in inputs)
