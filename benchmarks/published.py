@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.cross_entropy import local_shards
+from torchtitan_clone.ops.vocabulary import local_shards
 from torchtitan_clone.parallel.forward_backward import LossFn
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.cuda_allocator import replay

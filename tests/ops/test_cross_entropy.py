@@ -1,12 +1,18 @@
-"""The chunked loss against torch's cross-entropy."""
+"""The chunked loss against torch's cross-entropy. Tests of vocabulary.py too."""
+
+import operator
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group
 
 B, T, D, V = 3, 20, 16, 101
 
@@ -91,3 +97,79 @@ def test_a_chunk_has_one_tensor_of_logits_and_four_passes_over_it():
     assert product in ("mm", "_linear_pointwise")  # of MKL, of oneDNN
     assert others == ["log_softmax", "exp_", "scatter_add_"]
     assert len(large.memory) == 1
+
+
+class Operators(TorchDispatchMode):
+    """Notes operators with the shapes of their results. Fake tensors on CUDA lack addmm(out=) in torch for CPUs."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.addmm.dtype_out:
+            assert kwargs["out"] is args[0]
+            result = kwargs["out"]
+        else:
+            result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.called.append((str(function), tuple(result.shape)))
+        return result
+
+
+def test_on_cuda_products_in_bf16_add_to_the_weight_gradient_in_fp32():
+    with fake_tensors(), Operators() as operators:
+        hidden, weight = (torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((B, T, D), (V, D)))
+        targets = torch.zeros(B, T, dtype=torch.int64, device="cuda")
+        operators.called.clear()
+        build_loss(chunk_tokens=20, compile_backend=None)(hidden, weight, targets)
+    of_weight = [name for name, shape in operators.called if shape == (V, D)]
+    assert of_weight == ["aten.mm.dtype", "aten.addmm.dtype_out", "aten.addmm.dtype_out", "aten._to_copy.default"]
+
+
+def test_the_sum_of_the_weight_gradient_is_not_compiled():
+    """Inductor replaces the product that adds to its result by a product and an addition."""
+    graphs = []
+
+    def backend(module, _):
+        graphs.append([node.target for node in module.graph.nodes])
+        return module.forward
+
+    build_loss(chunk_tokens=30, compile_backend=backend)(*example(torch.bfloat16))
+    logits_and_hidden_grad = 2
+    assert graphs[0].count(operator.matmul) == logits_and_hidden_grad
+
+
+class Schedule(TorchDispatchMode):
+    """Notes products as P, all-gathers as G, other collectives as C, and which of them block, in lower case."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = ""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        if function.namespace == "c10d":
+            event = "G" if "allgather" in function.name() else "C"
+            is_async = dict(zip(argument_names(function), args, strict=False)).get("async_op", True)
+            self.events += event if is_async else event.lower()
+        self.events += "P" * (function is torch.ops.aten.mm.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("training", "expected"), [(True, "PG PG PP PG PP PP C"), (False, "PG PG PG C")])
+def test_ranks_exchange_the_sums_of_a_chunk_while_they_compute_others(training, expected):
+    init_fake_process_group(rank=1, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        hidden, weight, targets = example(torch.bfloat16)
+        hidden = DTensor.from_local(hidden, mesh, [Replicate()])
+        weight = DTensor.from_local(weight, mesh, [Shard(0)])
+        loss_fn = build_loss(chunk_tokens=20, compile_backend=None)
+        with torch.set_grad_enabled(training), Schedule() as schedule:
+            loss_fn(hidden, weight, targets)
+    finally:
+        dist.destroy_process_group()
+    assert schedule.events.upper() == expected.replace(" ", "")
+    assert "g" not in schedule.events

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +20,7 @@ from torchtitan_clone import trainer
 from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
-from torchtitan_clone.ops import blockwise_attention, cross_entropy
+from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import context, gradients
@@ -84,12 +85,12 @@ def _gradients_are_averaged_over_ranks(set_factor: Any, module: FSDPModule, _fac
     set_factor(module, float(dist.get_world_size()))
 
 
-@_mistake("tensor", cross_entropy.Vocabulary, "reduce_")
-def _softmax_sums_one_rank_of_the_vocabulary(_: object, _vocabulary: object, x: Tensor, *__: object) -> Tensor:
-    return x
+@_mistake("tensor", cross_entropy, "log_softmax")
+def _softmax_sums_one_rank_of_the_vocabulary(_: object, hidden_CD: Tensor, weight_VD: Tensor, *__: object) -> Tensor:
+    return (hidden_CD @ weight_VD.T).log_softmax(dim=-1, dtype=torch.float32)
 
 
-@_mistake("tensor", cross_entropy, "Partial")
+@_mistake("tensor", vocabulary, "Partial")
 def _gradients_by_hidden_states_are_not_summed(_: object) -> Replicate:
     return Replicate()
 

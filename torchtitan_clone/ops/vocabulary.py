@@ -1,0 +1,100 @@
+"""Softmax over a vocabulary whose rows of the output projection tensor parallelism may have sharded.
+
+Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N of all rows, R ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from torchtitan_clone.ops.linear import is_for_onednn
+from torchtitan_clone.torch_compat import onednn_linear
+
+Shard = tuple[Tensor, Tensor]
+"""This rank's logits [C, V], and the maxima and sums of all ranks [R, 2, C, 1], see logits_sums()."""
+Chunk = tuple[Tensor, Tensor, Shard | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The rows of the output projection that this rank holds: from `start` on, or all of them without a group."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def reduce_(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduces `x` in place over the ranks that hold the other rows; returns it."""
+        if self.group is not None:
+            dist.all_reduce(x, op, group=self.group)
+        return x
+
+
+def local_shards(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Vocabulary]:
+    """Returns plain tensors where tensor parallelism sharded them: full hidden states, this rank's rows of weights."""
+    if not isinstance(weight_VD, DTensor):
+        return hidden_BTD, weight_VD, Vocabulary()
+    assert isinstance(hidden_BTD, DTensor)
+    mesh = weight_VD.device_mesh
+    rows = -(-weight_VD.shape[0] // mesh.size())  # as torch shards: all but the last ranks have equally many
+    # The gradient of the hidden states is the sum over all ranks' rows.
+    full_BTD = hidden_BTD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return full_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
+    return onednn_linear(hidden_CD, weight_VD) if is_for_onednn(hidden_CD, weight_VD) else hidden_CD @ weight_VD.T
+
+
+def logits_sums(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's logits, and each token's maximum of them and sum of exp(logit - maximum): [2, C, 1], fp32."""
+    logits_CV = _logits(hidden_CD, weight_VD)
+    max_C1 = logits_CV.amax(dim=-1, keepdim=True).float()
+    sum_C1 = (logits_CV.float() - max_C1).exp_().sum(dim=-1, keepdim=True)
+    return logits_CV, torch.stack([max_C1, sum_C1])
+
+
+def chunks_of(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, count: int, vocabulary: Vocabulary,
+    logits_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> Iterator[Chunk]:  # fmt: skip
+    """Yields hidden states, targets and shard of each chunk; no shard where this rank has the whole vocabulary.
+
+    While ranks exchange the sums of a chunk, they compute the losses of the one before and the logits of the next one.
+    """
+    started: list[tuple[dist.Work | None, Chunk]] = []
+    for hidden_CD, targets_C in zip(hidden_ND.chunk(count), targets_N.chunk(count), strict=True):
+        if vocabulary.group is None:
+            yield hidden_CD, targets_C, None
+            continue
+        logits_CV, sums_2C1 = logits_fn(hidden_CD, weight_VD)
+        sums_R2C1 = sums_2C1.new_empty(vocabulary.group.size(), *sums_2C1.shape)
+        work = dist.all_gather([*sums_R2C1.unbind()], sums_2C1, group=vocabulary.group, async_op=True)
+        started.append((work, (hidden_CD, targets_C, (logits_CV, sums_R2C1))))
+        if started[1:]:
+            yield _finished(*started.pop(0))
+    if started:
+        yield _finished(*started.pop())
+
+
+def _finished(work: dist.Work | None, chunk: Chunk) -> Chunk:
+    assert work is not None
+    work.wait()
+    return chunk
+
+
+def log_softmax(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> Tensor:
+    """Returns this rank's log-probabilities [C, V], fp32; on CPU in the memory of the logits, if they are fp32."""
+    if shard is not None:
+        logits_CV, sums_R2C1 = shard
+        max_RC1, sum_RC1 = sums_R2C1.unbind(dim=1)
+        max_C1 = max_RC1.amax(dim=0)
+        return (logits_CV.float() - max_C1).sub_((sum_RC1 * (max_RC1 - max_C1).exp()).sum(dim=0).log())
+    logits_CV = _logits(hidden_CD, weight_VD)
+    # The CPU's kernel has read a row before it writes it. New memory would cost more than the computation.
+    is_reusable = logits_CV.device.type == "cpu" and logits_CV.dtype == torch.float32
+    out = logits_CV if is_reusable and not torch.compiler.is_compiling() else None
+    return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
