@@ -5,13 +5,15 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.torch_compat import foreach_norms
+from torchtitan_clone.torch_compat import foreach_norms, init_fake_process_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -123,3 +125,17 @@ def test_the_loss_in_bf16_follows_fp32_without_a_host_sync(backend):
         torch.cuda.set_sync_debug_mode("default")
     for ours, exact in zip(found, expected, strict=True):
         assert (ours - exact).norm() < 0.01 * exact.norm()
+
+
+def test_clipping_does_not_wait_for_the_device():
+    parameters = [torch.nn.Parameter(torch.ones(size, device="cuda")) for size in (7, 4096)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    init_fake_process_group(rank=0, world_size=1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = clip_gradients(parameters, max_norm=1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
+    assert norm.item() == pytest.approx(4103**0.5)

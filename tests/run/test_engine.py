@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows
@@ -187,3 +188,33 @@ def host_reads_of_a_step(argv):
 
 def test_a_step_reads_the_device_once(corpus, tmp_path):
     assert run_ranks(host_reads_of_a_step, 1, options(corpus, tmp_path)) == [["engine.py:read"]]
+
+
+class UpdateOrder(TorchDispatchMode):
+    """Notes the operators that update the bias of routers and parameters, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name == "sign" or "adam" in name:
+            self.order.append("router" if name == "sign" else "parameters")
+        return function(*args, **(kwargs or {}))
+
+
+def order_of_updates(argv):
+    with open_trainer(argv) as trainer, UpdateOrder() as updates:
+        trainer.train_step(1)
+        return updates.order
+
+
+def test_biases_of_routers_are_copied_before_the_optimizer_runs(corpus, tmp_path):
+    moe = {"num_experts": 4, "top_k": 2, "hidden_dim": 64, "expert_bias": True, "bias_update_rate": 0.01}
+    changes = {f"model__args__moe__{name}": value for name, value in moe.items()}
+    changes |= {"model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64}
+    argv = options(corpus, tmp_path, model__args__multiple_of=None, optimizer__implementation="fused", **changes)
+    (order,) = run_ranks(order_of_updates, 1, argv)
+    assert order[0] == "router"
+    assert order[-1] == "parameters"

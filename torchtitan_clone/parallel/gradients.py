@@ -27,7 +27,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     if local:  # empty on a rank whose blocks are all frozen
         norms = foreach_norms(local, dtype=norm_dtype(_capability(squares.device))).double()
         # Replicas count once, so that one sum over all ranks is enough for every mesh.
-        replicas = torch.tensor([_num_replicas(g) for g in gradients], dtype=torch.float64)
+        replicas = torch.tensor([*map(_num_replicas, gradients)], dtype=torch.float64, pin_memory=norms.is_cuda)
         squares = (norms.square() / replicas.to(norms.device, non_blocking=True)).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)

@@ -123,9 +123,9 @@ class Engine:
         )
 
     def optimizer_step(self, totals: StepTotals) -> None:
-        """Updates the parameters, then the bias of routers and what else the family changes once a committed step."""
+        """Updates the bias of routers, the parameters and what else the family changes once a committed step."""
+        self._loads.update(totals.loads)  # first: its copies from the host would wait for the optimizer
         self.optimizer.step()
-        self._loads.update(totals.loads)
         if self.plan.spec.after_step is not None:
             with torch.no_grad():
                 self.plan.spec.after_step(self.model_parts)
