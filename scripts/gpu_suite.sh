@@ -33,7 +33,7 @@ run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its outp
 
 run_section() {
     case "$1" in
-    tests) run tests 240 -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/data/test_packing.py ;;
+    tests) run tests 240 -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
     eager) run eager 300 "${TRAINER[@]}" --json "$FOLDER/eager.json" -- "${MODEL[@]}" ;;
     compiled) run compiled 360 "${TRAINER[@]}" --compile --json "$FOLDER/compiled.json" -- "${MODEL[@]}" ;;
     peers)

@@ -33,9 +33,12 @@ else:
 __all__ = ["TorchDispatchMode", "tree_leaves"]  # neither is importable from a public module
 
 # Attention kernels that also return the logarithm of the sum of exponentials, which merging blocks needs:
-# torch.nn.attention would have to return both on CPU and for masks too.
+# torch.nn.attention would have to return both on CPU and for masks too. The backward of its varlen_attn() does not take
+# results that were merged.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+varlen_attention = torch.ops.aten._flash_attention_forward
+varlen_attention_backward = torch.ops.aten._flash_attention_backward
 efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention

@@ -94,11 +94,12 @@ def test_microbatches_concatenate_to_the_batch():
 
 
 def test_a_batch_moves_to_a_device():
-    batch = pack(random_rows(2, 8, seed=3), eos_id=EOS, document_masking=False)
-    moved = batch.to(torch.device("meta"))
-    assert moved.tokens_BT.is_meta
-    assert moved.documents_BT is None
-    assert moved.num_targets == batch.num_targets
+    for document_masking in (False, True):
+        batch = pack(random_rows(2, 8, seed=3), eos_id=EOS, document_masking=document_masking)
+        moved = batch.to(torch.device("meta"))
+        assert moved.tokens_BT.is_meta
+        assert moved.documents_BT is batch.documents_BT  # on the CPU
+        assert moved.num_targets == batch.num_targets
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from torchtitan_clone.models.attention import CoreAttention, DocumentMask
+from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
@@ -41,6 +45,35 @@ def test_bf16_follows_fp32(corpus, tmp_path, masking, compiled):
     expected, found = losses(tmp_path / "exact"), losses(tmp_path / "fast")
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.02)
     assert "mfu_percent" in rows(tmp_path / "fast")[0]
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention_within_documents_is_that_in_float64(window, has_sinks):
+    """FlashAttention without a window, FlexAttention with one."""
+    *qkv, grad, documents = inputs(1000, document_length=150)
+    sinks = [torch.randn(8)] if has_sinks else []
+    exact = [x.double() for x in (*qkv, *sinks, grad)]
+    right = result_and_gradients(lambda q, k, v, *s: dense(q, k, v, documents, *s, window=window), *exact)
+    mask = DocumentMask()(OnHost(documents), torch.empty(2, 1000).cuda(), window=window, dtype=torch.bfloat16)
+    core = torch.compile(CoreAttention(), fullgraph=True)
+    for attention in (CoreAttention(), core):
+        on_gpu = [x.bfloat16().cuda() for x in (*qkv, *sinks, grad)]
+        found = result_and_gradients(lambda q, k, v, *s, of=attention: of(q, k, v, mask, *s), *on_gpu)
+        assert max(distance(x.cpu(), y) for x, y in zip(found, right, strict=True)) < 2e-2
+
+
+def test_attention_with_rotated_keys_does_not_wait_for_the_gpu():
+    *tensors, documents = inputs(4096, document_length=300)
+    on_gpu = [x.bfloat16().cuda() for x in tensors]
+    for limits in ({}, {"window": 100}):
+        starts = visible_starts(documents, like=documents, **{"window": None, "chunk": None, **limits})
+        result_and_gradients(lambda *x, s=starts: document_attention(*x, s)[0], *on_gpu)  # compiles and allocates
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            result_and_gradients(lambda *x, s=starts: document_attention(*x, s)[0], *on_gpu)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_resume_is_bitwise(corpus, tmp_path):

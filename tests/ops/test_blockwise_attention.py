@@ -3,18 +3,15 @@
 import pytest
 import torch
 
+from tests.ops.context_ranks import attention_of_all_ranks
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.ops import blockwise_attention as blockwise
 from torchtitan_clone.ops.blockwise_attention import (
-    Gradients,
-    attend_,
-    attend_backward_,
     document_attention,
     document_starts,
-    empty_attention,
+    flash_segments,
     visible_starts,
 )
-from torchtitan_clone.parallel.context import local_tokens
 
 
 @pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])
@@ -90,30 +87,6 @@ def test_windows_and_chunks_visit_few_keys_of_a_long_row(limits):
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def attention_of_all_ranks(q, k, v, grad, documents, *, degree):
-    """Returns result and gradients of all ranks of a context group, computed one after another."""
-    ranks = [local_tokens(q.shape[1], rank=rank, degree=degree, method="ring") for rank in range(degree)]
-    places = [torch.cat([torch.arange(p.start, p.stop) for p in pieces]).to(q.device) for pieces in ranks]
-    total_out, gradients = torch.zeros_like(q), Gradients.zeros(q, k)
-    for pieces, own in zip(ranks, places, strict=True):
-        starts = None if documents is None else document_starts(documents)[:, own]
-        out, lse = empty_attention(q[:, own])
-        sources = [
-            (keys, (q[:, own], k[:, others], v[:, others]), others) for keys, others in zip(ranks, places, strict=True)
-        ]
-        for keys, qkv, _ in sources:
-            attend_((out, lse), qkv, queries=pieces, keys=keys, starts_BT=starts)
-        total_out[:, own] = out.to(q.dtype)
-        for keys, qkv, others in sources:
-            more_gradients = Gradients.zeros(*qkv[:2])
-            attend_backward_(
-                more_gradients, grad[:, own], qkv, (out.to(q.dtype), lse), queries=pieces, keys=keys, starts_BT=starts
-            )  # fmt: skip
-            for total, more, place in zip(gradients, more_gradients, (own, others, others), strict=True):
-                total[:, place] += more
-    return [total_out, *gradients]
-
-
 @needs_gpu
 @pytest.mark.parametrize(("T", "degree"), [(64, 2), (840, 4), (6000, 1)])
 @pytest.mark.parametrize("document_length", [None, 50, 3000])
@@ -121,8 +94,6 @@ def attention_of_all_ranks(q, k, v, grad, documents, *, degree):
 def test_kernels_of_cuda_equal_dense_attention(T, degree, document_length, dtype, tolerance):
     q, k, v, grad, documents = inputs(T, document_length=document_length)
     exact = result_and_gradients(lambda *x: dense(*x, documents), *(x.double() for x in (q, k, v, grad)))
-    on_gpu = (
-        None if x is None else x.cuda() for x in (q.to(dtype), k.to(dtype), v.to(dtype), grad.to(dtype), documents)
-    )
-    found = attention_of_all_ranks(*on_gpu, degree=degree)
+    on_gpu = (x.to(dtype).cuda() for x in (q, k, v, grad))
+    found = attention_of_all_ranks(*on_gpu, documents, degree=degree, segments_of=flash_segments)
     assert max(distance(tensor.cpu(), right) for tensor, right in zip(found, exact, strict=True)) < tolerance

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.marks import needs_split_backward
 from torchtitan_clone.config import Degrees
 from torchtitan_clone.config.schema import Comm, Parallelism
+from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.mesh import build_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
@@ -52,7 +53,8 @@ class RoutedDecoder(nn.Module):
         self.norm = nn.RMSNorm(DIM)
         self.output = nn.Linear(DIM, VOCABULARY, bias=False)
 
-    def forward(self, tokens_BT, sums_A=None, *, targets_BT=None, loss_fn=None, **_):
+    def forward(self, tokens_BT, sums_A=None, *, positions_BT, documents_BT, targets_BT=None, loss_fn=None, **_):
+        assert torch.equal(documents_BT.tensor, positions_BT)  # of the same micro-batch, and not a tensor itself
         h_BTD = tokens_BT if self.tok_embeddings is None else self.tok_embeddings(tokens_BT)
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary))
@@ -85,7 +87,7 @@ def batch(first, last):
         tokens_BT=tokens_BT,
         targets_BT=tokens_BT.roll(1, 1),
         positions_BT=tokens_BT,
-        documents_BT=None,
+        documents_BT=tokens_BT.clone(),
         mtp_targets_BKT=None,
     )
 
@@ -110,7 +112,9 @@ def outcome(step, parameters, microbatches):
 def on_one_device(auxiliary):
     """Returns the same in plain PyTorch: one backward of the weighted sum."""
     model, rows = RoutedDecoder(auxiliary), batch(0, ROWS)
-    out = model(rows.tokens_BT, positions_BT=None, targets_BT=rows.targets_BT, loss_fn=loss_sum) / (ROWS * TOKENS)
+    documents_BT = OnHost(rows.documents_BT)
+    given = {"positions_BT": rows.positions_BT, "documents_BT": documents_BT, "targets_BT": rows.targets_BT}
+    out = model(rows.tokens_BT, **given, loss_fn=loss_sum) / (ROWS * TOKENS)
     (out @ torch.tensor([1.0, *auxiliary.values()]) if auxiliary else out).backward()
     values = dict(zip(["loss", *auxiliary], out.flatten().tolist(), strict=True))
     return values, {name: p.grad for name, p in model.named_parameters()}

@@ -27,7 +27,7 @@ class Batch:
     positions_BT: Tensor
     """int64; counted from 0 at the start of each row and, with document masking, of each document in it."""
     documents_BT: Tensor | None
-    """int32; 0, 1, 2, ... for the documents of a row, always for the full row; None without document masking."""
+    """int32; 0, 1, 2, ... for the documents of a row, for the full row, on the CPU; None without document masking."""
     num_targets: int
     mtp_targets_BKT: Tensor | None = None
     """int64; of depth k the token k after the target, or IGNORE_INDEX; None without multi-token prediction."""
@@ -49,8 +49,12 @@ class Batch:
         return replace(selected, documents_BT=self.documents_BT)._recount()
 
     def to(self, device: torch.device) -> "Batch":
-        """Copies the batch to a device, asynchronously if it is in pinned memory."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """Copies the batch to a device, asynchronously if it is in pinned memory; documents stay on the CPU.
+
+        There they say which parts of attention to compute.
+        """
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, documents_BT=self.documents_BT)
 
     def pin_memory(self) -> "Batch":
         """Copies the batch to pinned memory, from which a GPU can copy asynchronously."""

@@ -1,4 +1,6 @@
-"""Causal attention within documents: FlexAttention on CUDA, ops/blockwise_attention.py on CPU.
+"""Causal attention within documents: FlashAttention or FlexAttention on CUDA, blocks on CPU.
+
+ops/blockwise_attention.py has the blocks, ops/varlen_attention.py FlashAttention, which is faster, and has no windows.
 
 Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
 """
@@ -16,6 +18,7 @@ from torchtitan_clone.ops.blockwise_attention import document_attention, visible
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.rms_norm import RMSNorm
+from torchtitan_clone.ops.varlen_attention import OnHost, has_flash_attention, moved
 
 AttentionMask = BlockMask | Tensor | None
 BLOCK = 128
@@ -26,13 +29,20 @@ class DocumentMask(nn.Module):
     """Builds the mask for rows of documents; a module, so that context parallelism can replace it."""
 
     def forward(
-        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
-    ) -> AttentionMask:
-        """Returns the first token that each one attends to [B, T] on CPU, a BlockMask on CUDA, None for causal only.
+        self, documents_BT: OnHost | Tensor | None, positions_BT: Tensor, *, window: int | None = None,
+        chunk: int | None = None, dtype: torch.dtype = torch.float32,
+    ) -> AttentionMask:  # fmt: skip
+        """Returns the first token that each one attends to [B, T] for the CPU and for FlashAttention, on the CPU.
 
-        Of the positions of the rows' tokens only shape and device matter.
+        Returns a BlockMask for FlexAttention, None for causal only. Of the positions of the rows' tokens only shape
+        and device matter; `dtype` is that of queries.
         """
-        starts_BT = visible_starts(documents_BT, like=positions_BT, window=window, chunk=chunk)
+        device = positions_BT.device
+        if window is None and has_flash_attention(device, dtype):
+            device = torch.device("cpu")
+        documents_BT = None if documents_BT is None else moved(documents_BT, device)
+        like_BT = torch.empty(positions_BT.shape, device=device)
+        starts_BT = visible_starts(documents_BT, like=like_BT, window=window, chunk=chunk)
         return None if starts_BT is None else mask_from(starts_BT)
 
 

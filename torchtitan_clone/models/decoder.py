@@ -18,6 +18,7 @@ from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
 from torchtitan_clone.ops.rms_norm import RMSNorm
 from torchtitan_clone.ops.source_sums import split_targets
+from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.torch_compat import persistent_buffers
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -214,26 +215,26 @@ class Decoder(nn.Module):
         sums_A: Tensor | None = None,
         *,
         positions_BT: Tensor,
-        documents_BT: Tensor | None = None,
+        documents_BT: OnHost | Tensor | None = None,
         targets_BT: Tensor | None = None,
         mtp_targets_BKT: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits [B, T, V], or with `loss_fn` the loss, or with auxiliary terms [1 + A]: the loss, their sums.
 
-        `documents_BT` numbers the documents of a row; None: attention is causal only. Without `mtp_targets_BKT` the
-        layers of multi-token prediction do not run, and their terms are zero. Other stages than the last return
-        hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the tokens; the embeddings of the
-        tokens of each depth follow the hidden states: [B + K B, T, D].
+        `documents_BT` numbers the documents of a row; None: attention is causal only. Those of a GPU cost a host sync.
+        Without `mtp_targets_BKT` the layers of multi-token prediction do not run, and their terms are zero. Other
+        stages than the last return hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the
+        tokens; the embeddings of the tokens of each depth follow the hidden states: [B + K B, T, D].
         """
         ropes = [rotary(positions_BT) for rotary in self.rotary]
+        later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
+        h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
         masks = [
-            self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk)
+            self.attention_mask(documents_BT, positions_BT, window=window, chunk=chunk, dtype=h_BTD.dtype)
             for window, chunk in self._reaches
         ]
         contexts = [(ropes[rope], masks[mask]) for rope, mask in self._kinds]
-        later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
-        h_BTD, *embedded = self._embed(tokens_BT, targets_BT, later_BKT)
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary), device=h_BTD.device)
         for name in [name for name in self.layers if int(name) < self.args.n_layers]:

@@ -75,12 +75,13 @@ class CacheMask(nn.Module):
         self._state = state
 
     def forward(
-        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: Reach = None, chunk: Reach = None
-    ) -> AttentionMask:
+        self, documents_BT: Tensor | None, positions_BT: Tensor, *, window: Reach = None, chunk: Reach = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> AttentionMask:  # fmt: skip
         """Returns which of the tokens kept each row's next token sees [B, 1, 1, S]; None: all."""
         state = self._state
         if not state.length:
-            return self._mask(documents_BT, positions_BT, window=window, chunk=chunk)
+            return self._mask(documents_BT, positions_BT, window=window, chunk=chunk, dtype=dtype)
         if not state.is_padded and (chunk is None or state.limit <= chunk):
             return None  # a window keeps no others
         size = state.capacity(window or chunk)

@@ -7,7 +7,6 @@ Source: arXiv 2205.14135.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple, cast
 
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from torchtitan_clone import torch_compat
-
-Pieces = Sequence[range]
-QKV = tuple[Tensor, Tensor, Tensor]
-Attention = tuple[Tensor, Tensor]  # out and lse
+from torchtitan_clone.ops import varlen_attention as varlen
+from torchtitan_clone.ops.varlen_attention import QKV, Attention, Pieces, Segments, moved, placed, takes_flash_attention
 
 # Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys.
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
@@ -111,15 +108,25 @@ def sink_gradients(grad_BTNH: Tensor, attention: Attention, sinks_N: Tensor) -> 
     return grad_N.to(sinks_N.dtype)
 
 
-def attend_(attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, starts_BT: Tensor | None) -> None:
+def flash_segments(q_BTNH: Tensor, *, queries: Pieces, starts_BT: Tensor | None) -> Segments | None:
+    """Returns the segments of queries if FlashAttention computes their attention, None if blocks with masks do."""
+    return varlen.find_segments(queries, starts_BT, num_rows=len(q_BTNH)) if takes_flash_attention(q_BTNH) else None
+
+
+def attend_(
+    attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, starts_BT: Tensor | None,
+    segments: Segments | None,
+) -> None:  # fmt: skip
     """Adds attention over these keys to `attention`, (out, lse) over other keys, in place.
 
-    `starts_BT` holds the starts of the queries' documents; None: attention is causal only.
+    `starts_BT`, on the CPU, holds the starts of the queries' documents; None: attention is causal only. `segments` are
+    those of the queries, whose keys are either all or none of `keys`; None: all is computed in blocks.
     """
     out_BTNH, lse_BTN = attention
-    for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
+    if segments is not None and list(keys) == list(queries):
+        _merge_(out_BTNH, lse_BTN, *varlen.attend_within(qkv, segments))
+    for block, bias in _biased_blocks(queries, keys, starts_BT, segments, like=qkv[0]):
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
-        bias = _bias(block, starts_BT, like=q_BNtH)
         out_BNtH, lse_BNt = _forward(q_BNtH, k_BKsH, v_BKsH, bias=bias, causal=block.is_triangle)
         place = block.queries.rows, block.queries.place
         _merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
@@ -127,14 +134,17 @@ def attend_(attention: Attention, qkv: QKV, *, queries: Pieces, keys: Pieces, st
 
 def attend_backward_(
     gradients: Gradients, grad_BTNH: Tensor, qkv: QKV, attention: Attention, *, queries: Pieces, keys: Pieces,
-    starts_BT: Tensor | None,
+    starts_BT: Tensor | None, segments: Segments | None,
 ) -> None:  # fmt: skip
     """Adds the gradients through these keys in place; `attention` is (out, lse) over all keys."""
-    for block in _blocks(queries, keys, starts_BT, like=qkv[0]):
+    if segments is not None and list(keys) == list(queries):
+        found = varlen.attend_within_backward(grad_BTNH, qkv, attention, segments)
+        for total, gradient in zip(gradients, found, strict=True):
+            total += gradient
+    for block, bias in _biased_blocks(queries, keys, starts_BT, segments, like=qkv[0]):
         rows, place = block.queries.rows, block.queries.place
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
         grad_BNtH, out_BNtH, lse_BNt = (x[rows, place].transpose(1, 2) for x in (grad_BTNH, *attention))
-        bias = _bias(block, starts_BT, like=q_BNtH)
         causal = block.is_triangle
         block_gradients = _backward(grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, bias=bias, causal=causal)
         for total, gradient, where in zip(gradients, block_gradients, (place, block.place, block.place), strict=True):
@@ -154,41 +164,58 @@ def _cut(block: _Block, qkv: QKV) -> list[Tensor]:
     return [x[block.queries.rows, place].transpose(1, 2) for x, place in zip(qkv, places, strict=True)]
 
 
+def _biased_blocks(
+    queries: Pieces, keys: Pieces, starts_BT: Tensor | None, segments: Segments | None, *, like: Tensor
+) -> Iterator[tuple[_Block, Tensor | None]]:
+    """Yields all blocks that segments do not cover, each with what is added to its scores."""
+    if torch_compat.is_fake(like) and like.device.type == "cpu":
+        return  # a simulated run computes nothing
+    if segments is not None:
+        yield from ((block, None) for block in _earlier_blocks(queries, keys, segments))
+    else:
+        on_device_BT = None if starts_BT is None else moved(starts_BT, like.device)
+        blocks = _blocks(queries, keys, starts_BT, like=like)
+        yield from ((block, _bias(block, on_device_BT, like=like)) for block in blocks)
+
+
+def _earlier_blocks(queries: Pieces, keys: Pieces, segments: Segments) -> Iterator[_Block]:
+    """Yields the first segment of each piece with all keys of an earlier piece that it sees."""
+    for offset, piece in placed(queries):
+        for rows, length, start in segments.first_of(offset):
+            index, place = range(piece.start, piece.start + length), slice(offset, offset + length)
+            block = _Queries(rows=rows, index=index, place=place, sees_from=start, all_see_from=start)
+            for key_offset, earlier in placed(keys):
+                seen = range(max(earlier.start, start), earlier.stop)
+                if earlier.stop <= piece.start and seen:
+                    yield _Block(queries=block, index=seen, place=_shifted(seen, key_offset - earlier.start))
+
+
 def _blocks(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, like: Tensor) -> Iterator[_Block]:
     """Yields all blocks that are not fully masked, those of the same queries one after another."""
-    if torch_compat.is_fake(like):
-        return  # a simulated run computes nothing
     most_queries, most_keys = _BLOCK_SIZES[like.device.type]
-    for block in _query_blocks(queries, starts_BT, num_rows=len(like), most=most_queries):
-        for offset, piece in _placed(keys):
+    # Rows have different masks, which matters only with more than one block of queries. Of several rows, CUDA's kernel
+    # would copy queries, keys and masks.
+    by_row = starts_BT is not None and (like.device.type == "cuda" or max(map(len, queries)) > most_queries)
+    rows = [slice(row, row + 1) for row in range(len(like))] if by_row else [slice(0, len(like))]
+    for block in _query_blocks(queries, starts_BT, rows=rows, most=most_queries):
+        for offset, piece in placed(keys):
             stop = min(piece.stop, block.index.stop)
             for first in range(max(piece.start, block.sees_from), stop, most_keys):
                 index = range(first, min(first + most_keys, stop))
                 yield _Block(queries=block, index=index, place=_shifted(index, offset - piece.start))
 
 
-def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, num_rows: int, most: int) -> Iterator[_Queries]:
-    # Where documents start is read on the CPU only: on a GPU it would be a host sync, and is left to the mask.
-    starts = starts_BT.tolist() if starts_BT is not None and starts_BT.device.type == "cpu" else None
-    # Rows have different masks, which matters only with more than one block of queries.
-    by_row = starts is not None and max(map(len, queries)) > most
-    for rows in [slice(row, row + 1) for row in range(num_rows)] if by_row else [slice(0, num_rows)]:
-        for offset, piece in _placed(queries):
+def _query_blocks(queries: Pieces, starts_BT: Tensor | None, *, rows: list[slice], most: int) -> Iterator[_Queries]:
+    starts = None if starts_BT is None else starts_BT.tolist()
+    for some in rows:
+        for offset, piece in placed(queries):
             for first in range(piece.start, piece.stop, most):
                 index = range(first, min(first + most, piece.stop))
                 place = _shifted(index, offset - piece.start)
-                sees_from = 0
-                all_see_from = 0 if starts_BT is None else index.stop
-                if starts is not None:
-                    # Starts only grow along a row.
-                    sees_from = min(row[place.start] for row in starts[rows])
-                    all_see_from = max(row[place.stop - 1] for row in starts[rows])
-                yield _Queries(rows=rows, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from)
-
-
-def _placed(pieces: Pieces) -> Iterator[tuple[int, range]]:
-    """Yields each piece after its position in memory."""
-    return zip(accumulate(map(len, pieces), initial=0), pieces, strict=False)
+                # Starts only grow along a row.
+                sees_from = 0 if starts is None else min(row[place.start] for row in starts[some])
+                all_see_from = 0 if starts is None else max(row[place.stop - 1] for row in starts[some])
+                yield _Queries(rows=some, index=index, place=place, sees_from=sees_from, all_see_from=all_see_from)
 
 
 def _shifted(index: range, by: int) -> slice:
@@ -214,13 +241,26 @@ def _forward(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, *, bias: Tensor | N
     """Returns attention of one block: out [B, N, t, H] and lse [B, N, t]."""
     if q_BNtH.device.type == "cpu":
         return torch_compat.cpu_flash_attention(q_BNtH, k_BKsH, v_BKsH, is_causal=causal, attn_mask=bias)
-    if bias is None and q_BNtH.dtype != torch.float32:
+    if bias is None and takes_flash_attention(q_BNtH):
         return torch_compat.flash_attention(q_BNtH, k_BKsH, v_BKsH, 0.0, causal)[:2]
-    groups = q_BNtH.shape[1] // k_BKsH.shape[1]
-    k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
-    bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
-    out_BNtH, lse_BNt, *_ = torch_compat.efficient_attention(q_BNtH, k_BNsH, v_BNsH, bias, True, is_causal=causal)
-    return out_BNtH, lse_BNt[..., : q_BNtH.shape[2]]
+    shape, t = q_BNtH.shape[:2], q_BNtH.shape[2]
+    by_group = _split_groups(q_BNtH, k_BKsH, v_BKsH, bias)
+    out, lse, *_ = torch_compat.efficient_attention(*by_group, True, is_causal=causal)
+    return out.reshape(*shape, t, -1), lse[..., :t].reshape(*shape, t)
+
+
+def _split_groups(q_BNtH: Tensor, k_BKsH: Tensor, v_BKsH: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns q, k, v and bias with kv heads as rows [B K, ...], and each key, not repeated, for all heads of a group.
+
+    Of one row nothing is copied. The kernel itself knows no groups. A block with a bias has one row.
+    """
+    num_kv = k_BKsH.shape[1]
+    groups = q_BNtH.shape[1] // num_kv
+    q = q_BNtH.unflatten(1, (num_kv, groups)).flatten(0, 1)
+    k, v = (x.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for x in (k_BKsH, v_BKsH))
+    if bias is not None:
+        bias = bias.expand(num_kv, groups, -1, -1)  # of one row
+    return q, k, v, bias
 
 
 def _backward(
@@ -233,23 +273,22 @@ def _backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt, 0.0, causal, attn_mask=bias
         )
     t, s = q_BNtH.shape[2], k_BKsH.shape[2]
-    if bias is None and q_BNtH.dtype != torch.float32:
+    if bias is None and takes_flash_attention(q_BNtH):
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BNtH.device)
         return torch_compat.flash_attention_backward(
             grad_BNtH, q_BNtH, k_BKsH, v_BKsH, out_BNtH, lse_BNt.contiguous(), None, None, t, s, 0.0, causal,
             no_dropout, no_dropout,
         )  # fmt: skip
     groups = q_BNtH.shape[1] // k_BKsH.shape[1]
-    k_BNsH, v_BNsH = (x.repeat_interleave(groups, 1) for x in (k_BKsH, v_BKsH))
-    bias = None if bias is None else bias.expand(*q_BNtH.shape[:2], -1, -1)
+    q, k, v, bias = _split_groups(q_BNtH, k_BKsH, v_BKsH, bias)
     # The kernel reads lse in steps of 32 queries.
-    lse_BNt = F.pad(lse_BNt, (0, -t % 32), value=torch.inf).contiguous()
+    lse_BNt = F.pad(lse_BNt, (0, -t % 32), value=torch.inf)
+    grad, out, lse = (x.unflatten(1, (-1, groups)).flatten(0, 1) for x in (grad_BNtH, out_BNtH, lse_BNt))
     no_dropout = torch.zeros((), dtype=torch.int64, device=q_BNtH.device)
     q_grad, k_grad, v_grad, _ = torch_compat.efficient_attention_backward(
-        grad_BNtH, q_BNtH, k_BNsH, v_BNsH, bias, out_BNtH, lse_BNt, no_dropout, no_dropout, 0.0,
-        [True, True, True, False], causal,
-    )  # fmt: skip
-    return q_grad, *(x.unflatten(1, (-1, groups)).sum(2) for x in (k_grad, v_grad))
+        grad, q, k, v, bias, out, lse.contiguous(), no_dropout, no_dropout, 0.0, [True, True, True, False], causal
+    )
+    return q_grad.reshape(q_BNtH.shape), k_grad.sum(1).view(k_BKsH.shape), v_grad.sum(1).view(v_BKsH.shape)
 
 
 @torch.library.custom_op("torchtitan_clone::document_attention", mutates_args=())
@@ -257,9 +296,12 @@ def document_attention(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, sinks_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention of each token over those from `starts_BT` on and its sink: out [B, T, N, H], lse [B, T, N]."""
-    row = (range(q_BTNH.shape[1]),)
+    row, qkv = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH)
+    segments = flash_segments(q_BTNH, queries=row, starts_BT=starts_BT)
+    if segments is not None and sinks_N is None:  # of all keys, so that there is nothing to merge
+        return varlen.attend_within(qkv, segments)
     out_BTNH, lse_BTN = empty_attention(q_BTNH, sinks_N)
-    attend_((out_BTNH, lse_BTN), (q_BTNH, k_BTKH, v_BTKH), queries=row, keys=row, starts_BT=starts_BT)
+    attend_((out_BTNH, lse_BTN), qkv, queries=row, keys=row, starts_BT=starts_BT, segments=segments)
     return out_BTNH.to(q_BTNH.dtype), lse_BTN
 
 
@@ -275,12 +317,23 @@ def _document_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor, out_BTNH: Tensor,
     lse_BTN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    row = (range(q_BTNH.shape[1]),)
-    qkv = (q_BTNH, k_BTKH, v_BTKH)
-    gradients = Gradients.zeros(q_BTNH, k_BTKH)
-    attend_backward_(gradients, grad_BTNH, qkv, (out_BTNH, lse_BTN), queries=row, keys=row, starts_BT=starts_BT)
-    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in gradients)
+    row, qkv, attention = (range(q_BTNH.shape[1]),), (q_BTNH, k_BTKH, v_BTKH), (out_BTNH, lse_BTN)
+    segments = flash_segments(q_BTNH, queries=row, starts_BT=starts_BT)
+    if segments is not None:
+        found = varlen.attend_within_backward(grad_BTNH, qkv, attention, segments)
+    else:
+        found = Gradients.zeros(q_BTNH, k_BTKH)
+        attend_backward_(
+            found, grad_BTNH, qkv, attention, queries=row, keys=row, starts_BT=starts_BT, segments=None
+        )  # fmt: skip
+    q_grad, k_grad, v_grad = (_in_layout_of(x, gradient) for x, gradient in zip(qkv, found, strict=True))
     return q_grad, k_grad, v_grad
+
+
+def _in_layout_of(x: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the gradient with the type and strides that fake_gradients() promises for an input."""
+    wanted = torch.empty_like(x)
+    return gradient if (x.dtype, wanted.stride()) == (gradient.dtype, gradient.stride()) else wanted.copy_(gradient)
 
 
 @_document_attention_backward.register_fake

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.varlen_attention import OnHost, moved
 from torchtitan_clone.torch_compat import all_to_all_with_gradient, process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
@@ -54,12 +55,12 @@ class CompleteRows(nn.Module):
         self._mask = mask
         self._degree = degree
 
-    def forward(self, documents_BS: Tensor | None, positions_BT: Tensor, **limits: int | None) -> object:
-        return self._mask(documents_BS, positions_BT.repeat(1, self._degree), **limits)
+    def forward(self, documents_BS: OnHost | Tensor | None, positions_BT: Tensor, **options: object) -> object:
+        return self._mask(documents_BS, positions_BT.repeat(1, self._degree), **options)
 
 
 class LocalStarts(nn.Module):
-    """Attention mask of this rank's queries: the index in the row of the first token that each attends to."""
+    """Attention mask of this rank's queries, on the CPU: the first token of the row that each attends to."""
 
     def __init__(self, *, rank: int, degree: int, method: Method):
         super().__init__()
@@ -67,11 +68,14 @@ class LocalStarts(nn.Module):
         self._local_tokens = partial(local_tokens, rank=rank, degree=degree, method=method)
 
     def forward(
-        self, documents_BS: Tensor | None, positions_BT: Tensor, *, window: int | None = None, chunk: int | None = None
-    ) -> Tensor | None:
+        self, documents_BS: OnHost | Tensor | None, positions_BT: Tensor, *, window: int | None = None,
+        chunk: int | None = None, **_: object,
+    ) -> Tensor | None:  # fmt: skip
         """Maps documents of full rows [B, R T] to starts [B, T]; returns None for causal attention."""
-        positions_BS = positions_BT.repeat(1, self._degree)
-        starts_BS = blockwise.visible_starts(documents_BS, like=positions_BS, window=window, chunk=chunk)
+        if documents_BS is not None:
+            documents_BS = moved(documents_BS, torch.device("cpu"))
+        like_BS = torch.empty(len(positions_BT), positions_BT.shape[1] * self._degree, device="cpu")
+        starts_BS = blockwise.visible_starts(documents_BS, like=like_BS, window=window, chunk=chunk)
         if starts_BS is None:
             return None
         pieces = self._local_tokens(starts_BS.shape[1])
@@ -187,14 +191,16 @@ def context_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    Saves only this rank's tensors for backward, which receives the keys and values of other ranks again.
+    `starts_BT` is on the CPU, where it says which blocks to compute. Saves only this rank's tensors for backward, which
+    receives the keys and values of other ranks again.
     """
     group = process_group_of(group_name)
     queries = _pieces(q_BTNH, group, group.rank())
+    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = blockwise.empty_attention(q_BTNH, sinks_N)
     for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
-        blockwise.attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT)
+        blockwise.attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
     return attention[0].to(q_BTNH.dtype), attention[1]
 
 
@@ -206,6 +212,7 @@ def context_attention_backward(
     """Returns the gradients of `context_attention` by q, k and v."""
     group = process_group_of(group_name)
     queries = _pieces(q_BTNH, group, group.rank())
+    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = (out_BTNH, lse_BTN)
     q_grad_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32)
 
@@ -215,8 +222,9 @@ def context_attention_backward(
             keys = _pieces(q_BTNH, group, rank)
             gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
             blockwise.attend_backward_(
-                gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT
-            )
+                gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT,
+                segments=segments,
+            )  # fmt: skip
             yield rank, kv_grad
 
     # Copies, because outputs of an operator must not share memory.

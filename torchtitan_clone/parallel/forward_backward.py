@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan_clone.ops.varlen_attention import OnHost
+
 T = TypeVar("T")
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # see ops.cross_entropy.build_loss()
 
@@ -94,8 +96,9 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
             if isinstance(model, FSDPModule):
                 # Gradients are reduced over ranks once, after the last micro-batch.
                 model.set_requires_gradient_sync(is_last)
+            documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
             sums = model(
-                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=rows.documents_BT,
+                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
                 targets_BT=rows.targets_BT, mtp_targets_BKT=rows.mtp_targets_BKT, loss_fn=loss_fn,
             )  # fmt: skip
             mean = objective.add(sums)

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh
@@ -27,7 +28,12 @@ from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Stage(PipelineStageFixes, PipelineStage): ...
+class _Stage(PipelineStageFixes, PipelineStage):
+    def forward_maybe_with_nosync(self, *args: object, documents_BT: Tensor | None = None, **kwargs: object) -> object:
+        # Only now, because schedules split tensors into micro-batches, and replicate everything else.
+        if documents_BT is not None:
+            kwargs["documents_BT"] = OnHost(documents_BT)
+        return super().forward_maybe_with_nosync(*args, **kwargs)
 
 
 def build_pipelined_forward_backward(
