@@ -138,6 +138,7 @@ def _train(
     wrap_replica_group: "WrapReplicaGroup | None",
 ) -> int:
     with importing():
+        from torchtitan_clone.ops.varlen_attention import choose_kernels
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import one_line_summary
@@ -164,7 +165,8 @@ def _train(
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
             lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
     allocator = describe_allocator() if device.type == "cpu" else ""
-    for line in (config.job.description, one_line_summary(plan), allocator):
+    attention = choose_kernels(device, dtype=config.training.mixed_precision_param)
+    for line in (config.job.description, one_line_summary(plan), allocator, attention):
         if line:
             logger.info("%s", line)
     for line in find_notices(config, device_type=device.type):

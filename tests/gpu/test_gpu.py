@@ -45,6 +45,7 @@ def test_bf16_follows_fp32(corpus, tmp_path, masking, compiled):
     expected, found = losses(tmp_path / "exact"), losses(tmp_path / "fast")
     assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.02)
     assert "mfu_percent" in rows(tmp_path / "fast")[0]
+    assert "attention: by FlashAttention" in output
 
 
 @pytest.mark.parametrize("window", [None, 300])

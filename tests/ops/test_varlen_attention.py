@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch.distributed.utils import _to_kwargs
+from torch.nn import attention as kernels
 from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 
@@ -26,8 +27,10 @@ from torchtitan_clone.ops.blockwise_attention import (
 )
 from torchtitan_clone.ops.varlen_attention import (
     OnHost,
+    activate_flash_attention,
     attend_within,
     attend_within_backward,
+    choose_kernels,
     find_segments,
     takes_flash_attention,
 )
@@ -262,3 +265,30 @@ def test_the_kernel_follows_type_size_and_window():
         assert mask.shape == starts.shape
         for options in ({"dtype": torch.float32}, {"dtype": torch.bfloat16, "window": 100}):
             assert isinstance(build(**options), BlockMask)
+
+
+def test_the_kernels_follow_device_and_type():
+    assert choose_kernels(torch.device("cpu"), dtype="bfloat16") == ""
+    assert "in float32: by FlexAttention" in choose_kernels(torch.device("cuda"), dtype="float32")
+
+
+FLASH_ATTENTION_3 = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+library.define("fwd(Tensor q) -> Tensor")
+library.define("bwd(Tensor q) -> Tensor")
+"""
+
+
+def test_flash_attention_3_is_activated_where_it_is_installed(tmp_path, monkeypatch):
+    hopper, ampere = (9, 0), (8, 0)
+    assert activate_flash_attention(hopper) == "2"
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "flash_attn_interface.py"
+    package.write_text("raise ImportError('built for another torch')")
+    assert activate_flash_attention(ampere) == "2"
+    assert activate_flash_attention(hopper).endswith("failed: built for another torch")
+    package.write_text(FLASH_ATTENTION_3)
+    assert activate_flash_attention(hopper) == "3"
+    assert kernels.current_flash_attention_impl() == "FA3"
+    kernels.restore_flash_attention_impl()

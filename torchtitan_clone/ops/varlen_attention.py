@@ -8,11 +8,13 @@ Legend: B batch, T queries, N heads, K kv heads, H head dim; X tokens of all row
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import attention as kernels
 
 from torchtitan_clone import torch_compat
 
@@ -42,6 +44,29 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
+def choose_kernels(device: torch.device, *, dtype: str) -> str:
+    """Activates FlashAttention 3 on GPUs that it is for; returns a line about the kernels of a GPU, "" for a CPU."""
+    if device.type == "cpu":
+        return ""
+    others = "FlexAttention, with rotated keys by memory-efficient attention"
+    if not has_flash_attention(device, getattr(torch, dtype)):
+        return f"attention within documents, in {dtype}: by {others}"
+    version = activate_flash_attention(torch.cuda.get_device_capability(device))
+    return f"attention: by FlashAttention {version}; within windows by {others}"
+
+
+def activate_flash_attention(capability: tuple[int, int]) -> str:
+    """Activates version 3 if the package flash_attn_interface is there; returns the version, and why it is not 3."""
+    is_there = "FA3" in kernels.list_flash_attention_impls() and find_spec("flash_attn_interface") is not None
+    if capability[0] != 9 or not is_there:
+        return "2"
+    try:
+        kernels.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        return f"2, because activating version 3 failed: {error}"
+    return "3"
 
 
 def takes_flash_attention(q_BTNH: Tensor) -> bool:
