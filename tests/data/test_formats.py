@@ -4,6 +4,8 @@ import itertools
 import json
 import pickle
 import struct
+import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -16,7 +18,7 @@ from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.data.formats import TokenArray, TokenFiles, select_token_files
+from torchtitan_clone.data.formats import TokenArray, TokenFiles, has_token_rows, select_token_files
 from torchtitan_clone.ops import IGNORE_INDEX
 
 EOS = TOKENIZER.eos_id
@@ -287,3 +289,8 @@ def test_changed_bytes_are_one_error_or_other_ids(tmp_path, name):
             refused += 1
         path.write_bytes(before)
     assert refused > 10
+
+
+def test_pyarrow_is_only_imported_for_parquet_files(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert not has_token_rows([Path("a.jsonl")], column="text")

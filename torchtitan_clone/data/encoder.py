@@ -1,7 +1,7 @@
 """Tokenizes documents in parallel processes.
 
 Processes, because the tokenizer's own threads become slower with more cores for the patterns of Llama-like tokenizers.
-Each runs this file, which imports nothing of the package, to start in 0.2 s, and exits at the end of its input.
+Each runs this file, which imports neither the package nor numpy, to start in 0.1 s, and exits at the end of its input.
 """
 
 import os
@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from subprocess import PIPE, Popen
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
+
     from torchtitan_clone.data.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Encoded = tuple[np.ndarray, np.ndarray]
+Encoded = tuple["array[int]", "array[int]"]
 """Concatenated tokens of some documents, eos included, and the length of each document in tokens."""
 
 
@@ -31,13 +31,19 @@ class TokenizerProcessError(RuntimeError):
 
 def encode_batches(
     batches: Iterable[tuple[Sequence[str], T]], *, tokenizer: "Tokenizer", dtype: str, num_processes: int
-) -> Generator[tuple[T, np.ndarray, np.ndarray], None, None]:
+) -> "Generator[tuple[T, np.ndarray, np.ndarray], None, None]":
     """Tokenizes batches (texts, label) in order and a few batches ahead; processes start as they are needed.
 
     Yields the label of each batch, its concatenated tokens with eos after each document, and each document's length.
     TokenizerProcessError if the tokenizer fails.
     """
-    setup = (tokenizer.backend.to_str(), tokenizer.eos_id, dtype)
+    import numpy as np
+
+    def to_numpy(encoded: Encoded) -> tuple[np.ndarray, np.ndarray]:
+        ids, lengths = encoded
+        return np.asarray(ids).astype(dtype), np.asarray(lengths)
+
+    setup = (tokenizer.backend.to_str(), tokenizer.eos_id)
     processes: list[Popen[bytes]] = []
     of_thread = threading.local()
 
@@ -52,19 +58,21 @@ def encode_batches(
             pending.append((label, threads.submit(lambda texts: _encode(texts, process=of_thread.process), texts)))
             if len(pending) > 2 * num_processes:
                 label, encoded = pending.popleft()
-                yield label, *encoded.result()
+                yield label, *to_numpy(encoded.result())
         for label, encoded in pending:
-            yield label, *encoded.result()
+            yield label, *to_numpy(encoded.result())
     finally:
         threads.shutdown(cancel_futures=True)
         for process in processes:
             process.communicate()  # closes its input, so that it exits
 
 
-def _start_process(setup: tuple[str, int, str]) -> Popen[bytes]:
+def _start_process(setup: tuple[str, int]) -> Popen[bytes]:
     """Runs this file in a process: pickled texts in, pickled tokens out."""
     command = [sys.executable, "-P", __file__]  # -P: this folder's modules must not shadow others
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    # Memory that a batch frees is kept for the next one, up to 256 MiB: returning it costs 2 % of the time.
+    memory = {"MALLOC_TRIM_THRESHOLD_": str(1 << 28), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+    environment = {**memory, **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     # A new session: Ctrl-C must reach only the trainer.
     process = Popen(command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
@@ -90,7 +98,7 @@ def _serve() -> None:
     """Answers until the input ends, also where the other process is killed while it writes or reads."""
     import tokenizers
 
-    content, eos_id, dtype = pickle.load(sys.stdin.buffer)
+    content, eos_id = pickle.load(sys.stdin.buffer)
     backend = tokenizers.Tokenizer.from_str(content)
     backend.encode_special_tokens = True  # to_str() does not save it
     while True:
@@ -99,13 +107,12 @@ def _serve() -> None:
         except (EOFError, pickle.UnpicklingError):
             return
         try:
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-            ids = array("I")  # a third of the time of np.fromiter
-            for encoding in encodings:
+            ids, lengths = array("I"), array("q")  # "H" takes twice as long
+            for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
                 ids.fromlist(encoding.ids)
                 ids.append(eos_id)
-            lengths = np.array([len(encoding) + 1 for encoding in encodings], dtype=np.int64)
-            answer = np.frombuffer(ids, dtype=np.uint32).astype(dtype), lengths
+                lengths.append(len(encoding) + 1)
+            answer = ids, lengths
         except BaseException as error:  # noqa: BLE001, the library's panics are no Exception
             answer = f"{type(error).__name__}: {error}"
         try:

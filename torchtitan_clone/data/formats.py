@@ -389,11 +389,11 @@ def _arrow_segment(
 
 def has_token_rows(files: Sequence[Path], *, column: str) -> bool:
     """Returns whether the files are parquet files with token ids in a column, which cannot be read in place."""
-    import pyarrow
-    import pyarrow.parquet
-
     if not files or any(path.suffix != ".parquet" for path in files):
         return False
+    import pyarrow  # not before: it takes 0.1 s
+    import pyarrow.parquet
+
     try:
         schema = pyarrow.parquet.read_schema(files[0])
     except (pyarrow.ArrowException, OSError, UnicodeError):
