@@ -6,6 +6,7 @@ A test below fails when torch has a public name instead, or when the private one
 import ast
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,6 +139,31 @@ def test_slow_modules_are_imported_when_needed() -> None:
     assert result.stderr.strip() == "[]"
 
 
+PROBE = """
+import sys, threading
+import torchtitan_clone.torch_compat as torch_compat
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if threading.current_thread() is not threading.main_thread() and name.startswith("torch."):
+            found.append(name)
+found = []
+sys.meta_path.insert(0, Finder())
+result = torch_compat.probe_vector_instructions().result()
+from torch._inductor import cpu_vec_isa
+calls = cpu_vec_isa.valid_vec_isa_list.cache_info()
+sys.exit(str([found, result == cpu_vec_isa.valid_vec_isa_list(), calls.currsize]))
+"""
+
+
+def test_vector_instructions_are_probed_in_a_thread(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho g++ 13.1")  # compiles nothing, so that the test is short
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", PROBE], check=False, capture_output=True, text=True, env=environment)
+    assert result.stderr.strip().endswith("[[], True, 1]")
+
+
 STILL_PRIVATE = [
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._pytree", "tree_leaves"),
@@ -148,6 +174,7 @@ STILL_PRIVATE = [
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir"),
+    ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
     ("torch._logging", "set_logs"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_world"),

@@ -8,6 +8,7 @@ import json
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -224,6 +225,18 @@ def default_compile_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
+
+
+def probe_vector_instructions() -> Future[object]:
+    """Starts to find in a thread which vector instructions torch.compile can use, which waits 1.5 s for processes.
+
+    torch keeps what is found. Code that is compiled meanwhile waits for the instructions that are being probed.
+    """
+    # Not in the thread: two threads that import modules of inductor, which import each other, can fail.
+    import torch.utils.cpp_extension  # noqa: F401
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+    return ThreadPoolExecutor(1).submit(cpu_vec_isa.valid_vec_isa_list)
 
 
 def log_compilation() -> None:
