@@ -12,42 +12,29 @@ from torchtitan_clone.torch_compat import all_gather, reduce_scatter, wait_tenso
 
 def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns the tokens [B, T, D] of all ranks, which hold equally many; gradients are summed over the ranks."""
-    return _GatherTokens.apply(shard_BtD, mesh.size(), mesh.get_group().group_name)
+    return _Exchange.apply(shard_BtD, True, mesh.size(), mesh.get_group().group_name)
 
 
 def sum_and_shard_tokens(part_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
     """Returns this rank's tokens [B, t, D] of the sum over the ranks; T must be a multiple of their number."""
-    return _SumAndShardTokens.apply(part_BTD, mesh.size(), mesh.get_group().group_name)
+    return _Exchange.apply(part_BTD, False, mesh.size(), mesh.get_group().group_name)
 
 
-def _gather(shard_BtD: Tensor, ranks: int, group_name: str) -> Tensor:
-    by_rank = wait_tensor(all_gather(shard_BtD.contiguous(), ranks, group_name))
-    return torch.cat(by_rank.chunk(ranks), dim=1)
+def _exchange(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
+    if gathers:
+        return torch.cat(wait_tensor(all_gather(x.contiguous(), ranks, group_name)).chunk(ranks), dim=1)
+    return wait_tensor(reduce_scatter(torch.cat(x.chunk(ranks, dim=1)), "sum", ranks, group_name))
 
 
-def _sum_and_shard(part_BTD: Tensor, ranks: int, group_name: str) -> Tensor:
-    return wait_tensor(reduce_scatter(torch.cat(part_BTD.chunk(ranks, dim=1)), "sum", ranks, group_name))
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shard_BtD: Tensor, ranks: int, group_name: str) -> Tensor:
-        ctx.group = ranks, group_name
-        return _gather(shard_BtD, ranks, group_name)
+class _Exchange(torch.autograd.Function):
+    """Gathers tokens in forward and sums them in backward, or the other way around."""
 
     @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        ranks, group_name = ctx.group
-        return _sum_and_shard(grad_outputs[0], ranks, group_name), None, None
-
-
-class _SumAndShardTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part_BTD: Tensor, ranks: int, group_name: str) -> Tensor:
-        ctx.group = ranks, group_name
-        return _sum_and_shard(part_BTD, ranks, group_name)
+    def forward(ctx, x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
+        ctx.backward_arguments = not gathers, ranks, group_name
+        return _exchange(x, gathers, ranks, group_name)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        ranks, group_name = ctx.group
-        return _gather(grad_outputs[0], ranks, group_name), None, None
+        gathers, ranks, group_name = ctx.backward_arguments
+        return _exchange(grad_outputs[0], gathers, ranks, group_name), None, None, None
