@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -227,3 +228,13 @@ def test_the_stand_in_does_what_python_does(python, tmp_path):
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert process.wait(60) == -15
+
+
+def test_streams_of_the_stand_in_close_when_it_is_ended_while_it_starts(python, tmp_path):
+    """Who reads the output of a process that was ended early must not wait forever."""
+    for delay in range(0, 60, 2):
+        process = subprocess.Popen([python, "-m", "this"], stdout=subprocess.PIPE, cwd=tmp_path)
+        time.sleep(delay / 1000)
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode in (0, -15)

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
@@ -42,12 +43,12 @@ if not rest or (rest[0].startswith("-") and rest[0] != "-m") or "-P" in options:
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 request = dict(words=rest, environment=dict(os.environ), folder=os.getcwd(), executable=sys.argv[0])
-numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
-for number in numbers:
-    signal.signal(number, lambda number, _: connection.send(bytes([number])))
 data = json.dumps(request).encode()
 socket.send_fds(connection, [len(data).to_bytes(4, "big")], [0, 1, 2])
 connection.sendall(data)
+numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+for number in numbers:
+    signal.signal(number, lambda number, _: connection.send(bytes([number])))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # a launcher blocks them while its workers start
 answer = connection.recv(4)
 code = int.from_bytes(answer, "big", signed=True) if answer else 1
@@ -59,10 +60,26 @@ sys.exit(code)
 """
 
 
-class Stream(Protocol):
-    """A file descriptor on its way to another process."""
+class _Stream:
+    """A file descriptor that goes with the request for a process, which finds its number in place of this object.
 
+    A DupFd made before that request would stay open here if the process were killed before it asked for it, and
+    who reads the other end would wait forever.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Callable[["_Inherited"], int], tuple["_Inherited"]]:
+        return _detach, (DupFd(self._fd),)
+
+
+class _Inherited(Protocol):
     def detach(self) -> int: ...
+
+
+def _detach(inherited: _Inherited) -> int:
+    return inherited.detach()
 
 
 class WarmPython:
@@ -96,12 +113,17 @@ def _answer(connection: socket.socket) -> None:
     """Runs what one start of the stand-in asks for; kills it if the stand-in is killed."""
     with connection:
         size, fds, *_ = socket.recv_fds(connection, 4, STREAMS)
-        data = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-        streams = [DupFd(fd) for fd in fds]
-        process = multiprocessing.get_context("forkserver").Process(target=_run, args=(streams, json.loads(data)))
-        process.start()
-        for fd in fds:
-            os.close(fd)
+        try:
+            length = int.from_bytes(size, "big")
+            data = connection.recv(length, socket.MSG_WAITALL)
+            if not data or len(data) < length:  # the stand-in was killed
+                return
+            streams = [_Stream(fd) for fd in fds]
+            process = multiprocessing.get_context("forkserver").Process(target=_run, args=(streams, json.loads(data)))
+            process.start()
+        finally:
+            for fd in fds:
+                os.close(fd)
         while connection in wait([process.sentinel, connection]):
             if not (signals := connection.recv(1)):
                 process.kill()
@@ -112,10 +134,11 @@ def _answer(connection: socket.socket) -> None:
             connection.sendall((process.exitcode or 0).to_bytes(4, "big", signed=True))
 
 
-def _run(streams: list[Stream], request: dict) -> None:
+def _run(streams: list[int], request: dict) -> None:
     """Does in this process what the interpreter does with these arguments."""
     for number, stream in enumerate(streams):
-        os.dup2(stream.detach(), number)
+        os.dup2(stream, number)
+        os.close(stream)
     # Also where the tests were started with it ignored, as a shell starts what it runs in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["folder"])
