@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.parallel.expert import apply_expert_parallel, expert_modules
+from torchtitan_clone.parallel.expert import TokenExchange, apply_expert_parallel, expert_modules
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
@@ -87,3 +88,29 @@ def test_a_checkpoint_of_another_number_of_experts_is_refused(corpus, tmp_path):
     assert code == 2
     name = "layers.0.feed_forward.experts.w1"
     assert re.search(rf"{re.escape(name)}\D*\(?\[?8, 32, 64.*4, 32, 64", output), output
+
+
+class RepeatSizes(TorchDispatchMode):
+    """Notes the size that each repeat_interleave was given; without one it waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.repeat_interleave:
+            self.sizes.append((kwargs or {}).get("output_size"))
+        return function(*args, **(kwargs or {}))
+
+
+def sizes_of_an_exchange(ranks):
+    with rank_of_a_group():
+        exchange = TokenExchange(init_device_mesh("cpu", (ranks,)).get_group())
+        with RepeatSizes() as repeats:
+            received, *_ = exchange.send(torch.ones(6, DIM), torch.tensor([1, 2, 0, 3]))
+        return repeats.sizes, len(received)
+
+
+def test_the_exchange_waits_for_the_device_once(tmp_path):
+    """run/test_engine.py counts its reads."""
+    assert run_ranks(sizes_of_an_exchange, 2, 2) == [([6], 6), ([6], 6)]

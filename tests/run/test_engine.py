@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, train_all
@@ -186,8 +187,31 @@ def host_reads_of_a_step(argv):
         return reads.places
 
 
+MOE = {"num_experts": 4, "top_k": 2, "hidden_dim": 64, "expert_bias": True, "bias_update_rate": 0.01}
+OF_THE_HOST = {"gradients.py:sum_over_ranks", "balancing.py:update_router"}
+"""Where tensors are read that are on the CPU also with a GPU."""
+EXPERTS = {
+    "model__name": "qwen3_moe",
+    "model__args__head_dim": 32,
+    "model__args__hidden_dim": 64,
+    "model__args__multiple_of": None,
+    **{f"model__args__moe__{name}": value for name, value in MOE.items()},
+}
+
+
 def test_a_step_reads_the_device_once(corpus, tmp_path):
     assert run_ranks(host_reads_of_a_step, 1, options(corpus, tmp_path)) == [["engine.py:read"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_with_experts_and_a_mixture_reads_the_device_once(corpus, tmp_path, ranks):
+    """But for the number of rows that experts get from other ranks, once a layer."""
+    sources = toml_like([{"name": name, "path": str(corpus), "weight": 0.5} for name in "ab"])
+    changes = {"training__dataset_path": None, "data__sources": sources, "model__args__n_layers": 3, **EXPERTS}
+    if ranks == 2:
+        changes |= {"parallelism__expert_parallel_degree": 2, "training__local_batch_size": 4}
+    for places in run_ranks(host_reads_of_a_step, ranks, options(corpus, tmp_path, **changes)):
+        assert [place for place in places if place not in OF_THE_HOST] == ["expert.py:_route"] * (3 if ranks == 2 else 0) + ["engine.py:read"]
 
 
 class UpdateOrder(TorchDispatchMode):
@@ -211,10 +235,7 @@ def order_of_updates(argv):
 
 
 def test_biases_of_routers_are_copied_before_the_optimizer_runs(corpus, tmp_path):
-    moe = {"num_experts": 4, "top_k": 2, "hidden_dim": 64, "expert_bias": True, "bias_update_rate": 0.01}
-    changes = {f"model__args__moe__{name}": value for name, value in moe.items()}
-    changes |= {"model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64}
-    argv = options(corpus, tmp_path, model__args__multiple_of=None, optimizer__implementation="fused", **changes)
+    argv = options(corpus, tmp_path, optimizer__implementation="fused", **EXPERTS)
     (order,) = run_ranks(order_of_updates, 1, argv)
     assert order[0] == "router"
     assert order[-1] == "parameters"

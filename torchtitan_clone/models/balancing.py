@@ -87,12 +87,11 @@ class ExpertLoads:
         for router in self._routers.values():
             router.counts_E.zero_()
 
-    def own(self) -> list[float]:
-        """Returns the counts of this rank, router by router; zeros for those of other ranks."""
-        counts = {name: router.counts_E for name, router in self._routers.items()}
-        # One host sync for all.
-        found = iter(torch.cat(list(counts.values())).tolist() if counts else [])
-        return [next(found) if name in counts else 0 for name, size in self._sizes.items() for _ in range(size)]
+    def own(self, device: torch.device) -> Tensor:
+        """Returns the counts of this rank [sum of E], router by router; zeros for those of other ranks."""
+        counts = {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in self._sizes.items()}
+        counts |= {name: router.counts_E for name, router in self._routers.items()}
+        return torch.cat(list(counts.values())) if counts else torch.zeros(0, device=device)
 
     def by_router(self, counts: Sequence[float]) -> dict[str, Tensor]:
         """Returns [E] of each router, fp64, of counts in the order of own()."""

@@ -40,12 +40,12 @@ class SourceSums:
         values_NC = torch.stack([losses_N.detach(), is_target_N.float(), bytes_N.float()], dim=1)
         self._sums_SC.index_add_(0, sources_N, values_NC)
 
-    def own(self, *, counts: bool) -> list[float]:
-        """Returns the sums of this rank; without `counts` only losses, where another rank has the same tokens."""
-        if not self._names:
-            return []  # without a host sync
-        kept = (1.0, float(counts), float(counts))
-        return [x * keep for row in self._sums_SC[1:].tolist() for x, keep in zip(row, kept, strict=True)]
+    def own(self, *, counts: bool) -> Tensor:
+        """Returns the sums of this rank [S * C]; without `counts` only losses: another rank has the same tokens."""
+        sums_SC = self._sums_SC[1:].clone()
+        if not counts:
+            sums_SC[:, 1:] = 0
+        return sums_SC.flatten()
 
     def by_source(self, sums: Sequence[float]) -> dict[str, tuple[float, float, float]]:
         """Returns loss, targets and bytes by source, given the sums of own() over all ranks."""

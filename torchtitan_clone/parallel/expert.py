@@ -110,8 +110,8 @@ def divide_rows(model: nn.Module, *, cp: DeviceMesh, tp: DeviceMesh, method: Met
 
 
 def _route(ours_We: Tensor, theirs_We: Tensor) -> Route:
-    sent, received = (counts_We.sum(1).tolist() for counts_We in (ours_We, theirs_We))
-    return Route(sent=sent, received=received, order=_by_expert(theirs_We))
+    sent, received = torch.stack([ours_We.sum(1), theirs_We.sum(1)]).tolist()  # the host sync
+    return Route(sent=sent, received=received, order=_by_expert(theirs_We, rows=sum(received)))
 
 
 def _even_route(rows_ND: Tensor, *, ranks: int) -> Route:
@@ -121,12 +121,13 @@ def _even_route(rows_ND: Tensor, *, ranks: int) -> Route:
     return Route(sent=sizes, received=sizes, order=torch.arange(len(rows_ND), device=rows_ND.device))
 
 
-def _by_expert(counts_We: Tensor) -> Tensor:
-    """Returns the order by expert and then by rank of rows that are sorted by rank and then by expert."""
+def _by_expert(counts_We: Tensor, *, rows: int) -> Tensor:
+    """Returns the order by expert and then by rank of `rows` rows that are sorted by rank and then by expert."""
     ranks, experts = counts_We.shape
     segments = torch.arange(ranks * experts, device=counts_We.device)
     keys = segments % experts * ranks + segments // experts
-    return keys.repeat_interleave(counts_We.flatten()).argsort(stable=True)
+    # Without the size it would wait for the device.
+    return keys.repeat_interleave(counts_We.flatten(), output_size=rows).argsort(stable=True)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -98,18 +98,15 @@ class Engine:
         is_leader = self.mesh.is_loss_leader
         # With CPU offload the norm is not on the device of the loss.
         scalars = torch.stack([norm.to(self.device), output.loss, *output.auxiliary.values()])
-        grad_norm, loss, *terms = scalars.tolist()
+        sums = [self._loads.own(self.device), self.source_sums.own(counts=is_leader)]
+        # fp64 holds fp32 and counts exactly.
+        grad_norm, loss, *others = torch.cat([each.double() for each in (scalars, *sums)]).tolist()
+        terms, own = others[: len(output.auxiliary)], others[len(output.auxiliary) :]
         # Ranks of the tp axis compute the same losses, and other auxiliary terms of different tokens.
         has_terms = self.mesh.pp.get_local_rank() == self.plan.loss_rank
         counts = {name: is_leader if name.startswith(MTP_LOSS) else has_terms for name in output.auxiliary}
         auxiliary = [term if counts[name] else 0.0 for name, term in zip(output.auxiliary, terms, strict=True)]
-        return [
-            grad_norm,
-            loss if is_leader else 0.0,
-            *auxiliary,
-            *self._loads.own(),
-            *self.source_sums.own(counts=is_leader),
-        ]
+        return [grad_norm, loss if is_leader else 0.0, *auxiliary, *own]
 
     def totals(self, sums: Sequence[float]) -> StepTotals:
         """Returns what the sums over all ranks of read(), less its norm, mean."""

@@ -35,5 +35,5 @@ def evaluate(
         timeouts.beat()
         if stop.agree():
             return None
-    nats = iter(log_likelihoods(sums, sum_over_ranks(sums.own(counts=engine.mesh.is_loss_leader))))
+    nats = iter(log_likelihoods(sums, sum_over_ranks(sums.own(counts=engine.mesh.is_loss_leader).tolist())))
     return {task.name: task.measure([next(nats) for _ in task.texts]) for task in tasks}

@@ -104,7 +104,7 @@ class Validator:
                 if count == self._options.steps:
                     break
         is_leader = engine.mesh.is_loss_leader
-        own = engine.source_sums.own(counts=is_leader)
+        own = engine.source_sums.own(counts=is_leader).tolist()
         total, targets, *sums = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader, *own])
         return ValidationResult(
             loss=total / max(1, targets), num_targets=int(targets), by_source=engine.source_sums.by_source(sums)
