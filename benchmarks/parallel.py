@@ -3,16 +3,18 @@
     python benchmarks/parallel.py
     python benchmarks/parallel.py shard tensor --json result.json -- --training.seq_len=1024
 
-One rank is measured as two runs at once, so that each has half of the machine, as each of two ranks has. The expected
-time of a step on two ranks is that of one rank, plus the bubble of a pipeline and the time of its collectives: their
-number and bytes at the latency and bandwidth that are measured first, as if nothing overlapped. Times are those of the
-fastest step, which other processes disturb least. "busy" is the ratio of processor seconds of a rank, medians of all
-steps: what the time exceeds it by are ranks that wait for each other. The last table measures training.freeze_schedule.
-Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the CPU;
-`benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+Two ranks and one rank live at the same time and train their steps in turn. One rank is measured as two runs that begin
+a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
+since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
+pipeline and the time of its collectives: their number and bytes at the latency and bandwidth that are measured first,
+as if nothing overlapped. All times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of
+a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
+training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
+CPU, with the allocator of run_train.sh. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -20,25 +22,27 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import processor_name
+from benchmarks.turns import Program, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.pipeline import bubble_fraction
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run import preflight
 from torchtitan_clone.testing.harness import collect, start_ranks
-from torchtitan_clone.testing.runs import make_corpus
+from torchtitan_clone.testing.runs import allocator_variables, make_corpus
 from torchtitan_clone.testing.trainers import open_trainer
 
+SERVE = "serve"
 WARM_UP_STEPS = 2
 ROWS = 2
 """Rows that one rank alone trains on in a step."""
@@ -65,18 +69,20 @@ FREEZING = {
     "half frozen, then data 2": PIPELINE | {"training.freeze_schedule": f"[{{step = 1, layers = 3, {_DATA_2}}}]"},
 }
 CUDA = torch.cuda.device_count() > 1
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")} if CUDA else None
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
 
 
 def main() -> None:
     """Measures and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("axes", nargs="*", help="words of which a case has one; all without any")
-    parser.add_argument("--steps", type=int, default=10, help="steps of each run that count")
+    parser.add_argument("--rounds", type=int, default=12, help="measured steps of each run")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: must be at least 2")
     with tempfile.TemporaryDirectory() as folder:
         results = _measure_all(Path(folder), arguments, words[split + 1 :])
     if arguments.json:
@@ -86,37 +92,36 @@ def main() -> None:
 def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str]) -> dict:
     logging.disable()
     os.environ["PYTHONWARNINGS"] = "ignore"
-    common = _options(folder, arguments.steps) | dict(word.removeprefix("--").split("=", 1) for word in others)
-
-    def run(changes: dict, *, ranks: int) -> list[dict]:
-        argv = [f"--{key}={value}" for key, value in (common | changes).items()]
-        # One rank would have the machine to itself: two such runs at once, each in its own folder.
-        started = [
-            start_ranks(measure_steps, ranks, [*argv, f"--job.run_name={run}"], arguments.steps, env=ENVIRONMENT)
-            for run in range(3 - ranks)
-        ]
-        return [answer for some in started for answer in collect(some, timeout=400)]
-
-    links = collect(start_ranks(measure_links, 2, env=ENVIRONMENT))[0]
+    if not CUDA:
+        os.environ.update(allocator_variables())
+    common = _options(folder) | dict(word.removeprefix("--").split("=", 1) for word in others)
+    links = collect(start_ranks(measure_links, 2, env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)} if CUDA else None))[0]
     _print_links(links)
-    columns = f"{'one rank':>9}{'two':>9}{'ratio':>8}{'busy':>8}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
+    columns = f"{'one rank':>9}{'two':>9}{'ratio':>20}{'busy':>20}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
     print(f"\n{'seconds a step':20}{columns}")
     cases = {}
     for name, changes in CASES.items():
         if not arguments.axes or any(word in name for word in arguments.axes):
-            # Measured again for each case, because a machine's speed drifts.
-            ones = run({"training.global_batch_size": ROWS}, ranks=1)
-            cases[name] = _compare(run(changes, ranks=2), ones=ones, links=links)
+            with ExitStack() as stack:
+                ones = common | {"training.global_batch_size": ROWS}
+                first, second = (_start(stack, folder, ones, name=f"one{run}", gpus=GPUS[run]) for run in (0, 1))
+                two = _start(stack, folder, common | changes, name="two", gpus=",".join(GPUS))
+                cases[name] = _compare(first, second, two, rounds=arguments.rounds, links=links)
             _print_case(name, cases[name])
     if not arguments.axes or "freezing" in arguments.axes:
         print(f"\n{'':28}{'seconds a step':>15}")
-        for name, changes in FREEZING.items():
-            cases[name] = {"seconds": max(answer["seconds"] for answer in run(changes, ranks=2))}
-            print(f"{name:28}{cases[name]['seconds']:15.3f}", flush=True)
+        with ExitStack() as stack:
+            programs = [
+                _start(stack, folder, common | changes, name=name, gpus=",".join(GPUS))
+                for name, changes in FREEZING.items()
+            ]
+            for name, steps in take_turns(programs, rounds=arguments.rounds).items():
+                cases[name] = {"seconds": statistics.median(step["wall"] for step in steps)}
+                print(f"{name:28}{cases[name]['seconds']:15.3f}", flush=True)
     return {"processor": processor_name(), "torch": torch.__version__, "links": links, "cases": cases}
 
 
-def _options(folder: Path, steps: int) -> dict:
+def _options(folder: Path) -> dict[str, object]:
     return {
         "job.dump_folder": folder,
         "training.dataset_path": make_corpus(folder / "data" / "corpus"),
@@ -125,7 +130,7 @@ def _options(folder: Path, steps: int) -> dict:
         "training.local_batch_size": ROWS,
         "training.global_batch_size": 2 * ROWS,
         "training.mixed_precision_param": "bfloat16" if CUDA else "float32",
-        "training.steps": steps + 10,
+        "training.steps": 1_000_000,
         "lr_scheduler.warmup_steps": 1,
         "activation_checkpoint.mode": "none",
         "checkpoint.enable": "false",
@@ -133,25 +138,38 @@ def _options(folder: Path, steps: int) -> dict:
     }
 
 
-def measure_steps(argv: list[str], steps: int) -> dict:
-    """Returns a rank's seconds of its fastest step, its processor seconds, its collectives, and a pipeline's bubble."""
+def _start(stack: ExitStack, folder: Path, options: Mapping[str, object], *, name: str, gpus: str) -> Running:
+    """Starts a run, all ranks of it; the stack ends it."""
+    argv = [f"--{key}={value}" for key, value in options.items()]
+    program = Program(
+        name=name,
+        command=[sys.executable, __file__, SERVE, *argv, f"--job.run_name={name}"],
+        environment={"CUDA_VISIBLE_DEVICES": gpus} if CUDA else {"OMP_NUM_THREADS": "1"},
+        log=folder / f"{name}.log",
+    )
+    return stack.enter_context(Running(program))
+
+
+def serve(argv: list[str]) -> None:
+    """Trains a run, one step a turn; the first report has a step's collectives and the idle share of a pipeline."""
     config = load_config(argv)
+    # Only runs of one rank have a batch as small.
+    turn = serve_turns_of_ranks(1 if config.training.global_batch_size == ROWS else 2)
     with open_trainer(argv) as trainer:
         plan = preflight.resolve(config, world_size=dist.get_world_size(), device_type="cuda" if CUDA else "cpu")
-        numbers = range(1, WARM_UP_STEPS + steps + 1)
-        seconds, busy = [], []
-        for number in numbers:
-            start = time.process_time()
-            seconds.append(_seconds(partial(trainer.train_step, number)))
-            busy.append(time.process_time() - start)
+        numbers = itertools.count(1)
+        for _ in range(WARM_UP_STEPS):
+            trainer.train_step(next(numbers))
         with CollectiveTrace(trainer.engine.mesh.group_axes()) as trace:
-            trainer.train_step(len(seconds) + 1)
-    rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-    idle = 0.0
-    if config.parallelism.pipeline_parallel_degree > 1:
-        idle = bubble_fraction(config.parallelism, stages=plan.stages, microbatches=rows)
-    found = {"seconds": min(seconds[WARM_UP_STEPS:]), "busy_seconds": statistics.median(busy[WARM_UP_STEPS:])}
-    return {**found, "collectives": trace.rows(), "idle": idle}
+            trainer.train_step(next(numbers))
+        rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        idle = 0.0
+        if config.parallelism.pipeline_parallel_degree > 1:
+            idle = bubble_fraction(config.parallelism, stages=plan.stages, microbatches=rows)
+        turn(collectives=trace.rows(), idle=idle)
+        while True:
+            trainer.train_step(next(numbers))
+            turn()
 
 
 def measure_links() -> dict:
@@ -165,7 +183,7 @@ def measure_links() -> dict:
             times = []
             for size in (small, large):
                 call = build(torch.zeros(size // 4, device=device), launch.rank)
-                times.append(min(_seconds(call) for _ in range(20)))
+                times.append(statistics.median(_seconds(call) for _ in range(20)))
             per_byte = max(0.0, (times[1] - times[0]) / (large - small))
             found[name] = {"call": times[0], "byte": per_byte}
     return found
@@ -194,28 +212,35 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 
 
-def _compare(answers: list[dict], *, ones: list[dict], links: dict) -> dict:
-    """Returns the slower rank's step, the time it should take, and how much more processor time ranks need."""
-    one = min(answer["seconds"] for answer in ones)
-    busy = [statistics.mean(answer["busy_seconds"] for answer in some) for some in (ones, answers)]
-    calls = [row for row in max(answers, key=_bytes)["collectives"] if row["collective"] in links]
+def _compare(first: Running, second: Running, two: Running, *, rounds: int, links: dict) -> dict[str, Any]:
+    """Returns the steps' times in turn, the time that two ranks should take, and how much more processor time."""
+    ones, twos = [], []
+    for number in range(1 + rounds):
+        if number % 2:
+            twos.append(two.step())
+        for run in (first, second):
+            run.begin()
+        pair = [run.end() for run in (first, second)]
+        ones.append({"wall": max(step["wall"] for step in pair), "cpu": statistics.mean(step["cpu"] for step in pair)})
+        if not number % 2:
+            twos.append(two.step())
+    del ones[0], twos[0]  # the first round warms up
+    one, seconds = (statistics.median(step["wall"] for step in steps) for steps in (ones, twos))
+    calls = [row for row in two.ready["collectives"] if row["collective"] in links]
     costs = (links[row["collective"]]["call"] * row["count"] + links[row["collective"]]["byte"] * row["bytes"]
              for row in calls)  # fmt: skip
     cost = sum(costs)
     return {
-        "seconds": max(answer["seconds"] for answer in answers),
+        "seconds": seconds,
         "one_rank_seconds": one,
-        "busy_ratio": busy[1] / busy[0],
-        "expected_seconds": one / (1 - answers[0]["idle"]) + cost,
+        "ratio": str(ratio_of(twos, ones)),
+        "busy_ratio": str(ratio_of(twos, ones, clock="cpu")),
+        "expected_ratio": 1 / (1 - two.ready["idle"]) + cost / one,
         "collective_seconds": cost,
         "calls": sum(row["count"] for row in calls),
         "bytes": sum(row["bytes"] for row in calls),
         "collectives": calls,
     }
-
-
-def _bytes(answer: dict) -> int:
-    return sum(row["bytes"] for row in answer["collectives"])
 
 
 def _print_links(links: dict) -> None:
@@ -226,13 +251,12 @@ def _print_links(links: dict) -> None:
 
 
 def _print_case(name: str, case: dict) -> None:
-    one, two, expected = case["one_rank_seconds"], case["seconds"], case["expected_seconds"]
+    times = f"{case['one_rank_seconds']:9.3f}{case['seconds']:9.3f}{case['ratio']:>20}{case['busy_ratio']:>20}"
     sizes = f"{case['calls']:7,}{case['bytes'] / 2**20:8.1f}{case['collective_seconds']:9.3f}"
-    print(
-        f"{name:20}{one:9.3f}{two:9.3f}{two / one:8.3f}{case['busy_ratio']:8.3f}{expected / one:11.3f}{sizes}",
-        flush=True,
-    )
+    print(f"{name:20}{times}{case['expected_ratio']:11.3f}{sizes}", flush=True)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [SERVE]:
+        serve(sys.argv[2:])
     main()

@@ -116,9 +116,17 @@ class Running:
 
     def step(self) -> Step:
         """Lets the program train one step; returns its wall and CPU seconds and the peak memory until then."""
+        self.begin()
+        return self.end()
+
+    def begin(self) -> None:
+        """Lets the program train one step, and returns at once: several programs can train at the same time."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
+
+    def end(self) -> Step:
+        """Returns what step() does of the step that begin() began."""
         return self._reply()
 
     @property
