@@ -211,7 +211,8 @@ def test_a_step_with_experts_and_a_mixture_reads_the_device_once(corpus, tmp_pat
     if ranks == 2:
         changes |= {"parallelism__expert_parallel_degree": 2, "training__local_batch_size": 4}
     for places in run_ranks(host_reads_of_a_step, ranks, options(corpus, tmp_path, **changes)):
-        assert [place for place in places if place not in OF_THE_HOST] == ["expert.py:_route"] * (3 if ranks == 2 else 0) + ["engine.py:read"]
+        exchanges = ["expert.py:_route"] * (3 if ranks == 2 else 0)
+        assert [place for place in places if place not in OF_THE_HOST] == [*exchanges, "engine.py:read"]
 
 
 class UpdateOrder(TorchDispatchMode):

@@ -1,18 +1,22 @@
 """Data parallelism with FSDP2: shards weights, gradients and optimizer state over the `fsdp` mesh."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
 class FSDPGroup(Protocol):
@@ -63,12 +67,40 @@ def apply_fsdp(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Not averaged: the loss is divided by the targets of all ranks. gloo has no scaled sum.
-            module.set_force_sum_reduction_for_comms(True)
+            own_mesh = expert_mesh if expert_mesh is not None and module in experts else mesh
+            _sum_gradients(module, ranks=own_mesh.size())
             if not _is_trained(module):
                 # Else the backward of the block above prefetches frozen weights for nothing.
                 module.set_unshard_in_backward(False)
+
+
+def _sum_gradients(module: FSDPModule, *, ranks: int) -> None:
+    """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks."""
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    if ranks > 1:
+        module.set_gradient_divide_factor(1.0)
+    else:  # a factor would cost a division of its own
+        module.set_custom_reduce_scatter(cast("ReduceScatter", SumOfOneRank()))
+
+
+class SumOfOneRank:
+    """Gives the gradients of one rank and their sum the same memory: FSDP2 copies one to the other."""
+
+    def __init__(self) -> None:
+        self._gradients: weakref.ref[Tensor] | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for the gradients of a group of parameters; after it the same for their sum."""
+        memory = None if self._gradients is None else self._gradients()
+        self._gradients = None
+        if memory is None or (memory.shape, memory.dtype) != (torch.Size(size), dtype):
+            memory = torch.empty(size, dtype=dtype, device=device)
+            self._gradients = weakref.ref(memory)
+        return memory
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
+        """Sums the gradients over one rank."""
+        output_tensor.copy_(input_tensor)
 
 
 def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
