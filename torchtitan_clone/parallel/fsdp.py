@@ -4,7 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
 class FSDPGroup(Protocol):
@@ -80,7 +77,7 @@ def _sum_gradients(module: FSDPModule, *, ranks: int) -> None:
     if ranks > 1:
         module.set_gradient_divide_factor(1.0)
     else:  # a factor would cost a division of its own
-        module.set_custom_reduce_scatter(cast("ReduceScatter", SumOfOneRank()))
+        module.set_custom_reduce_scatter(cast("Any", SumOfOneRank()))
 
 
 class SumOfOneRank:
