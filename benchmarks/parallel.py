@@ -7,8 +7,8 @@ Two ranks and one rank live at the same time and train their steps in turn. One 
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline and the time of its collectives: their number and bytes at the latency and bandwidth that are measured first,
-as if nothing overlapped. All times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of
-a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
+the best of 20, as if nothing overlapped. Times and ratios are medians, with quartiles. "busy" is the ratio of processor
+seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
 training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
 CPU, with the allocator of run_train.sh. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
@@ -183,7 +183,7 @@ def measure_links() -> dict:
             times = []
             for size in (small, large):
                 call = build(torch.zeros(size // 4, device=device), launch.rank)
-                times.append(statistics.median(_seconds(call) for _ in range(20)))
+                times.append(min(_seconds(call) for _ in range(20)))
             per_byte = max(0.0, (times[1] - times[0]) / (large - small))
             found[name] = {"call": times[0], "byte": per_byte}
     return found
