@@ -136,6 +136,11 @@ def name_fsdp_modules(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
+def gather_asynchronously(model: nn.Module) -> None:
+    """Lets FSDP gather weights in the background on a device without streams, where its default is to wait for them."""
+    model._set_unshard_async_op(True)  # pyright: ignore[reportCallIssue]
+
+
 def is_fake(x: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor

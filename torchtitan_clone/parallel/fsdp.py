@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
 
@@ -59,6 +60,8 @@ def apply_fsdp(
         if group.is_lookup:
             cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
     shard(model, reshard_after_forward=reshard)
+    if not on_cuda:
+        torch_compat.gather_asynchronously(model)
     _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; only in-place operations would have to know.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
