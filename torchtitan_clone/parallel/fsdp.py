@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -60,7 +61,7 @@ def apply_fsdp(
         if group.is_lookup:
             cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
     shard(model, reshard_after_forward=reshard)
-    if not on_cuda:
+    if dist.get_backend(mesh.get_group(-1)) == "gloo":  # a simulation is of a GPU
         torch_compat.gather_asynchronously(model)
     _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; only in-place operations would have to know.

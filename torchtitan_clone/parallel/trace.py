@@ -195,7 +195,8 @@ class CollectiveTrace(TorchDispatchMode):
         """Returns one row for each kind of call.
 
         `bytes` is the size of the larger side. `exposed` counts calls that ended before a matrix product or attention
-        began, so that nothing hides them; send and recv count as hidden. It is None where only CUDA would tell.
+        began, so that nothing hides them; send, recv and what runs in the background count as hidden. It is None where
+        only CUDA would tell.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self._known_exposed(call)}
