@@ -46,11 +46,9 @@ def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, 
     assert size(found, axis="fsdp", collective="reduce_scatter") == 2 * block + embedding + ends
     layers = {"layers.*", "norm, output", "tok_embeddings"}
     assert {row["layer"] for row in found if row["axis"] == "fsdp"} == layers
-    # Gathers run in the background. Only CUDA's streams would tell whether others hide behind work.
-    exposed = {(row["collective"], row["exposed"]) for row in found if row["axis"] == "fsdp"}
-    assert exposed == {("all_gather", 0), ("reduce_scatter", None)}
-    assert re.search(r"[0-9] fsdp +all_gather +layers.\* +8 +0 ", output, re.MULTILINE)
-    assert re.search(r"[0-9] fsdp +reduce_scatter +layers.\* +2 +- ", output, re.MULTILINE)
+    # Only CUDA's streams would tell whether a collective hides behind others' work.
+    assert {row["exposed"] for row in found if row["axis"] == "fsdp"} == {None}
+    assert re.search(r"[0-9] fsdp +all_gather +layers.\* +8 +- ", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("method", ["allgather", "alltoall"])

@@ -171,7 +171,10 @@ class CollectiveTrace(TorchDispatchMode):
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
-        is_waited_for = _is_waited_for(func, args)
+        # On a CPU FSDP's gathers run in the background, which a simulated run has not.
+        is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
+        is_unknown = is_of_fsdp and not torch.cuda.is_initialized()
+        is_waited_for = None if is_unknown else _is_waited_for(func, args)
         self.exposed[call] += bool(is_waited_for)
         if is_waited_for is None:
             self._unknown.add(call)
@@ -195,8 +198,7 @@ class CollectiveTrace(TorchDispatchMode):
         """Returns one row for each kind of call.
 
         `bytes` is the size of the larger side. `exposed` counts calls that ended before a matrix product or attention
-        began, so that nothing hides them; send, recv and what runs in the background count as hidden. It is None where
-        only CUDA would tell.
+        began, so that nothing hides them; send and recv count as hidden. It is None where only CUDA would tell.
         """
         return [
             {**vars(call), "count": count, "bytes": self.bytes[call], "exposed": self._known_exposed(call)}
