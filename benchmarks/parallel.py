@@ -22,8 +22,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
-from benchmarks.turns import Program, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
+from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.pipeline import bubble_fraction
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -69,7 +70,7 @@ FREEZING = {
     "half frozen, then data 2": PIPELINE | {"training.freeze_schedule": f"[{{step = 1, layers = 3, {_DATA_2}}}]"},
 }
 CUDA = torch.cuda.device_count() > 1
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES", "0,1") if CUDA else "0,1").split(",")[:2]
 
 
 def main() -> None:
@@ -104,16 +105,15 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
         if not arguments.axes or any(word in name for word in arguments.axes):
             with ExitStack() as stack:
                 ones = common | {"training.global_batch_size": ROWS}
-                first, second = (_start(stack, folder, ones, name=f"one{run}", gpus=GPUS[run]) for run in (0, 1))
-                two = _start(stack, folder, common | changes, name="two", gpus=",".join(GPUS))
+                first, second = (_start(stack, folder, ones, name=f"one{run}", gpus=[GPUS[run]]) for run in (0, 1))
+                two = _start(stack, folder, common | changes, name="two", gpus=GPUS)
                 cases[name] = _compare(first, second, two, rounds=arguments.rounds, links=links)
             _print_case(name, cases[name])
     if not arguments.axes or "freezing" in arguments.axes:
         print(f"\n{'':28}{'seconds a step':>15}")
         with ExitStack() as stack:
             programs = [
-                _start(stack, folder, common | changes, name=name, gpus=",".join(GPUS))
-                for name, changes in FREEZING.items()
+                _start(stack, folder, common | changes, name=name, gpus=GPUS) for name, changes in FREEZING.items()
             ]
             for name, steps in take_turns(programs, rounds=arguments.rounds).items():
                 cases[name] = {"seconds": statistics.median(step["wall"] for step in steps)}
@@ -138,13 +138,13 @@ def _options(folder: Path) -> dict[str, object]:
     }
 
 
-def _start(stack: ExitStack, folder: Path, options: Mapping[str, object], *, name: str, gpus: str) -> Running:
-    """Starts a run, all ranks of it; the stack ends it."""
+def _start(stack: ExitStack, folder: Path, options: Mapping[str, object], *, name: str, gpus: Sequence[str]) -> Running:
+    """Starts a run, a rank for each of the GPUs; the stack ends it."""
     argv = [f"--{key}={value}" for key, value in options.items()]
     program = Program(
         name=name,
-        command=[sys.executable, __file__, SERVE, *argv, f"--job.run_name={name}"],
-        environment={"CUDA_VISIBLE_DEVICES": gpus} if CUDA else {"OMP_NUM_THREADS": "1"},
+        command=[sys.executable, __file__, SERVE, str(len(gpus)), *argv, f"--job.run_name={name}"],
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if CUDA else {"OMP_NUM_THREADS": "1"},
         log=folder / f"{name}.log",
     )
     return stack.enter_context(Running(program))
@@ -152,9 +152,9 @@ def _start(stack: ExitStack, folder: Path, options: Mapping[str, object], *, nam
 
 def serve(argv: list[str]) -> None:
     """Trains a run, one step a turn; the first report has a step's collectives and the idle share of a pipeline."""
+    ranks, *argv = argv
     config = load_config(argv)
-    # Only runs of one rank have a batch as small.
-    turn = serve_turns_of_ranks(1 if config.training.global_batch_size == ROWS else 2)
+    turn = serve_turns_of_ranks(int(ranks))
     with open_trainer(argv) as trainer:
         plan = preflight.resolve(config, world_size=dist.get_world_size(), device_type="cuda" if CUDA else "cpu")
         numbers = itertools.count(1)
@@ -233,8 +233,8 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
     return {
         "seconds": seconds,
         "one_rank_seconds": one,
-        "ratio": str(ratio_of(twos, ones)),
-        "busy_ratio": str(ratio_of(twos, ones, clock="cpu")),
+        "ratio": asdict(ratio_of(twos, ones)),
+        "busy_ratio": asdict(ratio_of(twos, ones, clock="cpu")),
         "expected_ratio": 1 / (1 - two.ready["idle"]) + cost / one,
         "collective_seconds": cost,
         "calls": sum(row["count"] for row in calls),
@@ -251,7 +251,8 @@ def _print_links(links: dict) -> None:
 
 
 def _print_case(name: str, case: dict) -> None:
-    times = f"{case['one_rank_seconds']:9.3f}{case['seconds']:9.3f}{case['ratio']:>20}{case['busy_ratio']:>20}"
+    ratios = "".join(f"{Ratio(**case[key])!s:>20}" for key in ("ratio", "busy_ratio"))
+    times = f"{case['one_rank_seconds']:9.3f}{case['seconds']:9.3f}{ratios}"
     sizes = f"{case['calls']:7,}{case['bytes'] / 2**20:8.1f}{case['collective_seconds']:9.3f}"
     print(f"{name:20}{times}{case['expected_ratio']:11.3f}{sizes}", flush=True)
 

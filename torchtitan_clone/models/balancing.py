@@ -5,6 +5,7 @@ Legend: B rows, T tokens of a row, E experts, K experts of a token, L layers, A 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -89,9 +90,10 @@ class ExpertLoads:
 
     def own(self, device: torch.device) -> Tensor:
         """Returns the counts of this rank [sum of E], router by router; zeros for those of other ranks."""
-        counts = {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in self._sizes.items()}
-        counts |= {name: router.counts_E for name, router in self._routers.items()}
-        return torch.cat(list(counts.values())) if counts else torch.zeros(0, device=device)
+        counts = {name: router.counts_E for name, router in self._routers.items()}
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
+        own = [counts[name] if name in counts else zeros(size) for name, size in self._sizes.items()]
+        return torch.cat(own) if own else zeros(0)
 
     def by_router(self, counts: Sequence[float]) -> dict[str, Tensor]:
         """Returns [E] of each router, fp64, of counts in the order of own()."""

@@ -61,7 +61,7 @@ def apply_fsdp(
         if group.is_lookup:
             cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
     shard(model, reshard_after_forward=reshard)
-    if dist.get_backend(mesh.get_group(-1)) == "gloo":  # a simulation is of a GPU
+    if dist.get_backend(mesh.get_group(-1)) == "gloo":  # not in simulated runs, which predict a GPU
         torch_compat.gather_asynchronously(model)
     _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; only in-place operations would have to know.

@@ -171,7 +171,7 @@ class CollectiveTrace(TorchDispatchMode):
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
-        # On a CPU FSDP's gathers run in the background, which a simulated run has not.
+        # A CPU gathers weights in the background, a simulated run does not: both must log the same.
         is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
         is_unknown = is_of_fsdp and not torch.cuda.is_initialized()
         is_waited_for = None if is_unknown else _is_waited_for(func, args)
