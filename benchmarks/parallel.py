@@ -7,10 +7,11 @@ Two ranks and one rank live at the same time and train their steps in turn. One 
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline and the time of its collectives: their number and bytes at the latency and bandwidth that are measured first,
-the best of 20, as if nothing overlapped. Times and ratios are medians, with quartiles. "busy" is the ratio of processor
-seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
-training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
-CPU, with the allocator of run_train.sh. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+the best of 20, as if nothing overlapped; those of FSDP on a CPU are messages (parallel/messages.py). Times and ratios
+are medians, with quartiles. "busy" is the ratio of processor seconds of a rank: what the time exceeds it by are ranks
+that wait for each other. The last table measures training.freeze_schedule. Arguments after `--` are options of all
+runs. With fewer than two GPUs the ranks run on the CPU, with the allocator of run_train.sh. `benchmarks/trainer.py
+--compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -35,6 +36,7 @@ import torch.distributed as dist
 
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.messages import GatherByMessages, SumByMessages
 from torchtitan_clone.parallel.pipeline import bubble_fraction
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
@@ -202,6 +204,16 @@ def _send_or_receive(whole: torch.Tensor, rank: int) -> Callable[[], object]:
     return lambda: dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
 
 
+def _gather_by_messages(whole: torch.Tensor, rank: int) -> Callable[[], object]:
+    tensors = {"output_tensor": whole, "input_tensor": whole.chunk(2)[rank]}
+    return lambda: GatherByMessages()(**tensors, group=dist.GroupMember.WORLD).wait()
+
+
+def _sum_by_messages(whole: torch.Tensor, rank: int) -> Callable[[], object]:
+    tensors = {"output_tensor": torch.empty_like(whole.chunk(2)[rank]), "input_tensor": whole}
+    return lambda: SumByMessages([], pending=None)(**tensors, group=dist.GroupMember.WORLD)
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_gather": lambda whole, rank: lambda: dist.all_gather_into_tensor(whole, whole.chunk(2)[rank].clone()),
     "reduce_scatter": lambda whole, rank: lambda: dist.reduce_scatter_tensor(whole.chunk(2)[rank].clone(), whole),
@@ -209,6 +221,8 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_to_all": lambda whole, _: lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
     "send": _send_or_receive,
 }
+if not CUDA:
+    COLLECTIVES |= {"fsdp all_gather": _gather_by_messages, "fsdp reduce_scatter": _sum_by_messages}
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 
 
@@ -227,9 +241,10 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
     del ones[0], twos[0]  # the first round warms up
     one, seconds = (statistics.median(step["wall"] for step in steps) for steps in (ones, twos))
     calls = [row for row in two.ready["collectives"] if row["collective"] in links]
-    costs = (links[row["collective"]]["call"] * row["count"] + links[row["collective"]]["byte"] * row["bytes"]
-             for row in calls)  # fmt: skip
-    cost = sum(costs)
+    cost = 0.0
+    for row in calls:
+        link = links.get(f"{row['axis']} {row['collective']}", links[row["collective"]])
+        cost += link["call"] * row["count"] + link["byte"] * row["bytes"]
     return {
         "seconds": seconds,
         "one_rank_seconds": one,

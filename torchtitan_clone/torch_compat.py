@@ -136,9 +136,18 @@ def name_fsdp_modules(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
-def gather_asynchronously(model: nn.Module) -> None:
-    """Lets FSDP gather weights in the background on a device without streams, where its default is to wait for them."""
-    model._set_unshard_async_op(True)  # pyright: ignore[reportCallIssue]
+def replace_sum_of_replicas(module: nn.Module, add: Callable[[Tensor], None]) -> None:
+    """Makes a function sum gradients over replicas in place of FSDP, of which each has all weights.
+
+    FSDP waits for its own sum on a device without streams. It then sums over the group of one rank that shards weights,
+    and calls its hook for what follows.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportCallIssue]
+    if group is None:  # the modules inside have all parameters
+        return
+    assert group.mesh_info.shard_mesh_size == 1
+    group.mesh_info.replicate_process_group = group.mesh_info.shard_process_group
+    module.set_all_reduce_hook(add)  # pyright: ignore[reportCallIssue]
 
 
 def is_fake(x: Tensor) -> bool:
@@ -187,6 +196,16 @@ def running_autograd_node() -> int | None:
     """Returns the number of the autograd node that runs; None outside of backward. There is no public way to ask."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def runs_backward() -> bool:
+    """Whether autograd runs a backward on this thread, or what after_backward() was called with at its end."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward that runs. Hooks of tensors run at most at the end of their own."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def look_inside(operation: torch.library.CustomOpDef, *, mode_class: type[TorchDispatchMode]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchtitan_clone.parallel.fsdp import SumOfOneRank
+from torchtitan_clone.parallel.messages import TAGS
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
@@ -13,14 +14,14 @@ from torchtitan_clone.torch_compat import TorchDispatchMode
 
 
 class GatherCounter(TorchDispatchMode):
-    """Counts all-gathers as they start."""
+    """Counts all-gathers of two ranks as they start, by their messages."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "allgather" in func.name()
+        self.count += func is torch.ops.c10d.send.default and args[3] == TAGS[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -48,32 +49,6 @@ def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path,
     assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
 
 
-class GatherModes(TorchDispatchMode):
-    """Notes whether each all-gather runs in the background."""
-
-    def __init__(self):
-        super().__init__()
-        self.modes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.modes.append(len(args) < 4 or args[3])  # the default of async_op is True
-        return func(*args, **(kwargs or {}))
-
-
-def modes_of_gathers(argv):
-    with open_trainer(argv) as trainer, GatherModes() as gathers:
-        trainer.train_step(1)
-        return gathers.modes
-
-
-def test_weights_are_gathered_in_the_background(corpus, tmp_path):
-    """A CPU has no streams; ranks that wait for each other in every block take a tenth longer."""
-    argv = options(corpus, tmp_path, training__local_batch_size=4, model__args__n_layers=3)
-    for modes in run_ranks(modes_of_gathers, 2, argv):
-        assert modes == [True] * 8  # embedding, blocks and output; the blocks twice
-
-
 class GradientPasses(TorchDispatchMode):
     """Counts divisions and copies of the gradients of a block, which FSDP keeps in one tensor."""
 
@@ -96,11 +71,11 @@ def passes_over_gradients(argv):
         return passes.count
 
 
-def test_one_rank_neither_divides_nor_copies_the_sums_of_gradients(corpus, tmp_path):
+def test_sums_of_gradients_are_not_divided_or_copied_on_one_shard(corpus, tmp_path):
     argv = options(corpus, tmp_path, model__args__n_layers=3)
     assert run_ranks(passes_over_gradients, 1, argv) == [0]
     mesh = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
-    assert run_ranks(passes_over_gradients, 2, [*argv, *mesh]) == [6, 6]  # as torch does it
+    assert run_ranks(passes_over_gradients, 2, [*argv, *mesh]) == [0, 0]
 
 
 def test_the_sum_of_one_rank_has_the_memory_of_its_gradients():

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.parallel.messages import GatherByMessages, PendingSums, SumByMessages
 
 
 class FSDPGroup(Protocol):
@@ -61,27 +62,37 @@ def apply_fsdp(
         if group.is_lookup:
             cast("FSDPModule", modules[0]).set_unshard_in_backward(False)
     shard(model, reshard_after_forward=reshard)
-    if dist.get_backend(mesh.get_group(-1)) == "gloo":  # not in simulated runs, which predict a GPU
-        torch_compat.gather_asynchronously(model)
     _prefetch([group.modules[0] for group in groups if group.is_block], count=parallelism.fsdp_prefetch_blocks)
     # Under tensor parallelism the embedding returns a view; only in-place operations would have to know.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            own_mesh = expert_mesh if expert_mesh is not None and module in experts else mesh
-            _sum_gradients(module, ranks=own_mesh.size())
+    # FSDP2 converts sums of another type at once.
+    pending = PendingSums() if reduce_dtype == getattr(torch, training.dtype) else None
+    for modules in ([model], *([module] for module in experts), *(group.modules for group in groups)):
+        own_mesh = expert_mesh if expert_mesh is not None and modules[0] in experts else mesh
+        _set_communication(modules, mesh=own_mesh, pending=pending)
+        for module in modules:
             if not _is_trained(module):
                 # Else the backward of the block above prefetches frozen weights for nothing.
-                module.set_unshard_in_backward(False)
+                cast("FSDPModule", module).set_unshard_in_backward(False)
 
 
-def _sum_gradients(module: FSDPModule, *, ranks: int) -> None:
+def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pending: PendingSums | None) -> None:
     """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks."""
-    module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    if ranks > 1:
-        module.set_gradient_divide_factor(1.0)
-    else:  # a factor would cost a division of its own
-        module.set_custom_reduce_scatter(cast("Any", SumOfOneRank()))
+    on_gloo = dist.get_backend(mesh.get_group(-1)) == "gloo"  # not in simulated runs, which predict a GPU
+    one_shard = mesh.shape[-1] == 1
+    replicas = mesh.get_group(0) if on_gloo and one_shard and mesh.ndim > 1 and pending is not None else None
+    for module in cast("Sequence[Any]", modules):  # its methods want subclasses of private classes
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        if mesh.size() > 1 and replicas is None:  # a factor would cost a division of its own
+            module.set_gradient_divide_factor(1.0)
+        if on_gloo and not one_shard:
+            module.set_custom_all_gather(GatherByMessages())
+            module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
+        elif one_shard:
+            module.set_custom_reduce_scatter(SumOfOneRank())
+        if replicas is not None and pending is not None:
+            add = partial(pending.add_replicas, modules=modules, group=replicas)
+            torch_compat.replace_sum_of_replicas(module, add)
 
 
 class SumOfOneRank:

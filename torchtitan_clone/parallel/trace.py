@@ -7,7 +7,7 @@ import sys
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
+from torchtitan_clone.parallel import messages
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
@@ -59,15 +60,16 @@ def collective_name(func: Operator) -> str | None:
 
 def axes_of(args: tuple, *, group_axes: Mapping[str, Sequence[str]]) -> Sequence[str]:
     """Returns the axes whose ranks are those of a collective's process group; none if it is not a group of the mesh."""
+    names = [value for value in tree_leaves(args) if isinstance(value, str)]
+    names += [group.group_name for group in _process_groups(args)]
+    return next((group_axes[name] for name in names if name in group_axes), ())
+
+
+def _process_groups(args: tuple) -> Iterator[dist.ProcessGroup]:
     for value in tree_leaves(args):
         if isinstance(value, torch.ScriptObject):
-            try:
-                value = dist.ProcessGroup.unbox(value).group_name
-            except RuntimeError:  # the operation of a reduction, after a group that is none of the mesh
-                continue
-        if isinstance(value, str) and value in group_axes:
-            return group_axes[value]
-    return ()
+            with suppress(RuntimeError):  # the operation of a reduction
+                yield dist.ProcessGroup.unbox(value)
 
 
 class LayerTracker:
@@ -159,19 +161,30 @@ class CollectiveTrace(TorchDispatchMode):
         name = _name(func)
         result = func(*args, **(kwargs or {}))
         if collective := collective_name(func):
-            self._count(func, args, result, collective=collective)
+            if collective in ("send", "recv") and args[3] in messages.TAGS:
+                self._count_message(func, args, is_sent=collective == "send")
+            elif all(group.size() > 1 for group in _process_groups(args)):  # FSDP sums over one replica on a CPU
+                size = max(map(_num_bytes, (*args, result)), default=0)
+                self._count(func, args, result, collective=collective, size=size)
         elif func.namespace == "profiler":
             self._annotate(name, args)
         elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
 
-    def _count(self, func: Operator, args: tuple, result: object, *, collective: str) -> None:
+    def _count_message(self, func: Operator, args: tuple, *, is_sent: bool) -> None:
+        """Counts a collective of FSDP on a CPU by the first of its messages."""
+        tensors, _, peer, tag = args
+        (group,) = _process_groups(args)
+        if is_sent and (collective := messages.collective_of_message(group, sent_to=peer, tag=tag)):
+            self._count(func, args, None, collective=collective, size=_num_bytes(tensors) * group.size())
+
+    def _count(self, func: Operator, args: tuple, result: object, *, collective: str, size: int) -> None:
         implicit = called_from("redistribute_local_args")
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
-        self.bytes[call] += max(map(_num_bytes, (*args, result)), default=0)
-        # A CPU gathers weights in the background, a simulated run does not: both must log the same.
+        self.bytes[call] += size
+        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same.
         is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
         is_unknown = is_of_fsdp and not torch.cuda.is_initialized()
         is_waited_for = None if is_unknown else _is_waited_for(func, args)

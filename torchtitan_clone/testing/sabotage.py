@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -24,6 +23,7 @@ from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import context, gradients
+from torchtitan_clone.parallel.messages import SumByMessages
 from torchtitan_clone.run import engine, loaders
 
 Replacement = Callable[..., object]
@@ -71,18 +71,19 @@ def _rank() -> int:
 
 @_mistake("replicate", dist, "all_reduce")
 def _gradients_of_replicas_are_not_summed(all_reduce: Any, x: Tensor, *args: Any, **kwargs: Any) -> object:
-    return None if x.numel() > 1000 else all_reduce(x, *args, **kwargs)
+    return all_reduce(torch.zeros(1) if x.numel() > 1000 else x, *args, **kwargs)
 
 
-# Before 2.13 FSDP calls the function by its old name.
-@_mistake("shard", dist, "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor")
-def _gradients_of_shards_are_not_summed(_: object, output: Tensor, input: Tensor, **__: object) -> None:
-    output.copy_(input.flatten().chunk(dist.get_world_size())[_rank()].view_as(output))
+@_mistake("shard", SumByMessages, "__call__")
+def _gradients_of_shards_are_not_summed(*_: object, output_tensor: Tensor, input_tensor: Tensor, **__: object) -> None:
+    output_tensor.copy_(input_tensor.chunk(dist.get_world_size())[_rank()])
 
 
-@_mistake("shard", FSDPModule, "set_gradient_divide_factor")
-def _gradients_are_averaged_over_ranks(set_factor: Any, module: FSDPModule, _factor: float) -> None:
-    set_factor(module, float(dist.get_world_size()))
+@_mistake("shard", SumByMessages, "__call__")
+def _gradients_are_averaged_over_ranks(
+    add: Callable[..., None], sums: SumByMessages, *, input_tensor: Tensor, **others: object
+) -> None:
+    add(sums, input_tensor=input_tensor.div_(dist.get_world_size()), **others)
 
 
 @_mistake("tensor", cross_entropy, "log_softmax")

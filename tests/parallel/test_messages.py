@@ -1,0 +1,109 @@
+"""Gathers and sums by messages equal gloo's collectives, run during backward, and add to gradients that exist."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.messages import TAGS, GatherByMessages, PendingSums, SumByMessages
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.loaders import open_loaders
+from torchtitan_clone.testing.harness import RankFailed, run_ranks
+from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.torch_compat import TorchDispatchMode
+
+
+def gathers_and_sums(size, dtypes):
+    """Checks several gathers and sums at once, by exact sums of integers."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        group, ranks, rank = dist.group.WORLD, launch.world_size, launch.rank
+        for dtype in dtypes:
+            inputs = torch.arange(ranks * ranks * size).view(ranks, -1).to(dtype)  # a row of each rank
+            whole = [torch.zeros(ranks * ranks * size, dtype=dtype) for _ in range(2)]
+            whole[0].chunk(ranks)[rank].copy_(inputs[rank])  # as FSDP: a part of the output
+            works = [
+                GatherByMessages()(output_tensor=whole[0], input_tensor=whole[0].chunk(ranks)[rank], group=group),
+                GatherByMessages()(output_tensor=whole[1], input_tensor=inputs[rank], group=group),
+            ]
+            total = torch.zeros(size, dtype=dtype)
+            SumByMessages([], pending=PendingSums())(output_tensor=total, input_tensor=inputs[rank], group=group)
+            assert total.equal(inputs.sum(0).view(ranks, size)[rank])
+            assert all(work.wait() for work in reversed(works))
+            assert all(each.equal(inputs.flatten()) for each in whole)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathers_and_sums_are_exact(ranks):
+    run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16])
+    run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64])
+
+
+def gather_from_an_ended_rank():
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        if launch.rank == 0:
+            whole = torch.zeros(2 << 20)
+            GatherByMessages()(output_tensor=whole, input_tensor=whole[: 1 << 20], group=dist.group.WORLD).wait()
+
+
+def test_a_rank_that_has_ended_is_an_error_and_no_wait():
+    with pytest.raises(RankFailed, match="rank 0 failed"):
+        run_ranks(gather_from_an_ended_rank, 2, timeout=60)
+
+
+class Sums(TorchDispatchMode):
+    """Notes when sums start, by the first of their messages, and when they are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.send.default and args[3] == TAGS[1]:
+            self.events += "("
+        elif func is torch.ops.aten.add.out:
+            self.events += ")"
+        return func(*args, **(kwargs or {}))
+
+
+def two_backwards(argv):
+    """Returns the events of two backwards of one batch, and whether the second doubled all gradients."""
+    with open_trainer(argv) as trainer:
+        engine = trainer.engine
+        parameters = engine.parameters.values()
+        launch = Launch.from_environment()
+        dataset = preflight.prepare(engine.plan, launch=launch).dataset
+        loader, _ = open_loaders(engine.plan, dataset=dataset, rank=launch.rank)
+        batch = next(loader)
+        events, gradients = [], []
+        for _ in range(2):
+            with Sums() as sums:
+                engine.forward_backward([batch], num_targets=1)
+            events.append(sums.events)
+            gradients.append([parameter.grad.to_local().clone() for parameter in parameters])
+        once, twice = gradients
+        return events, all((2 * first).equal(second) for first, second in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "during_backward"),
+    [
+        ({}, True),
+        ({"training__mixed_precision_reduce": "bfloat16"}, False),
+        ({"parallelism__pipeline_parallel_degree": 2}, False),
+    ],
+    ids=["fp32", "reduced in bf16", "pipeline"],
+)
+def test_gradients_are_summed_during_backward_unless_fsdp_reads_them(corpus, tmp_path, changes, during_backward):
+    ranks = 2 * changes.get("parallelism__pipeline_parallel_degree", 1)
+    changes = {"training__local_batch_size": 2, "model__args__n_layers": 3, "model__args__dim": 256} | changes
+    argv = options(corpus, tmp_path, **changes)
+    for (once, again), doubled in run_ranks(two_backwards, ranks, argv):
+        one_by_one = "()" * (len(once) // 2)
+        # Embedding, blocks and output; at most two sums are in flight.
+        assert once == ("((()()()))" if during_backward else one_by_one)
+        assert again == one_by_one
+        assert doubled

@@ -1,0 +1,134 @@
+"""Collectives of FSDP on a CPU, in the background: FSDP2 waits for those of a device without streams.
+
+All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
+1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_clone import torch_compat
+
+_GATHER, _REDUCE = TAGS = range(0x6A, 0x6C)
+
+
+def _allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist.ProcessGroup, tag: int) -> "Messages":
+    """Sends sent[rank] to each other rank of the group, and receives received[rank] from it."""
+    rank, ranks = group.rank(), group.size()
+    works: list[dist.Work | None] = []
+    for other in ((rank + step) % ranks for step in range(1, ranks)):
+        works.append(dist.isend(sent[other], group=group, group_dst=other, tag=tag))
+    for other in ((rank - step) % ranks for step in range(1, ranks)):
+        works.append(dist.irecv(received[other], group=group, group_src=other, tag=tag))
+    return Messages([work for work in works if work is not None])
+
+
+def collective_of_message(group: dist.ProcessGroup, *, sent_to: int, tag: int) -> str | None:
+    """Returns the collective that a message is the first one of, which goes to the next rank of the group."""
+    is_first = sent_to == (group.rank() + 1) % group.size()
+    return {_GATHER: "all_gather", _REDUCE: "reduce_scatter"}.get(tag) if is_first else None
+
+
+class Messages(dist.Work):
+    """Messages that are sent and received."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until all messages are complete; RuntimeError if a rank has ended or takes too long."""
+        for work in self._works:
+            work.wait(*() if timeout is None else (timeout,))
+        return True
+
+
+class GatherByMessages:
+    """Gathers the weights of modules."""
+
+    allocate = staticmethod(_allocate)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Messages:
+        """Starts to gather the input [n] of each rank to the output [ranks * n], of which FSDP makes it a part."""
+        parts = output_tensor.chunk(group.size())
+        if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
+            parts[group.rank()].copy_(input_tensor)
+        return _exchange([input_tensor] * group.size(), parts, group=group, tag=_GATHER)
+
+
+class SumByMessages:
+    """Sums the gradients of modules over ranks, in the order of ranks; `pending` completes the sums later."""
+
+    allocate = staticmethod(_allocate)
+
+    def __init__(self, modules: Sequence[nn.Module], *, pending: "PendingSums | None") -> None:
+        self._modules = modules
+        self._pending = pending
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
+        """Starts to sum the parts [n] of all ranks' inputs [ranks * n] that belong to this rank to the output [n]."""
+        own = input_tensor.chunk(group.size())
+        parts = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
+        messages = _exchange(own, parts, group=group, tag=_REDUCE)
+
+        def complete() -> None:
+            messages.wait()
+            torch.add(parts[0], parts[1], out=output_tensor)
+            for part in parts[2:]:
+                output_tensor.add_(part)
+
+        if self._pending is None:
+            complete()
+        else:
+            self._pending.add(complete, modules=self._modules)
+
+
+class PendingSums:
+    """Sums of gradients that a backward completes when it ends: of two modules at most, since they take memory."""
+
+    def __init__(self) -> None:
+        self._completions = deque[Callable[[], object]]()
+
+    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module]) -> None:
+        """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it."""
+        if not torch_compat.runs_backward() or _have_gradients(modules):
+            complete()
+            return
+        torch_compat.after_backward(self._complete)
+        self._completions.append(complete)
+        if len(self._completions) > 2:
+            self._completions.popleft()()
+
+    def add_replicas(self, gradients: Tensor, *, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+        """Starts to sum the modules' gradients over a group, in place."""
+        work = dist.all_reduce(gradients, group=group, async_op=True)
+        assert work is not None
+        self.add(work.wait, modules=modules)
+
+    def _complete(self) -> None:
+        while self._completions:
+            self._completions.popleft()()
+
+
+def _have_gradients(modules: Sequence[nn.Module]) -> bool:
+    return any(parameter.grad is not None for module in modules for parameter in _own_parameters(module))
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that FSDP shards with this module, not those of modules inside that have a group."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)
