@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan_clone.parallel.fsdp import SumOfOneRank
-from torchtitan_clone.parallel.messages import TAGS
+from torchtitan_clone.parallel.messages import collective_of_message
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
@@ -21,7 +21,8 @@ class GatherCounter(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.c10d.send.default and args[3] == TAGS[0]
+        if func is torch.ops.c10d.send.default:
+            self.count += collective_of_message("send", args) == "all_gather"
         return func(*args, **(kwargs or {}))
 
 

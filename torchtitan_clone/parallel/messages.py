@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
 
-_GATHER, _REDUCE = TAGS = range(0x6A, 0x6C)
+_GATHER, _REDUCE = range(0x6A, 0x6C)
+"""Tags of messages."""
 
 
 def _allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,26 +31,34 @@ def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist
         works.append(dist.isend(sent[other], group=group, group_dst=other, tag=tag))
     for other in ((rank - step) % ranks for step in range(1, ranks)):
         works.append(dist.irecv(received[other], group=group, group_src=other, tag=tag))
-    return Messages([work for work in works if work is not None])
+    timeout = torch_compat.group_timeout(group, device=sent[rank].device)  # gloo's messages have that of its start
+    return Messages([work for work in works if work is not None], timeout=timeout)
 
 
-def collective_of_message(group: dist.ProcessGroup, *, sent_to: int, tag: int) -> str | None:
-    """Returns the collective that a message is the first one of, which goes to the next rank of the group."""
-    is_first = sent_to == (group.rank() + 1) % group.size()
-    return {_GATHER: "all_gather", _REDUCE: "reduce_scatter"}.get(tag) if is_first else None
+def collective_of_message(operator: str, args: tuple) -> str | None:
+    """Returns the collective that torch's operator "send" or "recv" is part of; None if it is part of none."""
+    names = {_GATHER: "all_gather", _REDUCE: "reduce_scatter"}
+    return names.get(args[3]) if operator in ("send", "recv") else None
+
+
+def is_last_message(operator: str, args: tuple, *, group: dist.ProcessGroup) -> bool:
+    """Whether the operator starts the last message of a collective on this rank: it comes from the next rank."""
+    return operator == "recv" and args[2] == (group.rank() + 1) % group.size()
 
 
 class Messages(dist.Work):
     """Messages that are sent and received."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work], *, timeout: timedelta) -> None:
         super().__init__()
         self._works = works
+        self._timeout = timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until all messages are complete; RuntimeError if a rank has ended or takes too long."""
         for work in self._works:
-            work.wait(*() if timeout is None else (timeout,))
+            if not work.is_completed():  # has not been waited for, which gloo allows once
+                work.wait(timeout or self._timeout)
         return True
 
 

@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.parallel import messages
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
+from torchtitan_clone.parallel.messages import collective_of_message, is_last_message
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 logger = logging.getLogger("torchtitan_clone")
@@ -61,11 +61,12 @@ def collective_name(func: Operator) -> str | None:
 def axes_of(args: tuple, *, group_axes: Mapping[str, Sequence[str]]) -> Sequence[str]:
     """Returns the axes whose ranks are those of a collective's process group; none if it is not a group of the mesh."""
     names = [value for value in tree_leaves(args) if isinstance(value, str)]
-    names += [group.group_name for group in _process_groups(args)]
+    names += [group.group_name for group in process_groups(args)]
     return next((group_axes[name] for name in names if name in group_axes), ())
 
 
-def _process_groups(args: tuple) -> Iterator[dist.ProcessGroup]:
+def process_groups(args: tuple) -> Iterator[dist.ProcessGroup]:
+    """Yields the process groups among the arguments of an operator."""
     for value in tree_leaves(args):
         if isinstance(value, torch.ScriptObject):
             with suppress(RuntimeError):  # the operation of a reduction
@@ -161,25 +162,22 @@ class CollectiveTrace(TorchDispatchMode):
         name = _name(func)
         result = func(*args, **(kwargs or {}))
         if collective := collective_name(func):
-            if collective in ("send", "recv") and args[3] in messages.TAGS:
-                self._count_message(func, args, is_sent=collective == "send")
-            elif all(group.size() > 1 for group in _process_groups(args)):  # FSDP sums over one replica on a CPU
+            if whole := collective_of_message(collective, args):
+                (group,) = process_groups(args)
+                if is_last_message(collective, args, group=group):
+                    self._count(func, args, collective=whole, size=_num_bytes(args[0]) * group.size())
+            elif all(group.size() > 1 for group in process_groups(args)):  # FSDP sums over one replica on a CPU
                 size = max(map(_num_bytes, (*args, result)), default=0)
-                self._count(func, args, result, collective=collective, size=size)
+                call = self._count(func, args, collective=collective, size=size)
+                if func.namespace == "_c10d_functional":
+                    self._in_flight |= dict.fromkeys(_storages(result), call)
         elif func.namespace == "profiler":
             self._annotate(name, args)
         elif name == "wait_tensor" or (func.namespace == "aten" and name != "view"):
             self._count_exposed(name, args)
         return result
 
-    def _count_message(self, func: Operator, args: tuple, *, is_sent: bool) -> None:
-        """Counts a collective of FSDP on a CPU by the first of its messages."""
-        tensors, _, peer, tag = args
-        (group,) = _process_groups(args)
-        if is_sent and (collective := messages.collective_of_message(group, sent_to=peer, tag=tag)):
-            self._count(func, args, None, collective=collective, size=_num_bytes(tensors) * group.size())
-
-    def _count(self, func: Operator, args: tuple, result: object, *, collective: str, size: int) -> None:
+    def _count(self, func: Operator, args: tuple, *, collective: str, size: int) -> Call:
         implicit = called_from("redistribute_local_args")
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
@@ -191,8 +189,7 @@ class CollectiveTrace(TorchDispatchMode):
         self.exposed[call] += bool(is_waited_for)
         if is_waited_for is None:
             self._unknown.add(call)
-        if func.namespace == "_c10d_functional":
-            self._in_flight |= dict.fromkeys(_storages(result), call)
+        return call
 
     def _annotate(self, name: str, args: tuple) -> None:
         """Follows record_function(), with which FSDP names the modules whose weights it gathers."""
