@@ -79,16 +79,16 @@ def apply_fsdp(
 def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pending: PendingSums | None) -> None:
     """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks."""
     on_gloo = dist.get_backend(mesh.get_group(-1)) == "gloo"  # not in simulated runs, which predict a GPU
-    one_shard = mesh.shape[-1] == 1
-    replicas = mesh.get_group(0) if on_gloo and one_shard and mesh.ndim > 1 and pending is not None else None
+    has_shards = mesh.shape[-1] > 1
+    replicas = None if has_shards or mesh.size() == 1 or not on_gloo or pending is None else mesh.get_group(0)
     for module in cast("Sequence[Any]", modules):  # its methods want subclasses of private classes
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         if mesh.size() > 1 and replicas is None:  # a factor would cost a division of its own
             module.set_gradient_divide_factor(1.0)
-        if on_gloo and not one_shard:
+        if on_gloo and has_shards:
             module.set_custom_all_gather(GatherByMessages())
             module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
-        elif one_shard:
+        elif mesh.size() == 1 or replicas is not None:
             module.set_custom_reduce_scatter(SumOfOneRank())
         if replicas is not None and pending is not None:
             add = partial(pending.add_replicas, modules=modules, group=replicas)
