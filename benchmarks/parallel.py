@@ -221,9 +221,9 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_to_all": lambda whole, _: lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
     "send": _send_or_receive,
 }
+"""Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 if not CUDA:
     COLLECTIVES |= {"fsdp all_gather": _gather_by_messages, "fsdp reduce_scatter": _sum_by_messages}
-"""Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 
 
 def _compare(first: Running, second: Running, two: Running, *, rounds: int, links: dict) -> dict[str, Any]:

@@ -199,12 +199,12 @@ def running_autograd_node() -> int | None:
 
 
 def runs_backward() -> bool:
-    """Whether autograd runs a backward on this thread, or what after_backward() was called with at its end."""
+    """Whether autograd runs a backward on this thread, functions of after_backward() included; nothing public tells."""
     return torch._C._current_graph_task_id() != -1
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls a function at the end of the backward that runs. Hooks of tensors run at most at the end of their own."""
+    """Calls a function when the backward that runs ends; public hooks belong to one tensor, module or node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

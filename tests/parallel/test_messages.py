@@ -41,6 +41,25 @@ def test_gathers_and_sums_are_exact(ranks):
     run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64])
 
 
+def start_gather_before_the_other_rank():
+    """Starts to gather on rank 0; rank 1 starts when rank 0 has told it to, which a gather that waits prevents."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        whole, told = torch.zeros(2 << 20), torch.zeros(1)
+        if launch.rank == 1:
+            dist.recv(told, src=0)
+        part = whole.chunk(2)[launch.rank].fill_(1.0)
+        gathered = GatherByMessages()(output_tensor=whole, input_tensor=part, group=dist.GroupMember.WORLD)
+        if launch.rank == 0:
+            dist.send(told, dst=1)
+        gathered.wait()
+        return bool(whole.all())
+
+
+def test_a_gather_does_not_wait_for_other_ranks():
+    assert run_ranks(start_gather_before_the_other_rank, 2, timeout=30) == [True, True]
+
+
 def gather_from_an_ended_rank():
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
@@ -52,6 +71,32 @@ def gather_from_an_ended_rank():
 def test_a_rank_that_has_ended_is_an_error_and_no_wait():
     with pytest.raises(RankFailed, match="rank 0 failed"):
         run_ranks(gather_from_an_ended_rank, 2, timeout=60)
+
+
+class AllReduceModes(TorchDispatchMode):
+    """Notes whether each all-reduce of gradients over two replicas runs in the background."""
+
+    def __init__(self):
+        super().__init__()
+        self.modes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sum = func is torch.ops.c10d.allreduce_.default and args[0][0].numel() > 1000
+        if is_sum and dist.ProcessGroup.unbox(args[1]).size() == 2:
+            self.modes.append(len(args) < 5 or args[4])  # the default of asyncOp is True
+        return func(*args, **(kwargs or {}))
+
+
+def modes_of_sums(argv):
+    with open_trainer(argv) as trainer, AllReduceModes() as sums:
+        trainer.train_step(1)
+        return sums.modes
+
+
+def test_gradients_of_replicas_are_summed_in_the_background(corpus, tmp_path):
+    mesh = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+    for modes in run_ranks(modes_of_sums, 2, options(corpus, tmp_path, model__args__n_layers=3, **mesh)):
+        assert modes == [True] * 5  # embedding, blocks and output
 
 
 class Sums(TorchDispatchMode):

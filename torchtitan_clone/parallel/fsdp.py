@@ -77,22 +77,25 @@ def apply_fsdp(
 
 
 def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pending: PendingSums | None) -> None:
-    """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks."""
+    """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks.
+
+    On a CPU it communicates in the background.
+    """
     on_gloo = dist.get_backend(mesh.get_group(-1)) == "gloo"  # not in simulated runs, which predict a GPU
     has_shards = mesh.shape[-1] > 1
-    replicas = None if has_shards or mesh.size() == 1 or not on_gloo or pending is None else mesh.get_group(0)
     for module in cast("Sequence[Any]", modules):  # its methods want subclasses of private classes
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-        if mesh.size() > 1 and replicas is None:  # a factor would cost a division of its own
-            module.set_gradient_divide_factor(1.0)
-        if on_gloo and has_shards:
-            module.set_custom_all_gather(GatherByMessages())
-            module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
-        elif mesh.size() == 1 or replicas is not None:
+        if mesh.size() == 1:
             module.set_custom_reduce_scatter(SumOfOneRank())
-        if replicas is not None and pending is not None:
-            add = partial(pending.add_replicas, modules=modules, group=replicas)
+        elif on_gloo and not has_shards and pending is not None:
+            module.set_custom_reduce_scatter(SumOfOneRank())
+            add = partial(pending.add_replicas, modules=modules, group=mesh.get_group(0))
             torch_compat.replace_sum_of_replicas(module, add)
+        else:
+            module.set_gradient_divide_factor(1.0)  # costs a division if there is one shard
+            if on_gloo and has_shards:
+                module.set_custom_all_gather(GatherByMessages())
+                module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
 
 
 class SumOfOneRank:

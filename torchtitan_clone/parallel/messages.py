@@ -31,7 +31,8 @@ def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor], *, group: dist
         works.append(dist.isend(sent[other], group=group, group_dst=other, tag=tag))
     for other in ((rank - step) % ranks for step in range(1, ranks)):
         works.append(dist.irecv(received[other], group=group, group_src=other, tag=tag))
-    timeout = torch_compat.group_timeout(group, device=sent[rank].device)  # gloo's messages have that of its start
+    # Without a timeout, gloo waits for a message as long as the group allowed when it was created.
+    timeout = torch_compat.group_timeout(group, device=sent[rank].device)
     return Messages([work for work in works if work is not None], timeout=timeout)
 
 
