@@ -3,12 +3,14 @@
 Tests of gradients.py, apply.py and fsdp.py.
 """
 
+import math
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.profiler import profile
 
 from tests.marks import marked
 from torchtitan_clone.config import load_config
@@ -16,7 +18,7 @@ from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
-from torchtitan_clone.parallel.gradients import clip_gradients, norm_dtype, sum_over_ranks
+from torchtitan_clone.parallel.gradients import clip_gradients, norm_dtype, norms_of, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -199,7 +201,23 @@ def test_mixed_precision_computes_in_bf16_and_keeps_fp32_masters(corpus, tmp_pat
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [(None, torch.float64), ((9, 0), torch.float64), ((8, 9), torch.float32), ((10, 3), torch.float32)],
-    ids=["CPU", "H200", "L40S", "B300"],
+    ids=["simulated", "H200", "L40S", "B300"],
 )
 def test_norms_are_summed_in_float64_where_it_is_fast(capability, expected):
     assert norm_dtype(capability) == expected
+
+
+@pytest.mark.parametrize("shape", [(3, 2**17), (5, 77), (1, 1), (0, 4)])
+def test_a_cpu_has_norms_to_the_last_bits_of_float64(shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).T
+    exact = math.sqrt(math.fsum((tensor.double() ** 2).flatten().tolist()))
+    (norm,) = norms_of([tensor]).tolist()
+    assert norm == pytest.approx(exact, rel=1e-14)
+
+
+def test_norms_of_a_cpu_need_no_memory_of_the_size_of_gradients():
+    tensor = torch.ones(2**22)
+    with profile(profile_memory=True) as profiler:
+        norms_of([tensor])
+    allocated = [event.cpu_memory_usage for event in profiler.events()]
+    assert 0 < max(allocated) < tensor.nbytes / 8

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.torch_compat import foreach_mul_, foreach_norms
 
+_PIECE = 2**17
+"""Elements that a CPU converts to float64 at a time."""
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of P100, V100, A100, H100 or H200, and B200: float64 at a half of the speed of fp32."""
 
@@ -25,7 +27,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     local = [local_shard(gradient) for gradient in gradients]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if local:  # empty on a rank whose blocks are all frozen
-        norms = foreach_norms(local, dtype=norm_dtype(_capability(squares.device))).double()
+        norms = norms_of(local).double()
         # Replicas count once, so that one sum over all ranks is enough for every mesh.
         replicas = torch.tensor([*map(_num_replicas, gradients)], dtype=torch.float64, pin_memory=norms.is_cuda)
         squares = (norms.square() / replicas.to(norms.device, non_blocking=True)).sum()
@@ -37,11 +39,27 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     return norm
 
 
-def norm_dtype(capability: tuple[int, int] | None) -> torch.dtype:
-    """Returns what squares are summed in on a CUDA device of this compute capability, or on a CPU.
+def norms_of(tensors: list[Tensor]) -> Tensor:
+    """Returns the 2-norm [len(tensors)] of each tensor, on a CPU in float64."""
+    device = tensors[0].device
+    if device.type == "cpu":
+        return torch.stack([_sum_of_squares(x) for x in tensors]).sqrt()
+    return foreach_norms(tensors, dtype=norm_dtype(_capability(device)))
 
-    In fp32 torch's norm of a large tensor on a CPU is off by 1e-5, differently for each way of sharding. A GPU sums
-    pairs of partial sums, so that fp32 is exact to 1e-6; most have few units for float64.
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Returns the sum of squares [] in float64, a piece at a time, which stays in the cache.
+
+    torch's norm in float64 copies all of the tensor first. In fp32 it is off by 1e-5, differently for each sharding.
+    """
+    pieces = (piece.double() for piece in x.reshape(-1).split(_PIECE))
+    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
+
+
+def norm_dtype(capability: tuple[int, int] | None) -> torch.dtype:
+    """Returns what squares are summed in on a CUDA device of this compute capability; None: it is simulated.
+
+    A GPU sums pairs of partial sums, so that fp32 is exact to 1e-6; most have few units for float64.
     """
     return torch.float64 if capability is None or capability in FAST_FLOAT64 else torch.float32
 
