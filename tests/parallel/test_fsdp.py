@@ -74,7 +74,7 @@ def passes_over_gradients(argv):
 
 def test_sums_of_gradients_are_not_divided_or_copied_on_one_shard(corpus, tmp_path):
     argv = options(corpus, tmp_path, model__args__n_layers=3)
-    assert run_ranks(passes_over_gradients, 1, argv) == [0]
+    assert run_ranks(passes_over_gradients, 1, [*argv, "--parallelism.fsdp_reshard_after_forward=always"]) == [0]
     mesh = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=1"]
     assert run_ranks(passes_over_gradients, 2, [*argv, *mesh]) == [0, 0]
 

@@ -17,6 +17,7 @@ from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.messages import GatherByMessages, PendingSums, SumByMessages
+from torchtitan_clone.parallel.one_rank import apply_one_rank
 
 
 class FSDPGroup(Protocol):
@@ -43,10 +44,13 @@ def apply_fsdp(
     param_dtype = getattr(torch, training.mixed_precision_param)
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    choice = parallelism.fsdp_reshard_after_forward
+    if _is_one_rank(model, mesh=mesh, training=training) and choice != "always":
+        apply_one_rank(model, mesh=mesh, dtype=param_dtype)
+        return
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    choice = parallelism.fsdp_reshard_after_forward
     # Each of many micro-batches would gather the weights of a pipeline stage again.
     reshard = choice == "always" or (choice == "default" and parallelism.pipeline_parallel_degree == 1)
     for module in experts:
@@ -76,12 +80,29 @@ def apply_fsdp(
                 cast("FSDPModule", module).set_unshard_in_backward(False)
 
 
+def _is_one_rank(model: nn.Module, *, mesh: DeviceMesh, training: Training) -> bool:
+    """Whether one rank of a CPU trains alone, without what FSDP does beyond sharding."""
+    return (
+        dist.get_world_size() == 1
+        and mesh.ndim == 1
+        and _is_on_gloo(mesh)
+        and mesh.device_type == "cpu"
+        and not training.enable_cpu_offload
+        and training.mixed_precision_reduce == training.dtype
+    )
+
+
+def _is_on_gloo(mesh: DeviceMesh) -> bool:
+    """Whether the mesh communicates on a CPU, which simulated runs, that predict a GPU, do not."""
+    return dist.get_backend(mesh.get_group(-1)) == "gloo"
+
+
 def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pending: PendingSums | None) -> None:
     """Makes FSDP sum gradients, not average them: the loss is divided by the targets of all ranks.
 
     On a CPU it communicates in the background.
     """
-    on_gloo = dist.get_backend(mesh.get_group(-1)) == "gloo"  # not in simulated runs, which predict a GPU
+    on_gloo = _is_on_gloo(mesh)
     has_shards = mesh.shape[-1] > 1
     for module in cast("Sequence[Any]", modules):  # its methods want subclasses of private classes
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
