@@ -4,8 +4,9 @@ Where tensor parallelism shards the output projection, a rank holds the logits o
 Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N tokens of all rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -15,26 +16,53 @@ from torch.autograd.function import FunctionCtx
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.linear import is_for_onednn
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
-from torchtitan_clone.ops.vocabulary import Chunk, Shard, Vocabulary, chunks_of, local_shards, log_softmax, logits_sums
+from torchtitan_clone.ops.vocabulary import (
+    Chunk,
+    Shard,
+    Vocabulary,
+    chunks_of,
+    is_overwritten,
+    local_shards,
+    log_softmax,
+    logits_of,
+    logits_sums,
+)
 from torchtitan_clone.torch_compat import onednn_linear
 
 ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[..., tuple[Tensor, ...]]
+_CACHED_LOGITS = 2**17
+
+
+def _pieces(logits_CV: Tensor, sums_R2C1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows that softmax takes at a time: on a CPU so many as stay in the cache of each thread."""
+    size = len(logits_CV)
+    if is_overwritten(logits_CV):
+        size = torch.get_num_threads() * max(1, _CACHED_LOGITS // logits_CV.shape[1])
+    sums = repeat(None) if sums_R2C1 is None else sums_R2C1.split(size, dim=2)
+    yield from zip(logits_CV.split(size), sums, *(x.split(size) for x in others), strict=False)
+
+
+def _target_columns(targets_C: Tensor, weight_VD: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Returns the row of this rank's weights that is each token's target [C, 1], else 0, and whether it has it."""
+    column_C = targets_C - start
+    is_local_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
+    return torch.where(is_local_C, column_C, 0).unsqueeze(1), is_local_C.unsqueeze(1)
 
 
 def _chunk_loss(
     weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns this rank's losses [C, 1], log-probabilities [C, V] in fp32, and each target's column [C, 1] or -1.
+) -> tuple[Tensor]:
+    """Returns this rank's losses [C, 1].
 
     Of a sharded vocabulary `start` is this rank's first row, and `shard` has what the ranks have computed already.
     """
-    log_probs_CV = log_softmax(hidden_CD, weight_VD, shard)
-    column_C = targets_C - start
-    is_local_C = (targets_C != IGNORE_INDEX) & (column_C >= 0) & (column_C < weight_VD.shape[0])
-    column_C1 = torch.where(is_local_C, column_C, -1).unsqueeze(1)
-    picked_C1 = log_probs_CV.gather(1, column_C1.clamp_min(0))
-    return -torch.where(column_C1 >= 0, picked_C1, 0.0), log_probs_CV, column_C1
+    logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
+    column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
+    picked = []
+    for logits, sums, column in _pieces(logits_CV, sums_R2C1, column_C1):
+        picked.append(log_softmax(logits, sums).gather(1, column))
+    return (-torch.where(is_local_C1, torch.cat(picked), 0.0),)
 
 
 def _chunk_loss_and_grads(
@@ -44,10 +72,18 @@ def _chunk_loss_and_grads(
 
     Its gradient by weight is the first one [C, V], transposed, times the second one [C, D].
     """
-    losses_C1, log_probs_CV, column_C1 = _chunk_loss(weight_VD, start, hidden_CD, targets_C, shard)
-    grad_CV = log_probs_CV.exp_()
-    grad_CV.scatter_add_(1, column_C1.clamp_min(0), -(column_C1 >= 0).to(grad_CV.dtype))
-    grad_CV = grad_CV.to(weight_VD.dtype)
+    logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
+    column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
+    minus_one_C1 = -is_local_C1.float()
+    picked, grad_CV = [], logits_CV
+    for logits, sums, column, minus_one in _pieces(logits_CV, sums_R2C1, column_C1, minus_one_C1):
+        log_probs = log_softmax(logits, sums)
+        picked.append(log_probs.gather(1, column))
+        grad = log_probs.exp_().scatter_add_(1, column, minus_one)
+        if not is_overwritten(logits):
+            grad_CV = grad.to(weight_VD.dtype)
+        elif grad.dtype != logits.dtype:
+            logits.copy_(grad)
     # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
     is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
     hidden_CD = hidden_CD * is_target_C1
@@ -55,6 +91,7 @@ def _chunk_loss_and_grads(
         hidden_grad_CD = onednn_linear(weight_VD.T, grad_CV).T
     else:
         hidden_grad_CD = grad_CV @ weight_VD
+    losses_C1 = -torch.where(is_local_C1, torch.cat(picked), 0.0)
     return losses_C1, hidden_grad_CD.mul_(is_target_C1), grad_CV, hidden_CD
 
 

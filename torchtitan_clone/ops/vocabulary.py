@@ -86,15 +86,22 @@ def _finished(work: dist.Work | None, chunk: Chunk) -> Chunk:
     return chunk
 
 
-def log_softmax(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> Tensor:
-    """Returns this rank's log-probabilities [C, V], fp32; on CPU in the memory of the logits, if they are fp32."""
-    if shard is not None:
-        logits_CV, sums_R2C1 = shard
-        max_RC1, sum_RC1 = sums_R2C1.unbind(dim=1)
-        max_C1 = max_RC1.amax(dim=0)
-        return (logits_CV.float() - max_C1).sub_((sum_RC1 * (max_RC1 - max_C1).exp()).sum(dim=0).log())
-    logits_CV = _logits(hidden_CD, weight_VD)
-    # The CPU's kernel has read a row before it writes it. New memory would cost more than the computation.
-    is_reusable = logits_CV.device.type == "cpu" and logits_CV.dtype == torch.float32
-    out = logits_CV if is_reusable and not torch.compiler.is_compiling() else None
-    return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
+def logits_of(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor | None]:
+    """Returns this rank's logits [C, V], and of a sharded vocabulary the maxima and sums of all ranks [R, 2, C, 1]."""
+    return (_logits(hidden_CD, weight_VD), None) if shard is None else shard
+
+
+def is_overwritten(logits_CV: Tensor) -> bool:
+    """Whether results are written over these logits: new memory would cost a CPU more than the computation."""
+    return logits_CV.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def log_softmax(logits_CV: Tensor, sums_R2C1: Tensor | None) -> Tensor:
+    """Returns this rank's log-probabilities [C, V], fp32; in the memory of fp32 logits if they may be overwritten."""
+    logits_CV = logits_CV.float() if is_overwritten(logits_CV) else logits_CV
+    out = logits_CV if is_overwritten(logits_CV) else None
+    if sums_R2C1 is None:  # The kernel has read a row before it writes it.
+        return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
+    max_RC1, sum_RC1 = sums_R2C1.unbind(dim=1)
+    max_C1 = max_RC1.amax(dim=0)
+    return torch.sub(logits_CV, max_C1, out=out).sub_((sum_RC1 * (max_RC1 - max_C1).exp()).sum(dim=0).log())

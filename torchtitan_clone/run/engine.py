@@ -231,9 +231,8 @@ def build_plan_forward_backward(
 ) -> ForwardBackward:
     """Builds forward_backward: plain, or through a pipeline; with a loss of its own, or cross-entropy."""
     config = plan.config
-    # Eager passes over fp32 logits reuse their memory, which compiled ones do not, and are as fast on a CPU.
-    eager = device.type == "cpu" and config.training.mixed_precision_param == "float32"
-    compiled = config.compile.enable and "loss" in config.compile.components and not eager
+    # Eager passes over a CPU's logits reuse their memory and take rows that stay in the cache; compiled ones do not.
+    compiled = config.compile.enable and "loss" in config.compile.components and device.type != "cpu"
     loss_fn = loss_fn or build_loss(
         chunk_tokens=config.training.loss_chunk_tokens,
         compile_backend=config.compile.backend if compiled else None,

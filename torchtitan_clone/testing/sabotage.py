@@ -87,8 +87,10 @@ def _gradients_are_averaged_over_ranks(
 
 
 @_mistake("tensor", cross_entropy, "log_softmax")
-def _softmax_sums_one_rank_of_the_vocabulary(_: object, hidden_CD: Tensor, weight_VD: Tensor, *__: object) -> Tensor:
-    return (hidden_CD @ weight_VD.T).log_softmax(dim=-1, dtype=torch.float32)
+def _softmax_sums_one_rank_of_the_vocabulary(
+    log_softmax: Callable[..., Tensor], logits_CV: Tensor, _: object
+) -> Tensor:
+    return log_softmax(logits_CV, None)
 
 
 @_mistake("tensor", vocabulary, "Partial")
