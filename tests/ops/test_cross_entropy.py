@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_clone.ops import IGNORE_INDEX, cross_entropy
+from torchtitan_clone.ops import IGNORE_INDEX, vocabulary
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group, storage_id
 
@@ -91,7 +91,7 @@ class LargeTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", V)
+    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
     rows = torch.get_num_threads()
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:

@@ -4,9 +4,8 @@ Where tensor parallelism shards the output projection, a rank holds the logits o
 Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N tokens of all rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,21 +25,12 @@ from torchtitan_clone.ops.vocabulary import (
     log_softmax,
     logits_of,
     logits_sums,
+    pieces_of,
 )
 from torchtitan_clone.torch_compat import onednn_linear
 
 ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[..., tuple[Tensor, ...]]
-_CACHED_LOGITS = 2**17
-
-
-def _pieces(logits_CV: Tensor, sums_R2C1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Yields the rows that softmax takes at a time: on a CPU so many as stay in the cache of each thread."""
-    size = len(logits_CV)
-    if is_overwritten(logits_CV):
-        size = torch.get_num_threads() * max(1, _CACHED_LOGITS // logits_CV.shape[1])
-    sums = repeat(None) if sums_R2C1 is None else sums_R2C1.split(size, dim=2)
-    yield from zip(logits_CV.split(size), sums, *(x.split(size) for x in others), strict=False)
 
 
 def _target_columns(targets_C: Tensor, weight_VD: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +50,7 @@ def _chunk_loss(
     logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     picked = []
-    for logits, sums, column in _pieces(logits_CV, sums_R2C1, column_C1):
+    for logits, sums, column in pieces_of(logits_CV, sums_R2C1, column_C1):
         picked.append(log_softmax(logits, sums).gather(1, column))
     return (-torch.where(is_local_C1, torch.cat(picked), 0.0),)
 
@@ -76,7 +66,7 @@ def _chunk_loss_and_grads(
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     minus_one_C1 = -is_local_C1.float()
     picked, grad_CV = [], logits_CV
-    for logits, sums, column, minus_one in _pieces(logits_CV, sums_R2C1, column_C1, minus_one_C1):
+    for logits, sums, column, minus_one in pieces_of(logits_CV, sums_R2C1, column_C1, minus_one_C1):
         log_probs = log_softmax(logits, sums)
         picked.append(log_probs.gather(1, column))
         grad = log_probs.exp_().scatter_add_(1, column, minus_one)

@@ -5,6 +5,8 @@ Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tok
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torchtitan_clone.torch_compat import onednn_linear
 Shard = tuple[Tensor, Tensor]
 """This rank's logits [C, V], and the maxima and sums of all ranks [R, 2, C, 1], see logits_sums()."""
 Chunk = tuple[Tensor, Tensor, Shard | None]
+_CACHED_LOGITS = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,15 @@ def logits_of(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> tupl
 def is_overwritten(logits_CV: Tensor) -> bool:
     """Whether results are written over these logits: new memory would cost a CPU more than the computation."""
     return logits_CV.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def pieces_of(logits_CV: Tensor, sums_R2C1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows that softmax takes at a time: on a CPU so many as stay in the cache of each thread."""
+    size = len(logits_CV)
+    if is_overwritten(logits_CV):
+        size = torch.get_num_threads() * max(1, _CACHED_LOGITS // logits_CV.shape[1])
+    sums = repeat(None) if sums_R2C1 is None else sums_R2C1.split(size, dim=2)
+    yield from zip(logits_CV.split(size), sums, *(x.split(size) for x in others), strict=False)
 
 
 def log_softmax(logits_CV: Tensor, sums_R2C1: Tensor | None) -> Tensor:
