@@ -45,6 +45,7 @@ efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_atte
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -107,12 +108,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+HAS_AMX = torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
+"""Whether this processor multiplies matrices in bfloat16 by AMX; get_capabilities() is new in 2.12."""
+
+
 def has_bfloat16_units() -> bool:
-    """Whether this processor multiplies matrices in bfloat16 without emulation; get_capabilities() is new in 2.12."""
+    """Whether this processor multiplies matrices in bfloat16 without emulation."""
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     x86 = platform.machine().lower() in ("x86_64", "amd64")  # oneDNN also emulates bfloat16 with AVX-512
-    return not x86 or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return not x86 or torch.cpu._is_avx512_bf16_supported() or HAS_AMX
 
 
 def local_storage(x: Tensor) -> torch.UntypedStorage:

@@ -52,7 +52,10 @@ _TORCH_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_f
 _ATTENTION = frozenset(attention.default for attention in _TORCH_ATTENTION)
 KEPT = KeptOperations(
     always=frozenset(
-        {*_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default}
+        {
+            *_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default,
+            torch.ops.torchtitan_clone.causal_attention.default,
+        }
     ),
     alternating=frozenset(
         {
