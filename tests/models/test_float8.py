@@ -93,12 +93,10 @@ def test_recipes_differ_in_scales_and_in_the_gradient_of_weights():
     assert found["rowwise_with_gw_hp"][1] < 0.3 * found["rowwise"][1]
 
 
-@needs_torchao
-def test_tensor_parallel_run_computes_the_same(corpus, tmp_path):
-    # Values in the middle of two of float8 are rounded differently after sums in another order. That has changed
-    # gradients by up to 3e-3, with MKL for seeds 2 to 4, with oneDNN for 0 to 2, 5 and 6; for this one with neither.
+def differences_on_two_ranks(corpus, folder, *, seed):
+    """Returns the largest difference of losses, of gradients and of weights between two ranks and one."""
     changes = {
-        "training__local_batch_size": 8, "training__steps": 2, "model__converters": '["float8"]', "debug__seed": 7,
+        "training__local_batch_size": 8, "training__steps": 2, "model__converters": '["float8"]', "debug__seed": seed,
     }  # fmt: skip
     runs = {
         "one": (1, {}),
@@ -106,14 +104,26 @@ def test_tensor_parallel_run_computes_the_same(corpus, tmp_path):
     }
     found = {}
     for name, (world_size, others) in runs.items():
-        argv = options(corpus, tmp_path / name, **{**COMMON, **changes, **others})
+        argv = options(corpus, folder / name, **{**COMMON, **changes, **others})
         found[name] = [trained for (trained,) in run_ranks(train_in_parallel, world_size, [argv])]
     (expected_gradients, expected), *_ = found["one"]
     gradients, weights = zip(*found["many"], strict=True)
-    one, many = ([row["loss"] for row in rows(tmp_path / name) if "loss" in row] for name in runs)
-    assert relative_difference(many, one) <= 1e-5
-    assert largest_difference(gradients, expected_gradients) <= 1e-4
-    assert largest_difference(weights, expected) <= 1e-4
+    one, many = ([row["loss"] for row in rows(folder / name) if "loss" in row] for name in runs)
+    by_gradient = largest_difference(gradients, expected_gradients)
+    return relative_difference(many, one), by_gradient, largest_difference(weights, expected)
+
+
+@needs_torchao
+def test_tensor_parallel_run_computes_the_same(corpus, tmp_path):
+    # A value in the middle of two of float8 is rounded differently after sums in another order, which changes gradients
+    # by up to 3e-3. That happens with some seeds, by processor; a mistake is there with all.
+    for seed in range(7, 12):
+        losses, gradients, weights = differences_on_two_ranks(corpus, tmp_path / str(seed), seed=seed)
+        assert losses <= 1e-5
+        assert max(gradients, weights) <= 3e-3
+        if max(gradients, weights) <= 1e-4:
+            return
+    pytest.fail("no seed gave the gradients and weights of one rank to 1e-4")
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="the package torchao is installed")

@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.marks import marked
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
@@ -223,34 +221,3 @@ def test_norms_of_a_cpu_need_no_memory_of_the_size_of_gradients():
         norms_of([tensor])
     allocated = [event.cpu_memory_usage for event in profiler.events()]
     assert 0 < max(allocated) < tensor.nbytes / 8
-
-
-class Writes(TorchDispatchMode):
-    """Notes the operators that write their first argument, a tensor with this many elements."""
-
-    def __init__(self, elements):
-        super().__init__()
-        self.elements, self.operators = elements, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        tensors = args[0] if isinstance(args[0], list) else args[:1]
-        if function._schema.is_mutable and any(x.numel() == self.elements for x in tensors):
-            self.operators.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def clipped(max_norm):
-    """Returns the gradient [7] with a norm of 5 after clipping, and what wrote it."""
-    parameter = torch.nn.Parameter(torch.zeros(7))
-    parameter.grad = torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")), Writes(7) as writes:
-        norm = clip_gradients([parameter], max_norm=max_norm)
-    return norm.item(), parameter.grad.norm().item(), writes.operators
-
-
-@pytest.mark.parametrize(("max_norm", "passes"), [(1.0, 1), (5.1, 0), (math.inf, 0)])
-def test_gradients_are_scaled_only_if_their_norm_is_too_large(max_norm, passes):
-    norm, after, writes = run_ranks(clipped, 1, max_norm)[0]
-    assert norm == 5.0
-    assert after == pytest.approx(min(norm, max_norm), rel=1e-6)
-    assert len(writes) == passes

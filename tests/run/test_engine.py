@@ -158,10 +158,10 @@ def compiles_the_loss(argv):
         return False
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("float32", False), ("bfloat16", True)])
-def test_a_cpu_compiles_the_loss_in_low_precision_only(corpus, tmp_path, dtype, expected):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_does_not_compile_the_loss(corpus, tmp_path, dtype):
     changes = {"training__mixed_precision_param": dtype, "compile__enable": True, "checkpoint__enable": False}
-    assert run_ranks(compiles_the_loss, 1, options(corpus, tmp_path, **changes)) == [expected]
+    assert run_ranks(compiles_the_loss, 1, options(corpus, tmp_path, **changes)) == [False]
 
 
 class HostReads(TorchFunctionMode):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_clone.ops.linear import is_for_onednn
-from torchtitan_clone.torch_compat import onednn_linear
+from torchtitan_clone.torch_compat import is_fake, onednn_linear
 
 Shard = tuple[Tensor, Tensor]
 """This rank's logits [C, V], and the maxima and sums of all ranks [R, 2, C, 1], see logits_sums()."""
@@ -96,7 +96,9 @@ def logits_of(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> tupl
 
 def is_overwritten(logits_CV: Tensor) -> bool:
     """Whether results are written over these logits: new memory would cost a CPU more than the computation."""
-    return logits_CV.device.type == "cpu" and not torch.compiler.is_compiling()
+    if logits_CV.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return logits_CV.dtype == torch.float32 or not is_fake(logits_CV)  # a simulation in bfloat16 predicts a GPU
 
 
 def pieces_of(logits_CV: Tensor, sums_R2C1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.torch_compat import foreach_mul_, foreach_norms, is_fake
+from torchtitan_clone.torch_compat import foreach_mul_, foreach_norms
 
 _PIECE = 2**17
 """Elements that a CPU converts to float64 at a time."""
@@ -34,10 +34,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt().float()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    is_known = norm.device.type == "cpu" and not is_fake(norm)  # without a host sync
-    if local and not (is_known and scale.item() == 1.0):
-        foreach_mul_(local, scale)
+    if local:
+        foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
