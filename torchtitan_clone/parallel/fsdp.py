@@ -45,7 +45,7 @@ def apply_fsdp(
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     choice = parallelism.fsdp_reshard_after_forward
-    if _is_one_rank(model, mesh=mesh, training=training) and choice != "always":
+    if _is_one_rank(mesh, training=training) and choice != "always":
         apply_one_rank(model, mesh=mesh, dtype=param_dtype)
         return
     on_cuda = mesh.device_type == "cuda"
@@ -80,13 +80,11 @@ def apply_fsdp(
                 cast("FSDPModule", module).set_unshard_in_backward(False)
 
 
-def _is_one_rank(model: nn.Module, *, mesh: DeviceMesh, training: Training) -> bool:
+def _is_one_rank(mesh: DeviceMesh, *, training: Training) -> bool:
     """Whether one rank of a CPU trains alone, without what FSDP does beyond sharding."""
     return (
         dist.get_world_size() == 1
-        and mesh.ndim == 1
         and _is_on_gloo(mesh)
-        and mesh.device_type == "cpu"
         and not training.enable_cpu_offload
         and training.mixed_precision_reduce == training.dtype
     )
