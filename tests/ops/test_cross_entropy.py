@@ -104,6 +104,28 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
         assert some.memory == whole.memory
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_few_rows_at_a_time_give_the_same_bits(dtype, monkeypatch):
+    def value_and_gradients():
+        hidden, weight, targets = example(dtype)
+        loss = build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    expected = value_and_gradients()
+    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
+    assert all(map(torch.equal, value_and_gradients(), expected))
+
+
+def test_a_few_rows_at_a_time_have_their_own_sums_of_all_ranks(monkeypatch):
+    torch.manual_seed(0)
+    logits, sums = torch.randn(B * T, V), torch.rand(2, 2, B * T, 1)
+    expected = vocabulary.log_softmax(logits.clone(), sums)
+    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
+    pieces = [vocabulary.log_softmax(*piece) for piece in vocabulary.pieces_of(logits.clone(), sums)]
+    assert len(pieces) > 1
+    assert torch.equal(torch.cat(pieces), expected)
+
+
 class Operators(TorchDispatchMode):
     """Notes operators with the shapes of their results. Fake tensors on CUDA lack addmm(out=) in torch for CPUs."""
 

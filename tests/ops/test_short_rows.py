@@ -16,7 +16,7 @@ def low_inputs(T):
 
 
 def products_one_by_one(q, k, v):
-    """Returns causal attention whose scores and shares are in bfloat16."""
+    """Returns causal attention whose scores and probabilities are in bfloat16."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)

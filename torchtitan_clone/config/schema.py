@@ -419,7 +419,7 @@ class Compile:
     enable: bool = False
     """Compile the components."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """What to compile; the model is compiled block by block, the loss on a CPU only in bfloat16."""
+    """What to compile; the model is compiled block by block, the loss on a GPU only."""
     backend: str = "inductor"
     """torch.compile backend."""
 

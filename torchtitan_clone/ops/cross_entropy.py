@@ -40,9 +40,7 @@ def _target_columns(targets_C: Tensor, weight_VD: Tensor, start: int) -> tuple[T
     return torch.where(is_local_C, column_C, 0).unsqueeze(1), is_local_C.unsqueeze(1)
 
 
-def _chunk_loss(
-    weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
-) -> tuple[Tensor]:
+def _chunk_loss(weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None) -> Tensor:
     """Returns this rank's losses [C, 1].
 
     Of a sharded vocabulary `start` is this rank's first row, and `shard` has what the ranks have computed already.
@@ -52,7 +50,7 @@ def _chunk_loss(
     picked = []
     for logits, sums, column in pieces_of(logits_CV, sums_R2C1, column_C1):
         picked.append(log_softmax(logits, sums).gather(1, column))
-    return (-torch.where(is_local_C1, torch.cat(picked), 0.0),)
+    return -torch.where(is_local_C1, torch.cat(picked), 0.0)
 
 
 def _chunk_loss_and_grads(
@@ -168,7 +166,7 @@ def build_loss(
         chunks = chunks_of(hidden_ND, weight_VD, targets_N, count=count, vocabulary=vocabulary, logits_fn=logits_fn)
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, chunks, vocabulary, train_chunk, observe)
-        losses = [eval_chunk(weight_VD, vocabulary.start, *chunk)[0] for chunk in chunks]
+        losses = [eval_chunk(weight_VD, vocabulary.start, *chunk) for chunk in chunks]
         return vocabulary.reduce_(_sum(losses, observe))
 
     return loss_fn

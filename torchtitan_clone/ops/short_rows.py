@@ -73,11 +73,11 @@ def _add_gradients(
     scale = q_GtH.shape[2] ** -0.5
     scores_Gts = _product(q_GtH, k_GsH.mT, scale=scale)
     scores_Gts[..., -t:] += torch.full((t, t), -torch.inf, dtype=scores_Gts.dtype).triu_(1)
-    shares_Gts = scores_Gts.softmax(-1)
+    probs_Gts = scores_Gts.softmax(-1)
     torch.bmm(grad_GtH, v_GsH.mT, out=scores_Gts)
-    scores_grad_Gts = softmax_backward(scores_Gts, shares_Gts, -1, scores_Gts.dtype)
+    scores_grad_Gts = softmax_backward(scores_Gts, probs_Gts, -1, scores_Gts.dtype)
     q_grad_GtH.copy_(_product(scores_grad_Gts, k_GsH, scale=scale))
-    k_grad, v_grad = _product(scores_grad_Gts.mT, q_GtH, scale=scale), torch.bmm(shares_Gts.mT, grad_GtH)
+    k_grad, v_grad = _product(scores_grad_Gts.mT, q_GtH, scale=scale), torch.bmm(probs_Gts.mT, grad_GtH)
     for total, gradient in ((k_grad_GsH, k_grad), (v_grad_GsH, v_grad)):
         total.copy_(gradient) if is_first else total.add_(gradient)
 
