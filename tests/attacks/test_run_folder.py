@@ -87,7 +87,8 @@ def test_a_folder_deleted_while_training_is_recreated(corpus, tmp_path):
     run = Ranks(argv, world_size=1, log_folder=tmp_path / "log")
     wait_for_step(tmp_path, 3)
     before = (tmp_path / "run" / "config.toml").read_text()
-    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "deleted")  # at once: a run recreates a folder while it is being deleted
+    shutil.rmtree(tmp_path / "deleted")
     wait_until(lambda: len(step_rows(tmp_path)) >= 3)
     run.signal(signal.SIGTERM)
     code, output = run.wait()

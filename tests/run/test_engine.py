@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, rows
+from torchtitan_clone.testing.runs import ROOT, losses, options, rows
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, train_all
 
+PACKAGE = ROOT / "torchtitan_clone"
 BUFFERED = {
     "model__name": "buffered",
     "model__args__n_layers": 4,
@@ -173,8 +174,8 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in READS:
-            frame = next(f for f in traceback.extract_stack()[::-1] if "/torchtitan_clone/" in f.filename)
-            if Path(frame.filename).parent.name != "data":
+            frame = next(f for f in traceback.extract_stack()[::-1] if PACKAGE in Path(f.filename).parents)
+            if Path(frame.filename).parent != PACKAGE / "data":
                 self.places.append(f"{Path(frame.filename).name}:{frame.name}")
         return function(*args, **(kwargs or {}))
 

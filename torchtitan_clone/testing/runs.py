@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Mapping
@@ -104,7 +105,9 @@ class Ranks:
 
 
 def redirect_output(file: Path, *, append: bool = False) -> None:
-    """Sends stdout and stderr of this process to a file."""
+    """Sends stdout and stderr of this process to a file, from what is printed next on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
     log = os.open(file, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC))
     os.dup2(log, 1)
     os.dup2(log, 2)
