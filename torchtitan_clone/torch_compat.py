@@ -141,20 +141,6 @@ def name_fsdp_modules(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
-def replace_sum_of_replicas(module: nn.Module, add: Callable[[Tensor], None]) -> None:
-    """Makes a function sum gradients over replicas in place of FSDP, of which each has all weights.
-
-    FSDP waits for its own sum on a device without streams. It then sums over the group of one rank that shards weights,
-    and calls its hook for what follows.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group  # pyright: ignore[reportCallIssue]
-    if group is None:  # the modules inside have all parameters
-        return
-    assert group.mesh_info.shard_mesh_size == 1
-    group.mesh_info.replicate_process_group = group.mesh_info.shard_process_group
-    module.set_all_reduce_hook(add)  # pyright: ignore[reportCallIssue]
-
-
 def is_fake(x: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in a simulated run. There is no public predicate."""
     from torch._subclasses.fake_tensor import FakeTensor

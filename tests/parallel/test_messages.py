@@ -73,32 +73,6 @@ def test_a_rank_that_has_ended_is_an_error_and_no_wait():
         run_ranks(gather_from_an_ended_rank, 2, timeout=60)
 
 
-class AllReduceModes(TorchDispatchMode):
-    """Notes whether each all-reduce of gradients over two replicas runs in the background."""
-
-    def __init__(self):
-        super().__init__()
-        self.modes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_sum = func is torch.ops.c10d.allreduce_.default and args[0][0].numel() > 1000
-        if is_sum and dist.ProcessGroup.unbox(args[1]).size() == 2:
-            self.modes.append(len(args) < 5 or args[4])  # the default of asyncOp is True
-        return func(*args, **(kwargs or {}))
-
-
-def modes_of_sums(argv):
-    with open_trainer(argv) as trainer, AllReduceModes() as sums:
-        trainer.train_step(1)
-        return sums.modes
-
-
-def test_gradients_of_replicas_are_summed_in_the_background(corpus, tmp_path):
-    mesh = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
-    for modes in run_ranks(modes_of_sums, 2, options(corpus, tmp_path, model__args__n_layers=3, **mesh)):
-        assert modes == [True] * 5  # embedding, blocks and output
-
-
 class Sums(TorchDispatchMode):
     """Notes when sums start, by the first of their messages, and when they are computed."""
 

@@ -75,8 +75,8 @@ def apply_parallelism(
     for name in modules & set(frozen):
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
-        model, groups=model.fsdp_groups(), mesh=mesh.fsdp, experts=experts, expert_mesh=mesh.expert_fsdp,
-        training=training, parallelism=parallelism,
+        model, groups=model.fsdp_groups(), mesh=mesh.fsdp, parameter_mesh=mesh.parameters, experts=experts,
+        expert_mesh=mesh.expert_fsdp, training=training, parallelism=parallelism,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone.ops.varlen_attention import OnHost
+from torchtitan_clone.parallel.unsharded import plain_parameters, set_last_backward
 
 T = TypeVar("T")
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # see ops.cross_entropy.build_loss()
@@ -92,19 +93,21 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         objective.begin_step(num_targets=num_targets)
-        for rows, is_last in _with_last(microbatches):
-            if isinstance(model, FSDPModule):
+        with plain_parameters([model]):
+            for rows, is_last in _with_last(microbatches):
                 # Gradients are reduced over ranks once, after the last micro-batch.
-                model.set_requires_gradient_sync(is_last)
-            documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
-            sums = model(
-                rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
-                targets_BT=rows.targets_BT, mtp_targets_BKT=rows.mtp_targets_BKT, loss_fn=loss_fn,
-            )  # fmt: skip
-            mean = objective.add(sums)
-            if torch.is_grad_enabled():
-                mean.backward()
-            objective.end_pass()
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(is_last)
+                set_last_backward(model, is_last)
+                documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
+                sums = model(
+                    rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
+                    targets_BT=rows.targets_BT, mtp_targets_BKT=rows.mtp_targets_BKT, loss_fn=loss_fn,
+                )  # fmt: skip
+                mean = objective.add(sums)
+                if torch.is_grad_enabled():
+                    mean.backward()
+                objective.end_pass()
         return objective.output()
 
     return run

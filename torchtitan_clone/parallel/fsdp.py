@@ -1,23 +1,21 @@
 """Data parallelism with FSDP2: shards weights, gradients and optimizer state over the `fsdp` mesh."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.messages import GatherByMessages, PendingSums, SumByMessages
-from torchtitan_clone.parallel.one_rank import apply_one_rank
+from torchtitan_clone.parallel.unsharded import apply_unsharded
 
 
 class FSDPGroup(Protocol):
@@ -34,8 +32,9 @@ class FSDPGroup(Protocol):
 
 
 def apply_fsdp(
-    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, experts: Sequence[nn.Module] = (),
-    expert_mesh: DeviceMesh | None = None, training: Training, parallelism: Parallelism,
+    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, parameter_mesh: DeviceMesh,
+    experts: Sequence[nn.Module] = (), expert_mesh: DeviceMesh | None = None, training: Training,
+    parallelism: Parallelism,
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
@@ -45,8 +44,8 @@ def apply_fsdp(
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     choice = parallelism.fsdp_reshard_after_forward
-    if _is_one_rank(mesh, training=training) and choice != "always":
-        apply_one_rank(model, mesh=mesh, dtype=param_dtype)
+    if _needs_no_fsdp(mesh, training=training) and choice != "always" and not experts:
+        apply_unsharded(model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype)
         return
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
@@ -80,10 +79,10 @@ def apply_fsdp(
                 cast("FSDPModule", module).set_unshard_in_backward(False)
 
 
-def _is_one_rank(mesh: DeviceMesh, *, training: Training) -> bool:
-    """Whether one rank of a CPU trains alone, without what FSDP does beyond sharding."""
+def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:
+    """Whether ranks of a CPU shard nothing, and need nothing of what FSDP does beyond sharding."""
     return (
-        dist.get_world_size() == 1
+        mesh.shape[-1] == 1
         and _is_on_gloo(mesh)
         and not training.enable_cpu_offload
         and training.mixed_precision_reduce == training.dtype
@@ -100,41 +99,12 @@ def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pendin
 
     On a CPU it communicates in the background.
     """
-    on_gloo = _is_on_gloo(mesh)
-    has_shards = mesh.shape[-1] > 1
     for module in cast("Sequence[Any]", modules):  # its methods want subclasses of private classes
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-        if mesh.size() == 1:
-            module.set_custom_reduce_scatter(SumOfOneRank())
-        elif on_gloo and not has_shards and pending is not None:
-            module.set_custom_reduce_scatter(SumOfOneRank())
-            add = partial(pending.add_replicas, modules=modules, group=mesh.get_group(0))
-            torch_compat.replace_sum_of_replicas(module, add)
-        else:
-            module.set_gradient_divide_factor(1.0)  # costs a division if there is one shard
-            if on_gloo and has_shards:
-                module.set_custom_all_gather(GatherByMessages())
-                module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
-
-
-class SumOfOneRank:
-    """Gives the gradients of one rank and their sum the same memory: FSDP2 copies one to the other."""
-
-    def __init__(self) -> None:
-        self._gradients: weakref.ref[Tensor] | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the gradients of a group of parameters; after it the same for their sum."""
-        memory = None if self._gradients is None else self._gradients()
-        self._gradients = None
-        if memory is None or (memory.shape, memory.dtype) != (torch.Size(size), dtype):
-            memory = torch.empty(size, dtype=dtype, device=device)
-            self._gradients = weakref.ref(memory)
-        return memory
-
-    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **_: object) -> None:
-        """Sums the gradients over one rank."""
-        output_tensor.copy_(input_tensor)
+        module.set_gradient_divide_factor(1.0)  # costs a division if there is one shard
+        if _is_on_gloo(mesh) and mesh.shape[-1] > 1:
+            module.set_custom_all_gather(GatherByMessages())
+            module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
 
 
 def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:

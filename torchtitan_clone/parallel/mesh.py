@@ -21,10 +21,12 @@ class Mesh:
     """The mesh of all five axes (`world`) and its views; `ep` and `expert_fsdp` only with expert parallelism.
 
     `fsdp` is the axis that FSDP2 shards parameters over: dp_shard and cp as one, under HSDP after dp_replicate.
+    `parameters` has the axis tp after those of `fsdp`.
     `is_loss_leader` is True on exactly one of the ranks that compute the loss of the same tokens.
     """
 
     world: DeviceMesh
+    parameters: DeviceMesh
     fsdp: DeviceMesh
     tp: DeviceMesh
     cp: DeviceMesh
@@ -111,10 +113,12 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep, degrees.ep)
         experts = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "expert_fsdp", "ep"))
         groups += experts.get_all_groups()
+    fsdp_axes = names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")
     expert_axes = ("dp_replicate", "expert_fsdp") if degrees.dp_replicate > 1 else ("expert_fsdp",)
     return Mesh(
         world=world,
-        fsdp=parameters[names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")],
+        parameters=parameters[(*fsdp_axes, *names("tp"))],
+        fsdp=parameters[fsdp_axes],
         tp=parameters[names("tp")],
         cp=world[names("cp")],
         pp=world[names("pp")],

@@ -121,12 +121,6 @@ class PendingSums:
         if len(self._completions) > 2:
             self._completions.popleft()()
 
-    def add_replicas(self, gradients: Tensor, *, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-        """Starts to sum the modules' gradients over a group, in place."""
-        work = dist.all_reduce(gradients, group=group, async_op=True)
-        assert work is not None
-        self.add(work.wait, modules=modules)
-
     def _complete(self) -> None:
         while self._completions:
             self._completions.popleft()()

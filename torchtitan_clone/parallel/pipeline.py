@@ -23,6 +23,7 @@ from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages
+from torchtitan_clone.parallel.unsharded import collect_gradients, plain_parameters
 from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -34,6 +35,10 @@ class _Stage(PipelineStageFixes, PipelineStage):
         if documents_BT is not None:
             kwargs["documents_BT"] = OnHost(documents_BT)
         return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        collect_gradients(self.submod)
 
 
 def build_pipelined_forward_backward(
@@ -75,18 +80,19 @@ def build_pipelined_forward_backward(
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         trains = torch.is_grad_enabled()
         objective.begin_step(num_targets=num_targets)
-        for rows in microbatches:
-            later_BKT = rows.mtp_targets_BKT
-            schedule = schedule_for(*rows.tokens_BT.shape, 0 if later_BKT is None else later_BKT.shape[1], trains)
-            step = schedule.step if trains else schedule.eval
-            optional = {"documents_BT": rows.documents_BT, "mtp_targets_BKT": later_BKT}
-            # The schedule splits only tensors into micro-batches, not None.
-            given: dict[str, Any] = {name: tensor for name, tensor in optional.items() if tensor is not None}
-            step(
-                rows.tokens_BT, target=rows.targets_BT, return_outputs=False, positions_BT=rows.positions_BT,
-                targets_BT=rows.targets_BT, loss_fn=loss_fn, **given,
-            )  # fmt: skip
-            objective.end_pass()
+        with plain_parameters(model_parts):
+            for rows in microbatches:
+                later_BKT = rows.mtp_targets_BKT
+                schedule = schedule_for(*rows.tokens_BT.shape, 0 if later_BKT is None else later_BKT.shape[1], trains)
+                step = schedule.step if trains else schedule.eval
+                optional = {"documents_BT": rows.documents_BT, "mtp_targets_BKT": later_BKT}
+                # The schedule splits only tensors into micro-batches, not None.
+                given: dict[str, Any] = {name: tensor for name, tensor in optional.items() if tensor is not None}
+                step(
+                    rows.tokens_BT, target=rows.targets_BT, return_outputs=False, positions_BT=rows.positions_BT,
+                    targets_BT=rows.targets_BT, loss_fn=loss_fn, **given,
+                )  # fmt: skip
+                objective.end_pass()
         return objective.output()
 
     return run

@@ -1,0 +1,161 @@
+"""Ranks of a CPU that shard nothing train the parameters of FSDP without its copies, and to the same bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
+from torchtitan_clone.torch_compat import TorchDispatchMode, runs_backward, storage_id
+
+ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}  # FSDP itself
+BF16 = {"training__mixed_precision_param": "bfloat16"}
+MICROBATCHES = {"training__local_batch_size": 2}
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
+TENSOR = {"parallelism__tensor_parallel_degree": 2}
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
+CASES = {
+    "fp32": {},
+    "micro-batches in bf16, tied": {**BF16, **MICROBATCHES, "model__args__tied_embeddings": True},
+    "recomputed, compiled": {
+        **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",
+    },
+    "frozen blocks": {"training__freeze_schedule": "[{step = 1, layers = 1}]"},
+    "replicas, micro-batches in bf16": {**REPLICAS, **BF16, **MICROBATCHES},
+    "tensor, tied": {**TENSOR, **MICROBATCHES, "model__args__tied_embeddings": True},
+    "tensor, bf16": {**TENSOR, **BF16},
+    # Of several passes FSDP adds up the sums of each.
+    "pipeline in bf16": {**PIPELINE, **BF16, "training__local_batch_size": 8},
+    "replicas, tensor": {**REPLICAS, **TENSOR},
+    "replicas, pipeline": {**REPLICAS, **PIPELINE, "training__local_batch_size": 4},
+}  # fmt: skip
+
+
+def states_after_two_steps(runs):
+    """Returns whether FSDP wraps the model, and all tensors, of each run."""
+    found = []
+    for trainer in open_trainers(runs):
+        for step in (1, 2):
+            trainer.train_step(step)
+        engine = trainer.engine
+        found.append((isinstance(engine.model_parts[0], FSDPModule), full_copies(engine.state_tensors().items())))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_gives_the_bits_of_fsdp(corpus, tmp_path, case):
+    ranks = 2 ** sum(axis.items() <= CASES[case].items() for axis in (REPLICAS, TENSOR, PIPELINE))
+    runs = [options(corpus, tmp_path / name, **CASES[case], **more) for name, more in (("a", {}), ("b", ALWAYS))]
+    for (is_fsdp, found), (is_fsdp_too, expected) in run_ranks(states_after_two_steps, ranks, runs):
+        assert (is_fsdp, is_fsdp_too) == (False, True)
+        assert found.keys() == expected.keys()
+        different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+        assert different == []
+
+
+def parameters_of_a_step(argv):
+    """Returns what modules hold before, in and after a step, a forward without gradients, and one without backward."""
+    with open_trainer(argv) as trainer:
+        (model,) = trainer.engine.model_parts
+        weight, seen = model.layers["0"].attention.wq.weight, []
+        model.layers["0"].register_forward_hook(lambda block, *_: seen.append(block.attention.wq.weight))
+
+        def held():
+            return model.layers["0"].attention.wq.weight is weight
+
+        after = [held()]
+        trainer.train_step(1)
+        after.append(held())
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        with torch.no_grad():
+            model(tokens, positions_BT=tokens)
+        after.append(held())
+        model(tokens, positions_BT=tokens)
+        after.append(held())
+        with torch.no_grad():
+            model(tokens, positions_BT=tokens)
+        after.append(held())
+        shares = storage_id(seen[0]) == storage_id(weight)
+        gradient = weight.grad
+        return after, isinstance(weight, DTensor), type(seen[0]), seen[0].dtype, shares, gradient is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_modules_hold_plain_parameters_from_forward_to_the_end_of_backward(corpus, tmp_path, dtype):
+    argv = options(corpus, tmp_path, training__mixed_precision_param=str(dtype).removeprefix("torch."))
+    after, is_dtensor, kind, found, shares, no_gradient = run_ranks(parameters_of_a_step, 1, argv)[0]
+    assert after == [True, True, True, False, True]
+    assert (is_dtensor, kind, found, no_gradient) == (True, torch.nn.Parameter, dtype, True)
+    assert shares == (dtype == torch.float32)  # no copy
+
+
+def test_more_than_fsdp_shards_is_left_to_it(corpus, tmp_path):
+    runs = [
+        options(corpus, tmp_path / "a", training__enable_cpu_offload=True),
+        options(corpus, tmp_path / "b", training__mixed_precision_reduce="bfloat16", **BF16),
+    ]
+    assert [is_fsdp for is_fsdp, _ in run_ranks(states_after_two_steps, 1, runs)[0]] == [True, True]
+
+
+class SumsOfReplicas(TorchDispatchMode):
+    """Notes whether each sum of gradients over two replicas starts during backward, and whether it is waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_sum = func is torch.ops.c10d.allreduce_.default and args[0][0].numel() > 1000
+        if is_sum and dist.ProcessGroup.unbox(args[1]).size() == 2:
+            in_background = len(args) < 5 or args[4]  # the default of asyncOp is True
+            self.sums.append((runs_backward(), in_background))
+        return func(*args, **(kwargs or {}))
+
+
+def sums_of_a_step(argv):
+    with open_trainer(argv) as trainer, SumsOfReplicas() as sums:
+        trainer.train_step(1)
+        return sums.sums
+
+
+@pytest.mark.parametrize("more", [{}, MICROBATCHES], ids=["one backward", "two backwards"])
+def test_gradients_of_replicas_are_summed_once_during_the_last_backward(corpus, tmp_path, more):
+    argv = options(corpus, tmp_path, model__args__n_layers=3, model__args__dim=256, **REPLICAS, **more)
+    of_a_block = 5  # wk, wv and the norms are small
+    for sums in run_ranks(sums_of_a_step, 2, argv):
+        assert sums == [(True, True)] * (2 + 3 * of_a_block) + [(False, False)]
+
+
+def norms_of_a_failed_step(argv):
+    """Returns the norm of gradients of a step, after one whose backward failed, and of the same step alone."""
+    norms = []
+    for trainer in open_trainers([argv, argv]):
+        (model,) = trainer.engine.model_parts
+        if not norms:
+            handle = model.layers["0"].register_full_backward_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                trainer.train_step(1)
+            handle.remove()
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        norms.append(gradient_norm(trainer))
+    return norms
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def gradient_norm(trainer):
+    tokens = torch.arange(64).view(1, 64)
+    model = trainer.engine.model_parts[0]
+    model(tokens, positions_BT=tokens).square().sum().backward()
+    return torch.stack([parameter.grad.full_tensor().norm() for parameter in model.parameters()]).norm().item()
+
+
+def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path):
+    after_failure, alone = run_ranks(norms_of_a_failed_step, 1, options(corpus, tmp_path))[0]
+    assert after_failure == alone > 0

@@ -1,0 +1,212 @@
+"""Data parallelism of ranks of a CPU that shard no parameters over it: what FSDP does, without its copies."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.torch_compat import after_backward
+
+_ALONE = 2**16
+"""Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
+_exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
+
+
+def apply_unsharded(model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
+
+    `mesh` has one shard, and maybe replicas before it; `parameter_mesh` has the tp axis after both, whose DTensors stay
+    such. From the start of a forward to the end of its backward, or inside of plain_parameters(), modules hold
+    parameters without data parallelism: the same memory if `dtype` is that of the parameters, else copies. Gradients
+    are summed over replicas and added to those of the DTensors, in their type.
+    """
+    distributed: dict[nn.Parameter, nn.Parameter] = {}
+    outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    tp = None
+    for module, name, parameter in list(_parameters(model)):
+        if parameter not in distributed:
+            inner = parameter.placements if isinstance(parameter, DTensor) else ()
+            tp = parameter.device_mesh if isinstance(parameter, DTensor) else tp
+            both = _distributed(
+                local_shard(parameter.detach()), like=parameter, mesh=parameter_mesh if inner else mesh,
+                placements=[*outer, *inner],
+            )  # fmt: skip
+            distributed[parameter] = nn.Parameter(both, requires_grad=parameter.requires_grad)
+        module._parameters[name] = distributed[parameter]
+    exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp)
+    model.register_forward_pre_hook(exchange.begin_forward)
+    model.register_forward_hook(exchange.end_forward)
+
+
+@contextmanager
+def plain_parameters(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets models that apply_unsharded() changed hold plain parameters through several forwards and backwards."""
+    exchanges = [(model, exchange) for model in models if (exchange := _exchanges.get(model)) is not None]
+    for model, exchange in exchanges:
+        exchange.begin(model, is_held=True)
+    try:
+        yield
+    except BaseException:
+        for _, exchange in exchanges:  # without collectives, in which other ranks may not take part
+            exchange.restore()
+        raise
+    for _, exchange in exchanges:
+        exchange.end()
+
+
+def set_last_backward(model: nn.Module, is_last: bool) -> None:
+    """Says whether the next backward is the last of a step, during which sums over replicas start."""
+    if (exchange := _exchanges.get(model)) is not None:
+        exchange.is_last = is_last
+
+
+def collect_gradients(model: nn.Module) -> None:
+    """Takes the gradients that torch assigns to parameters, as a pipeline does in split backwards."""
+    if (exchange := _exchanges.get(model)) is not None:
+        exchange.collect()
+
+
+class _Exchange:
+    """Exchanges the DTensors of a model with plain parameters and back."""
+
+    def __init__(self, dtype: torch.dtype, *, mesh: DeviceMesh, tp: DeviceMesh | None):
+        self.is_last = True
+        self._dtype = dtype
+        self._mesh = mesh
+        self._tp = tp
+        self._is_held = False
+        self._kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
+        self._started: dict[nn.Parameter, dist.Work] = {}  # sums over replicas
+
+    def begin_forward(self, model: nn.Module, _inputs: object) -> None:
+        """Gives modules the plain parameters of a forward."""
+        if not self._is_held:
+            self.begin(model, is_held=False)
+
+    def end_forward(self, _model: nn.Module, _inputs: object, output: Tensor) -> None:
+        """Lets modules keep the plain parameters until the end of backward, which may run a forward again."""
+        if self._is_held:
+            return
+        if output.requires_grad:
+            output.register_hook(lambda _: after_backward(self.end))
+        else:
+            self.restore()
+
+    def begin(self, model: nn.Module, *, is_held: bool) -> None:
+        """Gives modules plain parameters; if they are held, for several backwards."""
+        self.restore()  # after a forward without a backward
+        self._is_held = is_held
+        self.is_last = not is_held
+        plain: dict[nn.Parameter, nn.Parameter] = {}
+        for module, name, parameter in list(_parameters(model)):
+            if parameter not in plain:
+                plain[parameter] = self._plain(parameter)
+            self._kept.append((module, name, parameter, plain[parameter]))
+            module._parameters[name] = plain[parameter]
+
+    def end(self) -> None:
+        """Completes the sums of gradients, and gives them and the modules back to the DTensors."""
+        self.collect()
+        with_sums = [p for p in dict.fromkeys(p for _, _, p, _ in self._kept) if p in self._sums]
+        if self._tp is not None:
+            self._sum_together([p for p in with_sums if p in self._parts], group=self._tp.get_group())
+        if self._mesh.ndim > 1:
+            remaining = [p for p in with_sums if p not in self._started]
+            for parameter in remaining:
+                if parameter.numel() >= _ALONE:
+                    self._start(parameter)
+            few = [p for p in remaining if p not in self._started]
+            self._sum_together(few, group=self._mesh.get_group(0))
+        for work in self._started.values():
+            work.wait()
+        for parameter, total in self._sums.items():
+            _add_gradient(parameter, total)
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives the modules back to the DTensors, without the gradients."""
+        for module, name, parameter, _ in self._kept:
+            module._parameters[name] = parameter
+        for each in (self._kept, self._sums, self._parts, self._started):
+            each.clear()
+        self._is_held = False
+
+    def collect(self) -> None:
+        """Takes the gradients that plain parameters have."""
+        for _, _, parameter, plain in self._kept:
+            if plain.grad is not None:
+                self._add(parameter, plain)
+
+    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+        local = local_shard(parameter.detach()).to(self._dtype)
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > self._mesh.ndim:
+            assert self._tp is not None
+            local = _distributed(local, like=parameter, mesh=self._tp, placements=parameter.placements[-1:])
+        plain = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        if parameter.requires_grad:
+            plain.register_post_accumulate_grad_hook(partial(self._add, parameter))
+        return plain
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter, plain: Tensor) -> None:
+        """Adds the gradient of a plain parameter to its sum; starts to sum a complete one over replicas."""
+        gradient, plain.grad = plain.grad, None
+        assert gradient is not None
+        if isinstance(gradient, DTensor) and isinstance(plain, DTensor) and gradient.placements != plain.placements:
+            if gradient.placements == (Partial(),) and plain.placements == (Replicate(),):
+                self._parts.add(parameter)
+            else:
+                gradient = gradient.redistribute(placements=plain.placements)
+        if (total := self._sums.get(parameter)) is not None:
+            total.add_(local_shard(gradient))
+        else:
+            self._sums[parameter] = local_shard(gradient).to(parameter.dtype)
+        if self.is_last and self._mesh.ndim > 1 and parameter not in self._parts and parameter.numel() >= _ALONE:
+            self._start(parameter)
+
+    def _start(self, parameter: nn.Parameter) -> None:
+        """Starts to sum a gradient over replicas."""
+        work = dist.all_reduce(self._sums[parameter], group=self._mesh.get_group(0), async_op=True)
+        assert work is not None
+        self._started[parameter] = work
+
+    def _sum_together(self, parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> None:
+        """Sums the gradients of several parameters over a group by one collective."""
+        if not parameters:
+            return
+        totals = [self._sums[parameter] for parameter in parameters]
+        together = torch.cat([total.reshape(-1) for total in totals])
+        dist.all_reduce(together, group=group)
+        pieces = together.split([total.numel() for total in totals])
+        for parameter, total, piece in zip(parameters, totals, pieces, strict=True):
+            self._sums[parameter] = piece.view_as(total)
+
+
+def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Returns a DTensor of the global shape of another; its shards may differ in size."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def _add_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    """Adds this rank's shard of a gradient to that of a DTensor."""
+    assert isinstance(parameter, DTensor)
+    if parameter.grad is None:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        parameter.grad = _distributed(local, like=parameter, mesh=mesh, placements=placements)
+    else:
+        local_shard(parameter.grad).add_(local)
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield module, name, parameter
