@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tests.marks import needs_split_backward
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
@@ -159,3 +160,25 @@ def gradient_norm(trainer):
 def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path):
     after_failure, alone = run_ranks(norms_of_a_failed_step, 1, options(corpus, tmp_path))[0]
     assert after_failure == alone > 0
+
+
+def gradients_of_a_step(runs):
+    """Returns the average gradients after a step of each run."""
+    found = []
+    for trainer in open_trainers(runs):
+        trainer.train_step(1)
+        found.append({k: v for k, v in full_copies(trainer.engine.state_tensors().items()).items() if "exp_avg" in k})
+    return found
+
+
+@needs_split_backward
+@pytest.mark.parametrize("dtype", [{}, BF16], ids=["fp32", "bf16"])
+def test_split_backwards_give_the_gradients_of_whole_ones(corpus, tmp_path, dtype):
+    changes = {**PIPELINE, **dtype, "training__local_batch_size": 8, "model__args__n_layers": 4}
+    schedules = [{"parallelism__pipeline_parallel_schedule": name} for name in ("InterleavedZeroBubble", "1F1B")]
+    runs = [options(corpus, tmp_path / str(i), **changes, **schedule) for i, schedule in enumerate(schedules)]
+    found = run_ranks(gradients_of_a_step, 2, runs)
+    split, whole = ({name: x for rank in ranks for name, x in rank.items()} for ranks in zip(*found, strict=True))
+    assert split.keys() == whole.keys()
+    for name, expected in whole.items():
+        torch.testing.assert_close(split[name], expected, rtol=1e-4, atol=1e-8)

@@ -169,7 +169,8 @@ class _Exchange:
         if (total := self._sums.get(parameter)) is not None:
             total.add_(local_shard(gradient))
         else:
-            self._sums[parameter] = local_shard(gradient).to(parameter.dtype)
+            # What torch assigns, and autograd does not accumulate, may be transposed, which the optimizer does not see.
+            self._sums[parameter] = local_shard(gradient).to(parameter.dtype).contiguous()
         if self.is_last and self._mesh.ndim > 1 and parameter not in self._parts and parameter.numel() >= _ALONE:
             self._start(parameter)
 
