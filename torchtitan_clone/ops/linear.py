@@ -25,8 +25,6 @@ def _has_faster_onednn() -> bool:
 
 
 HAS_FASTER_ONEDNN = _has_faster_onednn()
-_SMALL = 512
-"""Output features from which on oneDNN computes the gradient of a weight with more input features."""
 
 
 def _is_fp32(*tensors: Tensor) -> bool:
@@ -56,11 +54,8 @@ def _input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    # oneDNN copies the gradient transposed, so that MKL is faster for this product unless that is the smaller matrix.
-    if _SMALL <= grad_NO.shape[1] < x_NI.shape[1] and is_for_onednn(grad_NO, x_NI):
-        return onednn_linear(grad_NO.T, x_NI.T)
-    return grad_NO.T @ x_NI
+    # MKL is faster for this product over many rows: oneDNN would copy both matrices transposed.
+    return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
 
 
 class _OneDNNLinear(torch.autograd.Function):
