@@ -324,7 +324,7 @@ class Trainer:
         is_exported = state.step not in self._exporter.failed_steps
         self._saver.close(is_exported=is_exported)
         self._timeouts.close()
-        self._metrics.log_goodput(state.step, complete=is_complete)
+        goodput = self._metrics.log_goodput(state.step, complete=is_complete)
         self._metrics.close()
         RunOutcome(
             step=state.step,
@@ -336,7 +336,7 @@ class Trainer:
             saved_step=self._checkpoints.saved_step,
             is_exported=is_exported,
             stop_reason=self._stop.reason,
-            goodput=self._metrics.ledger.line(),
+            goodput=goodput,
             next_steps=describe_results(plan),
         ).report()
         return is_complete or is_obsolete

@@ -51,14 +51,15 @@ class Ledger:
         total = progress + sum(seconds.values())
         return {"goodput_percent": 100 * progress / total, "progress_seconds": progress, **seconds, **counts}
 
-    def line(self) -> str:
-        row = self.row()
-        total = row["progress_seconds"] + sum(row[f"{kind}_seconds"] for kind in KINDS)
-        shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
-        return (
-            f"goodput {row['goodput_percent']:.1f} %: {row['progress_seconds']:.1f} s of {total:.1f} s were progress, "
-            f"over {row['starts']} starts; {', '.join(shares)} ({row['steps_thrown_away']} steps)"
-        )
+
+def describe_goodput(row: Mapping[str, float]) -> str:
+    """Returns the columns of a ledger's row as one line."""
+    total = row["progress_seconds"] + sum(row[f"{kind}_seconds"] for kind in KINDS)
+    shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
+    return (
+        f"goodput {row['goodput_percent']:.1f} %: {row['progress_seconds']:.1f} s of {total:.1f} s were progress, "
+        f"over {row['starts']} starts; {', '.join(shares)} ({row['steps_thrown_away']} steps)"
+    )
 
 
 def resumed_ledger(file: Path, *, resume_step: int, lost: int, started: float) -> Ledger:

@@ -23,7 +23,15 @@ from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.documents import DocumentError, escape, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.by_source import Totals, add_totals, source_columns
-from torchtitan_clone.observe.goodput import EVENT, MAX_METRICS_BYTES, Ledger, last_sign, read_rows, resumed_ledger
+from torchtitan_clone.observe.goodput import (
+    EVENT,
+    MAX_METRICS_BYTES,
+    Ledger,
+    describe_goodput,
+    last_sign,
+    read_rows,
+    resumed_ledger,
+)
 from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.observe.records import STARTS_FILE, append_record, ignore_disk_errors, open_to_append
 
@@ -199,10 +207,12 @@ class MetricsWriter:
             logger.info("step %s  %s%s", f"{step:,}", name, _named(values))
             self._write(step, {"event": name, **values})
 
-    def log_goodput(self, step: int, *, complete: bool = False) -> None:
-        """Writes the goodput so far; `complete` marks the end of the run's last step."""
+    def log_goodput(self, step: int, *, complete: bool = False) -> str:
+        """Writes the goodput so far, and returns it as text; `complete` marks the end of the run's last step."""
+        row = self.ledger.row()
         if self.active:
-            self._write(step, {"event": EVENT, "complete": complete, **self.ledger.row()})
+            self._write(step, {"event": EVENT, "complete": complete, **row})
+        return describe_goodput(row)
 
     def progress(self, step: int) -> None:
         if self._bar:
