@@ -22,6 +22,8 @@ from torchtitan_clone.testing.runs import options, rows
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 STEPS, SKIPPED, RATE = 20, 3, 0.002
+ONE_TOKEN = 8 / (8 * 64 * 2)
+"""What one of 8 x 64 tokens changes in the loads of experts over their mean: rounding routes it where scores tie."""
 TERMS = {"batch_balance": 0.02, "sequence_balance": 0.05, "router_z": 0.01}
 MOE = {
     "model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64,
@@ -170,9 +172,15 @@ def check(argv, folder, expected, *, world_size):
         found |= biases
     assert found.keys() == expected_biases.keys()
     assert [row["step"] for row in logged if row["loss"] is None] == [SKIPPED]
+    rerouted = set()
     for row, expected_row in zip(logged, columns, strict=False):
         for name, value in (expected_row or {}).items():
-            assert row[name] == pytest.approx(value, rel=1e-4 if name == "grad_norm" else 1e-5), (row["step"], name)
+            if name.startswith("router/load") and row[name] != pytest.approx(value, rel=1e-5):
+                rerouted.add(row["step"])
+                assert row[name] == pytest.approx(value, abs=ONE_TOKEN), (row["step"], name)
+            else:
+                assert row[name] == pytest.approx(value, rel=1e-4 if name == "grad_norm" else 1e-5), (row["step"], name)
+    assert len(rerouted) <= 1
     record = json.loads((folder / "run" / LOADS_FILE).read_text())
     assert record["step"] == logged[-1]["step"]
     assert [f"{name}.expert_bias" for name in record["loads"]] == list(expected_biases)
