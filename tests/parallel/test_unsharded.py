@@ -93,7 +93,7 @@ def test_modules_hold_plain_parameters_from_forward_to_the_end_of_backward(corpu
     assert shares == (dtype == torch.float32)  # no copy
 
 
-def test_more_than_fsdp_shards_is_left_to_it(corpus, tmp_path):
+def test_offloading_and_another_reduction_type_use_fsdp(corpus, tmp_path):
     runs = [
         options(corpus, tmp_path / "a", training__enable_cpu_offload=True),
         options(corpus, tmp_path / "b", training__mixed_precision_reduce="bfloat16", **BF16),
@@ -163,7 +163,7 @@ def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path):
 
 
 def gradients_of_a_step(runs):
-    """Returns the average gradients after a step of each run."""
+    """Returns the moving averages of gradients and their squares after a step of each run."""
     found = []
     for trainer in open_trainers(runs):
         trainer.train_step(1)

@@ -1,4 +1,4 @@
-"""Data parallelism of ranks of a CPU that shard no parameters over it: what FSDP does, without its copies."""
+"""Data parallelism on a CPU where no parameter is sharded over it: what FSDP does, without its copies."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ _exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
 def apply_unsharded(model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
 
-    `mesh` has one shard, and maybe replicas before it; `parameter_mesh` has the tp axis after both, whose DTensors stay
-    such. From the start of a forward to the end of its backward, or inside of plain_parameters(), modules hold
-    parameters without data parallelism: the same memory if `dtype` is that of the parameters, else copies. Gradients
-    are summed over replicas and added to those of the DTensors, in their type.
+    `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
+    end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
+    tp only: the same memory if `dtype` is that of the parameters, else copies. Gradients are summed over replicas and
+    added to those of the DTensors, in their data type.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -102,7 +102,7 @@ class _Exchange:
             self.restore()
 
     def begin(self, model: nn.Module, *, is_held: bool) -> None:
-        """Gives modules plain parameters; if they are held, for several backwards."""
+        """Gives modules plain parameters: for one forward and backward, or held until end() for several."""
         self.restore()  # after a forward without a backward
         self._is_held = is_held
         self.is_last = not is_held
@@ -169,7 +169,7 @@ class _Exchange:
         if (total := self._sums.get(parameter)) is not None:
             total.add_(local_shard(gradient))
         else:
-            # What torch assigns, and autograd does not accumulate, may be transposed, which the optimizer does not see.
+            # Pipelines assign gradients that may be transposed; optimizers take all for contiguous.
             self._sums[parameter] = local_shard(gradient).to(parameter.dtype).contiguous()
         if self.is_last and self._mesh.ndim > 1 and parameter not in self._parts and parameter.numel() >= _ALONE:
             self._start(parameter)
