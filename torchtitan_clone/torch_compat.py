@@ -235,6 +235,16 @@ def round_as_eager() -> None:
     config.emulate_precision_casts = True
 
 
+def recompute_inputs_of_products() -> None:
+    """Makes torch.compile compute again in backward what products read there, if elementwise operations suffice.
+
+    By default it keeps these inputs: of a block the results of norms and gates, a fourth of its activations.
+    """
+    from torch._functorch import config
+
+    config.ban_recompute_materialized_backward = False
+
+
 def default_compile_cache() -> str:
     """Returns where torch.compile keeps its results; it writes that to the environment itself, as if a user had."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

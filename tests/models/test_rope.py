@@ -98,6 +98,26 @@ def test_partial_rotation_leaves_the_other_features():
     assert not torch.equal(q[:, 1:, :, :8], x_BTNH[:, 1:, :, :8])
 
 
+@pytest.mark.parametrize("features", [2, 12, 64])
+def test_rotation_and_its_gradient_equal_the_formula_to_the_bit(features):
+    """Each half of the features times its cosines, plus the other half, the second one negated, times its sines."""
+    torch.manual_seed(0)
+    rotary = Rotary(RopeArgs(dim=features, theta=1e4))
+    rotary.init_buffers()
+    cos, sin = rotary(torch.arange(7).repeat(2, 1))
+    x, grad = torch.randn(2, 2, 7, 3, features)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    first, second = inputs[0].chunk(2, dim=-1)
+    expected = inputs[0] * cos + torch.cat((-second, first), dim=-1) * sin
+    found = rotate(inputs[1], cos, sin)
+    assert torch.equal(found, expected)
+    expected.backward(grad)
+    found.backward(grad)
+    assert torch.equal(inputs[1].grad, inputs[0].grad)
+    assert torch.equal(x, inputs[1])
+    assert not torch.equal(found[:, 1:], x[:, 1:])
+
+
 def test_layers_without_positions_rotate_nothing():
     q, k = torch.randn(2, 1, 9, 2, 4)
     assert apply_positions(q, k, Rotary(None)(torch.arange(9)[None])) == (q, k)

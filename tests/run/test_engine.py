@@ -4,6 +4,7 @@ Tests of engine.py, and of run_state.py and replicas.py in recovery.
 """
 
 import traceback
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,31 @@ def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(penalized, mesh):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=1e-5), key
     assert expected[0]["auxiliary/output_square"] > 0
     assert losses(penalized / "without")[3] != losses(penalized / "one")[3]
+
+
+def kept_of_compiled_blocks(argv):
+    """Trains a step; returns how many tensors of each size are kept for backward, without parameters."""
+    kept = {}
+    with open_trainer([*argv, "--compile.backend=aot_eager_decomp_partition"]) as trainer:
+
+        def pack(x):
+            kept[x.untyped_storage().data_ptr()] = x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            trainer.train_step(1)
+    return Counter(kept.values())
+
+
+def test_compiled_blocks_of_a_cpu_keep_no_inputs_of_products_that_are_cheap(corpus, tmp_path):
+    """They compute norms again, and in a feed-forward the product of the gate and what it multiplies."""
+    layers, rows, hidden = 3, 4, 144
+    changes = {"compile__enable": True, "checkpoint__enable": False, "training__document_masking": False}
+    sizes = {"training__global_batch_size": rows, "model__args__n_layers": layers, "model__args__hidden_dim": hidden}
+    (kept,) = run_ranks(kept_of_compiled_blocks, 1, options(corpus, tmp_path, **changes, **sizes))
+    assert kept[rows * 64 * hidden] == 2 * layers
+    # Of each layer the inputs of both norms, queries, and the output of attention; the inputs of the last norm and loss.
+    assert kept[rows * 64 * DIM] == 4 * layers + 2
 
 
 def compiles_the_loss(argv):

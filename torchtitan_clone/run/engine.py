@@ -24,7 +24,7 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_compile_cache
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import probe_vector_instructions
+from torchtitan_clone.torch_compat import probe_vector_instructions, recompute_inputs_of_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,10 @@ def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
     if plan.config.compile.enable:
         set_compile_cache()
-        if plan.config.compile.backend == "inductor" and device.type == "cpu":
-            probe_vector_instructions()
+        if device.type == "cpu":
+            recompute_inputs_of_products()
+            if plan.config.compile.backend == "inductor":
+                probe_vector_instructions()
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
