@@ -170,7 +170,7 @@ def test_compiled_blocks_of_a_cpu_keep_no_inputs_of_products_that_are_cheap(corp
     sizes = {"training__global_batch_size": rows, "model__args__n_layers": layers, "model__args__hidden_dim": hidden}
     (kept,) = run_ranks(kept_of_compiled_blocks, 1, options(corpus, tmp_path, **changes, **sizes))
     assert kept[rows * 64 * hidden] == 2 * layers
-    # Of each layer the inputs of both norms, queries, and the output of attention; the inputs of the last norm and loss.
+    # Inputs of both norms, queries and the output of attention of each layer; inputs of the last norm and of the loss.
     assert kept[rows * 64 * DIM] == 4 * layers + 2
 
 
