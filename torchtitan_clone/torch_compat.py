@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -250,6 +251,17 @@ def default_compile_cache() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
+
+
+def keep_precompiled_headers(folder: Path) -> None:
+    """Makes torch.compile keep the headers that it precompiles for C++ in this folder.
+
+    It keeps them in default_compile_cache() even if its results are elsewhere, and takes those that it finds there.
+    """
+    from torch._inductor import codecache
+
+    codecache._HEADER_DIR = str(folder)
+    codecache._HEADER_LOCK_DIR = str(folder / "locks")
 
 
 def probe_vector_instructions() -> Future[object]:

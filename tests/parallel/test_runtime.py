@@ -1,6 +1,8 @@
 """Settings of the process: random numbers by axis, timeouts, compiled code, and the wait for all ranks."""
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,8 +35,16 @@ def compile_cache_of(argv: list[str]) -> str | None:
 
 
 def compile_cache() -> str | None:
-    set_compile_cache()
+    set_compile_cache("eager")
     return os.environ.get(CACHE)
+
+
+COMPILE = """
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torchtitan_clone.parallel.runtime import set_compile_cache
+set_compile_cache("inductor")
+CppPythonBindingsCodeCache.load_pybinding(["float*"], "#include <torch/csrc/inductor/cpp_prefix.h>")
+"""
 
 
 def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
@@ -45,6 +55,25 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
     (tmp_path / "file").touch()
     (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
     assert without in (None, default_compile_cache())
+
+
+def test_precompiled_headers_are_kept_in_the_users_cache_folder(tmp_path):
+    """Not where other users could put theirs; who sets $TORCHINDUCTOR_CACHE_DIR gets them in the same place."""
+    temporary, compiler = tmp_path / "tmp", tmp_path / "g++"
+    temporary.mkdir()
+    compiler.write_text(
+        '#!/bin/sh\necho g++ 13.1\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo nothing > "$2"; shift; done\n'
+    )
+    compiler.chmod(0o755)
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(temporary), "CXX": str(compiler)}
+    environment = {**os.environ, **environment, CACHE: str(tmp_path / "mine")}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE], check=False, capture_output=True, text=True, env=environment
+    )
+    assert "file too short" in result.stderr  # what the compiler wrote is no library
+    (header,) = tmp_path.glob("**/*.gch")
+    assert header.parent == tmp_path / "torchtitan_clone" / "inductor" / "precompiled_headers"
+    assert not list(temporary.glob("**/precompiled_headers"))
 
 
 def twice_with_a_break(x):

@@ -153,7 +153,7 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
     if plan.config.compile.enable:
-        set_compile_cache()
+        set_compile_cache(plan.config.compile.backend)
         if device.type == "cpu":
             recompute_inputs_of_products()
             if plan.config.compile.backend == "inductor":
