@@ -21,7 +21,9 @@ from torchtitan_clone.torch_compat import (
     default_compile_cache,
     keep_precompiled_headers,
     log_compilation,
+    probe_vector_instructions,
     process_groups,
+    recompute_inputs_of_products,
     set_group_timeout,
 )
 
@@ -162,6 +164,15 @@ def set_timeout(seconds: int) -> None:
     """Sets the timeout of later collectives in all process groups."""
     for group in process_groups():
         set_group_timeout(group, timedelta(seconds=seconds))
+
+
+def set_up_compile(backend: str, *, device_type: str) -> None:
+    """Sets what torch.compile keeps for backward and in files; starts what it waits for."""
+    set_compile_cache(backend)
+    if device_type == "cpu":
+        recompute_inputs_of_products()
+        if backend == "inductor":
+            probe_vector_instructions()
 
 
 def set_compile_cache(backend: str) -> None:

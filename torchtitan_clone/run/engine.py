@@ -22,9 +22,8 @@ from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, 
 from torchtitan_clone.parallel.gradients import clip_gradients
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
-from torchtitan_clone.parallel.runtime import set_compile_cache
+from torchtitan_clone.parallel.runtime import set_up_compile
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import probe_vector_instructions, recompute_inputs_of_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +152,7 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
     if plan.config.compile.enable:
-        set_compile_cache(plan.config.compile.backend)
-        if device.type == "cpu":
-            recompute_inputs_of_products()
-            if plan.config.compile.backend == "inductor":
-                probe_vector_instructions()
+        set_up_compile(plan.config.compile.backend, device_type=device.type)
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
