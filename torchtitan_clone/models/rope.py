@@ -166,7 +166,7 @@ class _Rotation(torch.autograd.Function):
         first, second = x_BTNR.chunk(2, dim=-1)
         sin_first, sin_second = sin_BT1R.chunk(2, dim=-1)
         out_BTNR = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin_first, sin_second), dim=-1))
-        return torch.add(x_BTNR * cos_BT1R, out_BTNR, out=out_BTNR)
+        return out_BTNR.add_(x_BTNR * cos_BT1R)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
