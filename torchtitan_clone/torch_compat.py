@@ -256,7 +256,7 @@ def default_compile_cache() -> str:
 def keep_precompiled_headers(folder: Path) -> None:
     """Makes torch.compile keep the headers that it precompiles for C++ in this folder.
 
-    It keeps them in default_compile_cache() even if its results are elsewhere, and takes those that it finds there.
+    By default they are in default_compile_cache(), wherever its results are, and headers found there are used.
     """
     from torch._inductor import codecache
 

@@ -150,7 +150,7 @@ def test_auxiliary_terms_are_trained_and_logged_on_every_mesh(penalized, mesh):
 
 
 def kept_of_compiled_blocks(argv):
-    """Trains a step; returns how many tensors of each size are kept for backward, without parameters."""
+    """Trains a step; returns how many tensors of each number of elements are kept for backward."""
     kept = {}
     with open_trainer([*argv, "--compile.backend=aot_eager_decomp_partition"]) as trainer:
 

@@ -54,12 +54,12 @@ def _chunk_loss(weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Ten
 
 
 def _chunk_loss_and_grads(
-    weight_VD: Tensor, weight_DV: Tensor, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
+    weight_VD: Tensor, weight_DV: Tensor | None, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns this rank's losses [C, 1], the gradient of their sum by hidden state [C, D], and two factors of another.
 
-    Its gradient by weight is the first one [C, V], transposed, times the second one [C, D]. `weight_DV` is the weight
-    transposed.
+    Its gradient by weight is the first one [C, V], transposed, times the second one [C, D]. `weight_DV` is a
+    transposed copy of the weight where oneDNN multiplies.
     """
     logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
@@ -76,7 +76,7 @@ def _chunk_loss_and_grads(
     # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
     is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
     hidden_CD = hidden_CD * is_target_C1
-    if is_for_onednn(hidden_CD, weight_VD):  # oneDNN computes the transposed gradients faster
+    if weight_DV is not None:  # oneDNN computes the transposed gradients faster
         hidden_grad_CD = onednn_linear(weight_DV, grad_CV).T
     else:
         hidden_grad_CD = grad_CV @ weight_VD
@@ -104,14 +104,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, _hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary,
+        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary,
         chunk_fn: ChunkFn, observe: ObserveFn,
     ) -> Tensor:  # fmt: skip
         losses = []
         hidden_grads = []
         weight_grad_VD = None
         # oneDNN would copy a transposed view for each chunk.
-        weight_DV = weight_VD.T.contiguous() if is_for_onednn(weight_VD) else weight_VD.T
+        weight_DV = weight_VD.T.contiguous() if is_for_onednn(hidden_ND, weight_VD) else None
         for chunk in chunks:
             losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, weight_DV, vocabulary.start, *chunk)
             losses.append(losses_C1)

@@ -167,7 +167,7 @@ def set_timeout(seconds: int) -> None:
 
 
 def set_up_compile(backend: str, *, device_type: str) -> None:
-    """Sets what torch.compile keeps for backward and in files; starts what it waits for."""
+    """Configures torch.compile: its cache and, on a CPU, recomputation and the search for vector instructions."""
     set_compile_cache(backend)
     if device_type == "cpu":
         recompute_inputs_of_products()
@@ -179,7 +179,8 @@ def set_compile_cache(backend: str) -> None:
     """Makes torch.compile keep its results in the user's cache folder, if it can be written and no other is chosen.
 
     torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
-    other users, whose code would be loaded from it. Headers that inductor precompiles, 150 MiB, take 8 s.
+    other users, whose code would be loaded from it. The headers that inductor precompiles, 150 MiB in 8 s, are kept in
+    the user's cache folder with any cache.
     """
     folder, default = user_cache_folder() / "inductor", default_compile_cache()
     with suppress(OSError):
