@@ -17,6 +17,7 @@ from torchtitan_clone.config.schema import Comm, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
+from torchtitan_clone.ops.cpp_attention import start_compiling
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
     keep_precompiled_headers,
@@ -167,9 +168,10 @@ def set_timeout(seconds: int) -> None:
 
 
 def set_up_compile(backend: str, *, device_type: str) -> None:
-    """Configures torch.compile: its cache and, on a CPU, recomputation and the search for vector instructions."""
+    """Configures torch.compile: its cache and, on a CPU, recomputation, attention and vector instructions."""
     set_compile_cache(backend)
     if device_type == "cpu":
+        start_compiling()
         recompute_inputs_of_products()
         if backend == "inductor":
             probe_vector_instructions()

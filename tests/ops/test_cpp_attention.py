@@ -1,0 +1,148 @@
+"""Attention by compiled C++: against products in float64, for each kind of processor, and where it is used."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from torchtitan_clone.models.attention import CoreAttention
+from torchtitan_clone.ops.blockwise_attention import visible_starts
+from torchtitan_clone.ops.cpp_attention import attend
+
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+OTHERS = {"AVX512": ["default", "avx2"], "AVX2": ["default"]}.get(CAPABILITY, [])
+CASES = {
+    "two tokens": (2, {}),
+    "less than a block": (17, {}),
+    "two blocks of keys": (600, {}),
+    "short documents": (200, {"document_length": 9}),
+    "long documents": (1200, {"document_length": 400}),
+    "windows": (600, {"window": 37}),
+    "chunks": (150, {"document_length": 60, "chunk": 16}),
+}
+
+
+def triple_heads(T, document_length=None):
+    """Returns tensors of heads with 48 features, whose softmaxes become narrower along the row, and documents."""
+    *tensors, documents = inputs(T, document_length=document_length)
+    q, k, v, grad = (x.repeat(1, 1, 1, 3) for x in tensors)
+    return q * torch.linspace(0.1, 4, T)[:, None, None], k, v, grad, documents
+
+
+def distances(T, *, document_length=None, **limits):
+    """Returns of result and gradients the distance from those in float64, after that of products in float32."""
+    *tensors, documents = triple_heads(T, document_length)
+    starts = visible_starts(documents, like=torch.empty(2, T), window=limits.get("window"), chunk=limits.get("chunk"))
+    exact = result_and_gradients(lambda *x: dense(*x, documents, **limits), *(x.double() for x in tensors))
+    usual = result_and_gradients(lambda *x: dense(*x, documents, **limits), *tensors)
+    got = result_and_gradients(lambda *x: attend(*x, starts)[0], *tensors)
+    return [(distance(a, c), distance(b, c)) for a, b, c in zip(usual, got, exact, strict=True)]
+
+
+def check_case(case):
+    T, options = CASES[case]
+    for usual, got in distances(T, **options):
+        assert got < 2 * usual + 1e-7
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_gradients_are_as_exact_as_those_of_products(case):
+    check_case(case)
+
+
+def run_python(code, **environment):
+    """Runs lines of Python with these environment variables; returns what they print and log."""
+    lines = ["from tests.ops.test_cpp_attention import *", *map(str.strip, code.splitlines())]
+    environment = {**os.environ, **environment}
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("capability", OTHERS)
+def test_narrower_vectors_compute_the_same(capability, tmp_path):
+    code = "[check_case(case) for case in CASES]; print(CAPABILITY)"
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert run_python(code, ATEN_CPU_CAPABILITY=capability, **cache).strip().lower() == capability
+    (library,) = tmp_path.glob("cpp_attention_*")
+    written = library.stat().st_mtime_ns
+    run_python("check_case('two tokens')", ATEN_CPU_CAPABILITY=capability, **cache)
+    assert library.stat().st_mtime_ns == written
+
+
+def test_bits_do_not_depend_on_threads_or_on_neighbours():
+    *tensors, _ = triple_heads(90)
+    threads = torch.get_num_threads()
+    both = result_and_gradients(lambda *x: attend(*x, None)[0], *tensors)
+    try:
+        torch.set_num_threads(1)
+        alone = result_and_gradients(lambda *x: attend(*x, None)[0], *(x[1:] for x in tensors))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))
+
+
+def test_values_that_are_no_numbers_stay_visible():
+    q, k, v, _, _ = triple_heads(40)
+    k[:, 7, 0, 0] = torch.nan
+    out, lse = attend(q, k, v, None)
+    wrong = torch.zeros(2, 40, 8, dtype=torch.bool)
+    wrong[:, 7:, :2] = True  # heads 0 and 1 share the first key
+    assert torch.equal(out.isnan(), wrong[..., None].expand_as(out))
+    assert torch.equal(lse.isnan(), wrong.transpose(1, 2))
+
+
+def test_the_operator_can_be_compiled():
+    *qkv, _, documents = triple_heads(40, document_length=10)
+    starts = visible_starts(documents, like=torch.empty(2, 40), window=None, chunk=None)
+    for other in (None, starts):
+        torch.library.opcheck(attend, [*(x.requires_grad_() for x in qkv), other])
+
+
+def operators_of(*tensors, mask=None, sinks=None):
+    """Returns the operators of compiled attention."""
+    found = []
+
+    def record(module, _inputs):
+        found.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    torch.compile(CoreAttention(), backend=record, fullgraph=True)(*tensors, mask, sinks)
+    return found
+
+
+def uses(*tensors, **options):
+    return "torchtitan_clone.attend.default" in operators_of(*tensors, **options)
+
+
+def test_it_computes_attention_of_compiled_blocks_in_fp32():
+    q, k, v, _, documents = triple_heads(30, document_length=10)
+    starts = visible_starts(documents, like=torch.empty(2, 30), window=None, chunk=None)
+    assert uses(q, k, v)
+    assert uses(q, k, v, mask=starts)
+    assert not uses(q, k, v, sinks=torch.zeros(8))
+    assert not uses(*(x.bfloat16() for x in (q, k, v)))
+    assert not uses(*(x[..., :18] for x in (q, k, v)))
+    eager = CoreAttention()(*(x.requires_grad_() for x in (q, k, v)), None)
+    assert "Attend" not in type(eager.grad_fn).__name__
+
+
+def test_torch_computes_attention_where_there_is_no_compiler(tmp_path):
+    code = """
+        import logging; logging.basicConfig()
+        q, k, v, grad, _ = triple_heads(30)
+        core = torch.compile(CoreAttention(), backend="aot_eager", fullgraph=True)
+        got = result_and_gradients(lambda *x: core(*x, None), q, k, v, grad)
+        eager = result_and_gradients(lambda *x: CoreAttention()(*x, None), q, k, v, grad)
+        assert all(map(torch.equal, got, eager))
+    """
+    for compiler, reason in (("no-such-compiler", "No such file"), ("false", "false ended with status 1")):
+        text = run_python(code, CXX=compiler, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert text.count("compiled blocks use torch's attention") == 1
+        assert reason in text
+    assert not list(tmp_path.glob("cpp_attention_*"))

@@ -1,0 +1,267 @@
+// Causal attention within documents in fp32 on a CPU; cpp_attention.py compiles this file and calls it.
+//
+// FlashAttention (arXiv 2205.14135, 2307.08691): no row of scores is ever in memory as a whole, and backward computes
+// them again. Keys are packed so that one vector has the same feature of several keys. Tensors are contiguous:
+//   queries [B, T, N, H], keys and values [B, T, K, H], logarithms of sums of exponentials [B, N, T],
+//   starts [B, T]: the first token that each one attends to, or null if that is the first of the row.
+// H is a multiple of LANES, N one of K.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t LANES = 16, ROWS = 8;
+#elif defined(__AVX2__)
+constexpr int64_t LANES = 8, ROWS = 4;
+#else
+constexpr int64_t LANES = 4, ROWS = 8;
+#endif
+constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together; ROWS x PANEL sums fit into registers
+constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
+constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
+constexpr float MASKED = -INFINITY;
+
+typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
+typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
+
+struct Sizes {
+  int64_t B, T, N, K, H;
+};
+
+Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
+void store(float* x, Vector value) { *reinterpret_cast<Vector*>(x) = value; }
+
+template <class Combine>
+float reduce(Vector x, Combine combine) {
+  float parts[LANES];
+  std::memcpy(parts, &x, sizeof parts);
+  for (int64_t width = LANES / 2; width > 0; width /= 2)
+    for (int64_t i = 0; i < width; ++i) parts[i] = combine(parts[i], parts[i + width]);
+  return parts[0];
+}
+
+float sum(Vector x) {
+  return reduce(x, [](float a, float b) { return a + b; });
+}
+
+// e^x for x <= 0 with a relative error of 2e-7, and 0 below the smallest normal number: e^x = 2^n e^r, |r| <= ln 2 / 2,
+// and e^r by its Taylor series. ln 2 has two parts, of which n times the first is exact.
+Vector exponential(Vector x) {
+  constexpr float TO_INTEGER = 12582912.0f;  // 1.5 x 2^23
+  const Vector n = (x * 1.44269504f + TO_INTEGER) - TO_INTEGER;
+  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector series = r * (1.0f / 5040) + 1.0f / 720;
+  for (float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) series = series * r + coefficient;
+  const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
+  return x < -87.0f ? Vector{} : series * reinterpret_cast<const Vector&>(power);
+}
+
+// c = a b, or c += a b, for R rows of a [rows, depth] and V vectors of the columns of b [depth, columns].
+template <bool ADD, int R, int V>
+void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
+                   float* c, int64_t c_row) {
+  Vector sums[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sums[r][v] = ADD ? load(c + r * c_row + v * LANES) : Vector{};
+  for (int64_t d = 0; d < depth; ++d) {
+    Vector right[V];
+    for (int v = 0; v < V; ++v) right[v] = load(b + d * b_row + v * LANES);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sums[r][v] += a[r * a_row + d * a_column] * right[v];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(c + r * c_row + v * LANES, sums[r][v]);
+}
+
+template <bool ADD, int V>
+void multiply_columns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b,
+                      int64_t b_row, float* c, int64_t c_row) {
+  int64_t r = 0;
+  for (; r + ROWS <= rows; r += ROWS)
+    multiply_tile<ADD, ROWS, V>(depth, a + r * a_row, a_row, a_column, b, b_row, c + r * c_row, c_row);
+  for (; r < rows; ++r)
+    multiply_tile<ADD, 1, V>(depth, a + r * a_row, a_row, a_column, b, b_row, c + r * c_row, c_row);
+}
+
+template <bool ADD>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row, int64_t a_column,
+              const float* b, int64_t b_row, float* c, int64_t c_row) {
+  int64_t i = 0;
+  for (; i + PANEL <= columns; i += PANEL)
+    multiply_columns<ADD, 2>(rows, depth, a, a_row, a_column, b + i, b_row, c + i, c_row);
+  for (; i < columns; i += LANES)
+    multiply_columns<ADD, 1>(rows, depth, a, a_row, a_column, b + i, b_row, c + i, c_row);
+}
+
+// Writes x [tokens, H] as [tokens / PANEL, H, PANEL], with zeros after the last token.
+void pack(const float* x, int64_t x_row, int64_t tokens, int64_t H, float* panels) {
+  for (int64_t first = 0; first < tokens; first += PANEL, panels += PANEL * H)
+    for (int64_t i = 0; i < PANEL; ++i)
+      for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * x_row + h] : 0.0f;
+}
+
+int64_t padded(int64_t tokens) { return (tokens + PANEL - 1) / PANEL * PANEL; }
+
+// Writes x [rows, H] times packed keys to scores [rows, width].
+void multiply_packed(int64_t rows, int64_t H, const float* x, int64_t x_row, const float* panels, int64_t width,
+                     float* scores) {
+  for (int64_t i = 0; i < width; i += PANEL)
+    multiply_columns<false, 2>(rows, H, x, x_row, 1, panels + i * H, PANEL, scores + i, WIDTH);
+}
+
+// A block of queries of one head, and the keys that they see.
+struct Block {
+  int64_t first_query, rows, first_key, end;
+  const int32_t* starts;  // of its queries
+
+  Block(const int32_t* row_starts, int64_t first, int64_t T)
+      : first_query(first), rows(std::min(QUERIES, T - first)), first_key(0), end(first + rows),
+        starts(row_starts == nullptr ? nullptr : row_starts + first) {
+    if (starts != nullptr) first_key = *std::min_element(starts, starts + rows) / PANEL * PANEL;
+  }
+
+  // Masks the keys from `first` on that the query does not see.
+  void mask(int64_t query, int64_t first, int64_t width, float* scores) const {
+    const int64_t after = first_query + query + 1 - first, before = starts == nullptr ? 0 : starts[query] - first;
+    std::fill(scores, scores + std::clamp<int64_t>(before, 0, width), MASKED);
+    std::fill(scores + std::clamp<int64_t>(after, 0, width), scores + padded(width), MASKED);
+  }
+};
+
+void attend_block(const Block& block, const Sizes& size, const float* queries, const float* panels, const float* values,
+                  float scale, float* scores, float* out, float* logs) {
+  const auto [B, T, N, K, H] = size;
+  float maxima[QUERIES], totals[QUERIES];
+  std::fill(maxima, maxima + QUERIES, MASKED);
+  std::fill(totals, totals + QUERIES, 0.0f);
+  for (int64_t first = block.first_key; first < block.end; first += KEYS) {
+    const int64_t width = std::min(KEYS, block.end - first);
+    multiply_packed(block.rows, H, queries, N * H, panels + first * H, width, scores);
+    for (int64_t i = 0; i < block.rows; ++i) {
+      float* row = scores + i * WIDTH;
+      block.mask(i, first, width, row);
+      Vector largest = load(row);
+      for (int64_t j = LANES; j < padded(width); j += LANES) {
+        const Vector x = load(row + j);
+        largest = x > largest ? x : largest;
+      }
+      const float maximum = std::max(maxima[i], reduce(largest, [](float a, float b) { return a > b ? a : b; }));
+      const float shift = maximum == MASKED ? 0.0f : maximum * scale;
+      Vector total = {};
+      for (int64_t j = 0; j < padded(width); j += LANES) {
+        const Vector probability = exponential(load(row + j) * scale - shift);
+        total += probability;
+        store(row + j, probability);
+      }
+      if (first > block.first_key) {
+        const float factor = std::exp(maxima[i] * scale - shift);
+        totals[i] *= factor;
+        for (int64_t h = 0; h < H; h += LANES) store(out + i * N * H + h, load(out + i * N * H + h) * factor);
+      }
+      totals[i] += sum(total);
+      maxima[i] = maximum;
+    }
+    (first > block.first_key ? multiply<true> : multiply<false>)(
+        block.rows, H, width, scores, WIDTH, 1, values + first * K * H, K * H, out, N * H);
+  }
+  for (int64_t i = 0; i < block.rows; ++i) {
+    for (int64_t h = 0; h < H; h += LANES) store(out + i * N * H + h, load(out + i * N * H + h) / totals[i]);
+    logs[i] = maxima[i] * scale + std::log(totals[i]);
+  }
+}
+
+// Memory of a thread: packed keys and values of a head, two blocks of scores, and gradients [T, H].
+struct Scratch {
+  std::vector<float> keys, values, scores, grads, k_grad, v_grad;
+};
+
+// Writes the gradients by the queries of a block, and adds to those by keys and values.
+void attend_block_backward(const Block& block, const Sizes& size, const float* grad, const float* queries,
+                           const float* keys, const float* out, const float* logs, float scale, Scratch& scratch,
+                           float* q_grad) {
+  const auto [B, T, N, K, H] = size;
+  float* scores = scratch.scores.data();
+  float* grads = scratch.grads.data();
+  float products[QUERIES];  // of each result and its gradient
+  for (int64_t i = 0; i < block.rows; ++i) {
+    Vector product = {};
+    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) product += load(grad + h) * load(out + h);
+    products[i] = sum(product);
+  }
+  for (int64_t first = block.first_key; first < block.end; first += KEYS) {
+    const int64_t width = std::min(KEYS, block.end - first);
+    multiply_packed(block.rows, H, queries, N * H, scratch.keys.data() + first * H, width, scores);
+    multiply_packed(block.rows, H, grad, N * H, scratch.values.data() + first * H, width, grads);
+    for (int64_t i = 0; i < block.rows; ++i) {
+      float* row = scores + i * WIDTH;
+      float* grad_row = grads + i * WIDTH;
+      block.mask(i, first, width, row);
+      for (int64_t j = 0; j < padded(width); j += LANES) {
+        const Vector probability = exponential(load(row + j) * scale - logs[i]);
+        store(row + j, probability);
+        store(grad_row + j, probability * (load(grad_row + j) - products[i]) * scale);
+      }
+    }
+    (first > block.first_key ? multiply<true> : multiply<false>)(
+        block.rows, H, width, grads, WIDTH, 1, keys + first * K * H, K * H, q_grad, N * H);
+    multiply<true>(width, H, block.rows, grads, 1, WIDTH, queries, N * H, scratch.k_grad.data() + first * H, H);
+    multiply<true>(width, H, block.rows, scores, 1, WIDTH, grad, N * H, scratch.v_grad.data() + first * H, H);
+  }
+}
+
+}  // namespace
+
+extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, float* out, float* logs,
+                       const Sizes* size, float scale) {
+  const auto [B, T, N, K, H] = *size;
+#pragma omp parallel
+  {
+    std::vector<float> panels(padded(T) * H), scores(QUERIES * WIDTH);
+#pragma omp for schedule(dynamic)
+    for (int64_t head = 0; head < B * N; ++head) {
+      const int64_t b = head / N, n = head % N, place = (b * T * K + n / (N / K)) * H;
+      pack(k + place, K * H, T, H, panels.data());
+      for (int64_t t = 0; t < T; t += QUERIES) {
+        const int64_t first = ((b * T + t) * N + n) * H;
+        attend_block(Block(starts == nullptr ? nullptr : starts + b * T, t, T), *size, q + first, panels.data(),
+                     v + place, scale, scores.data(), out + first, logs + head * T + t);
+      }
+    }
+  }
+}
+
+extern "C" void attend_backward(const float* grad, const float* q, const float* k, const float* v,
+                                const int32_t* starts, const float* out, const float* logs, float* q_grad,
+                                float* k_grad, float* v_grad, const Sizes* size, float scale) {
+  const auto [B, T, N, K, H] = *size;
+  const int64_t groups = N / K;
+#pragma omp parallel
+  {
+    const auto scores = std::vector<float>(QUERIES * WIDTH), panels = std::vector<float>(padded(T) * H);
+    Scratch scratch = {panels, panels, scores, scores, panels, panels};
+#pragma omp for schedule(dynamic)
+    for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
+      const int64_t b = kv_head / K, place = (b * T * K + kv_head % K) * H;
+      pack(k + place, K * H, T, H, scratch.keys.data());
+      pack(v + place, K * H, T, H, scratch.values.data());
+      std::fill(scratch.k_grad.begin(), scratch.k_grad.end(), 0.0f);
+      std::fill(scratch.v_grad.begin(), scratch.v_grad.end(), 0.0f);
+      for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
+        for (int64_t t = 0; t < T; t += QUERIES) {
+          const int64_t first = ((b * T + t) * N + n) * H;
+          attend_block_backward(Block(starts == nullptr ? nullptr : starts + b * T, t, T), *size, grad + first,
+                                q + first, k + place, out + first, logs + (b * N + n) * T + t, scale, scratch,
+                                q_grad + first);
+        }
+      for (int64_t t = 0; t < T; ++t) {
+        std::copy_n(scratch.k_grad.data() + t * H, H, k_grad + place + t * K * H);
+        std::copy_n(scratch.v_grad.data() + t * H, H, v_grad + place + t * K * H);
+      }
+    }
+  }
+}

@@ -1,0 +1,145 @@
+"""Causal attention within documents in fp32 on a CPU, by C++ that is compiled for compiled blocks.
+
+torch's kernels of a CPU spend most of their time between the products of short rows, and know no documents.
+Legend: B batch, T tokens, N heads, K kv heads, H head dim.
+"""
+
+import ctypes
+import logging
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from torchtitan_clone.torch_compat import default_compile_cache
+
+logger = logging.getLogger("torchtitan_clone")
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_LANES = {"AVX512": 16, "AVX2": 8}
+_FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
+"""Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
+
+
+@cache
+def start_compiling() -> Future[ctypes.CDLL | None]:
+    """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
+
+    The library is kept where torch.compile keeps its results.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_compile_cache()
+    return ThreadPoolExecutor(1).submit(_load, Path(folder))
+
+
+def _load(folder: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(_compiled(folder)))
+    except subprocess.CalledProcessError as error:
+        reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
+    except OSError as error:
+        reason = str(error)
+    logger.warning("compiled blocks use torch's attention, which is slower, instead of %s: %s", _SOURCE.name, reason)
+    return None
+
+
+def _compiled(folder: Path) -> Path:
+    """Returns the library in this folder; compiles it there if it does not exist."""
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
+    command = [*compiler, "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", str(_SOURCE)]
+    key = blake2b("\0".join([*command[:-1], _SOURCE.read_text()]).encode(), digest_size=16).hexdigest()
+    library = folder / f"{_SOURCE.stem}_{key}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as temporary:
+            partial = Path(temporary, library.name)
+            subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
+            partial.rename(library)  # ranks of a machine may compile at the same time
+    return library
+
+
+def takes_compiled_rows(q_BTNH: Tensor) -> bool:
+    """Whether attend() computes attention of these queries: in compiled blocks, where a compiler of C++ is expected."""
+    is_fp32 = q_BTNH.device.type == "cpu" and q_BTNH.dtype == torch.float32
+    return torch.compiler.is_compiling() and is_fp32 and q_BTNH.shape[-1] % _lanes() == 0 and _is_loaded()
+
+
+@torch.compiler.assume_constant_result
+def _lanes() -> int:
+    return _LANES.get(torch.backends.cpu.get_cpu_capability(), 4)
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded() -> bool:
+    return start_compiling().result() is not None
+
+
+def _call(name: str, *tensors: Tensor | None, like: tuple[Tensor, Tensor]) -> None:
+    """Calls a function of the library with tensors, and with the sizes of these queries and keys."""
+    library = start_compiling().result()
+    assert library is not None  # takes_compiled_rows() was true
+    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    (B, T, N, H), K = like[0].shape, like[1].shape[2]
+    getattr(library, name)(*pointers, (ctypes.c_int64 * 5)(B, T, N, K, H), ctypes.c_float(H**-0.5))
+
+
+@torch.library.custom_op("torchtitan_clone::attend", mutates_args=())
+def attend(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns attention of each token over those from its start (int32) until itself: out [B, T, N, H], lse [B, N, T].
+
+    Without starts all rows are seen from their first token on. Of lse there is no gradient.
+    """
+    inputs = [x if x is None else x.contiguous() for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)]
+    out_BTNH, lse_BNT = _results_like(q_BTNH)
+    _call("attend", *inputs, out_BTNH, lse_BNT, like=(q_BTNH, k_BTKH))
+    return out_BTNH, lse_BNT
+
+
+@attend.register_fake
+def _fake_results(q_BTNH: Tensor, *_others: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _results_like(q_BTNH)
+
+
+def _results_like(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, N, _ = q_BTNH.shape
+    return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(B, N, T)
+
+
+@torch.library.custom_op("torchtitan_clone::attend_backward", mutates_args=())
+def _attend_backward(
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
+    lse_BNT: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, starts_BT, out_BTNH, lse_BNT)
+    gradients = _fake_gradients(*tensors)
+    inputs = [x if x is None else x.contiguous() for x in tensors]
+    _call("attend_backward", *inputs, *gradients, like=(q_BTNH, k_BTKH))
+    return gradients
+
+
+@_attend_backward.register_fake
+def _fake_gradients(_grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in cast("Sequence[Tensor]", tensors[:3]))
+    return q, k, v
+
+
+def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*cast("Sequence[Tensor]", inputs), *output)  # which takes None too
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: BackwardCFunction, grad_BTNH: Tensor, _grad_of_lse: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(grad_BTNH, *cast("Sequence[Tensor]", ctx.saved_tensors)), None
+
+
+attend.register_autograd(_backward, setup_context=_save_for_backward)
