@@ -97,6 +97,16 @@ def test_values_that_are_no_numbers_stay_visible():
     assert torch.equal(lse.isnan(), wrong.transpose(1, 2))
 
 
+@pytest.mark.parametrize("change", ["dtype", "head size", "heads"])
+def test_tensors_that_it_does_not_take_are_an_error(change):
+    q, k, v, *_ = triple_heads(8)
+    if change == "dtype":
+        k = k.double()
+    q, k, v = {"dtype": (q, k, v), "head size": (x[..., :3] for x in (q, k, v)), "heads": (q[:, :, :7], k, v)}[change]
+    with pytest.raises(ValueError, match="does not take"):
+        attend(q, k, v, None)
+
+
 def test_the_operator_can_be_compiled():
     *qkv, _, documents = triple_heads(40, document_length=10)
     starts = visible_starts(documents, like=torch.empty(2, 40), window=None, chunk=None)

@@ -87,9 +87,11 @@ def _is_loaded() -> bool:
 def _call(name: str, *tensors: Tensor | None, like: tuple[Tensor, Tensor]) -> None:
     """Calls a function of the library with tensors, and with the sizes of these queries and keys."""
     library = start_compiling().result()
-    assert library is not None  # takes_compiled_rows() was true
-    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in tensors]
     (B, T, N, H), K = like[0].shape, like[1].shape[2]
+    kinds = {(x.device.type, x.dtype) for x in tensors if x is not None} - {("cpu", torch.int32)}
+    if library is None or kinds != {("cpu", torch.float32)} or H % _lanes() or N % K:
+        raise ValueError(f"{name}() does not take {N} heads and {K} kv heads of size {H}, in {kinds}")
+    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in tensors]
     getattr(library, name)(*pointers, (ctypes.c_int64 * 5)(B, T, N, K, H), ctypes.c_float(H**-0.5))
 
 

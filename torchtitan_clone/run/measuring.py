@@ -106,7 +106,7 @@ def log_stragglers(metrics: MetricsWriter, *, found: StragglerReport, state: Run
 
 def describe_environment(*, device: str, ranks: int) -> dict[str, object]:
     """Returns the machine of this rank and the versions that it runs, as text by name."""
-    versions = {name: _version(name) for name in ("torch", "torchtitan_clone", "torchft", "torchao", "transformers")}
+    versions = {name: _version(name) for name in ("torchtitan_clone", "torchft", "torchao", "transformers")}
     return {
         "host": socket.gethostname(),
         "ranks": ranks,
@@ -114,6 +114,7 @@ def describe_environment(*, device: str, ranks: int) -> dict[str, object]:
         "processor": _processor(),
         "system": platform.platform(),
         "python": platform.python_version(),
+        "torch": str(torch.__version__),  # that of the package does not tell for which device it was built
         **{name: found for name, found in versions.items() if found},
     }
 
