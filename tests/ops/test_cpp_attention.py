@@ -11,6 +11,7 @@ from tests.ops.dense_attention import dense, distance, inputs, result_and_gradie
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.cpp_attention import attend
+from torchtitan_clone.torch_compat import HAS_AMX
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 OTHERS = {"AVX512": ["default", "avx2"], "AVX2": ["default"]}.get(CAPABILITY, [])
@@ -51,6 +52,17 @@ def check_case(case):
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_are_as_exact_as_those_of_products(case):
     check_case(case)
+
+
+def test_numbers_in_bfloat16_are_as_exact_as_those_of_torch():
+    *tensors, _ = triple_heads(200)
+    low = [x.bfloat16() for x in tensors]
+    exact = result_and_gradients(lambda *x: dense(*x, None), *(x.double() for x in low))
+    usual = result_and_gradients(lambda *x: CoreAttention()(*x, None), *low)
+    got = result_and_gradients(lambda *x: attend(*x, None)[0], *low)
+    for found, other, right in zip(got, usual, exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert distance(found, right) < 1.01 * distance(other, right)
 
 
 def run_python(code, **environment):
@@ -130,13 +142,14 @@ def uses(*tensors, **options):
     return "torchtitan_clone.attend.default" in operators_of(*tensors, **options)
 
 
-def test_it_computes_attention_of_compiled_blocks_in_fp32():
+def test_it_computes_attention_of_compiled_blocks():
     q, k, v, _, documents = triple_heads(30, document_length=10)
     starts = visible_starts(documents, like=torch.empty(2, 30), window=None, chunk=None)
     assert uses(q, k, v)
     assert uses(q, k, v, mask=starts)
     assert not uses(q, k, v, sinks=torch.zeros(8))
-    assert not uses(*(x.bfloat16() for x in (q, k, v)))
+    assert uses(*(x.bfloat16() for x in (q, k, v))) is not HAS_AMX
+    assert not uses(*(x.half() for x in (q, k, v)))
     assert not uses(*(x[..., :18] for x in (q, k, v)))
     eager = CoreAttention()(*(x.requires_grad_() for x in (q, k, v)), None)
     assert "Attend" not in type(eager.grad_fn).__name__

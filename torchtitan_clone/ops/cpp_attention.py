@@ -1,4 +1,4 @@
-"""Causal attention within documents in fp32 on a CPU, by C++ that is compiled for compiled blocks.
+"""Causal attention within documents on a CPU, in fp32 by C++ that is compiled for compiled blocks.
 
 torch's kernels of a CPU spend most of their time between the products of short rows, and know no documents.
 Legend: B batch, T tokens, N heads, K kv heads, H head dim.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.torch_compat import default_compile_cache
+from torchtitan_clone.torch_compat import HAS_AMX, default_compile_cache
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -29,6 +29,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _LANES = {"AVX512": 16, "AVX2": 8}
 _FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
 """Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
+_TAKEN = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)}
 
 
 @cache
@@ -70,8 +71,9 @@ def _compiled(folder: Path) -> Path:
 
 def takes_compiled_rows(q_BTNH: Tensor) -> bool:
     """Whether attend() computes attention of these queries: in compiled blocks, where a compiler of C++ is expected."""
-    is_fp32 = q_BTNH.device.type == "cpu" and q_BTNH.dtype == torch.float32
-    return torch.compiler.is_compiling() and is_fp32 and q_BTNH.shape[-1] % _lanes() == 0 and _is_loaded()
+    is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
+    is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
+    return torch.compiler.is_compiling() and is_taken and q_BTNH.shape[-1] % _lanes() == 0 and _is_loaded()
 
 
 @torch.compiler.assume_constant_result
@@ -84,14 +86,15 @@ def _is_loaded() -> bool:
     return start_compiling().result() is not None
 
 
-def _call(name: str, *tensors: Tensor | None, like: tuple[Tensor, Tensor]) -> None:
-    """Calls a function of the library with tensors, and with the sizes of these queries and keys."""
+def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], like: tuple[Tensor, Tensor]) -> None:
+    """Calls a function of the library, which writes results in fp32, with the sizes of these queries and keys."""
     library = start_compiling().result()
     (B, T, N, H), K = like[0].shape, like[1].shape[2]
-    kinds = {(x.device.type, x.dtype) for x in tensors if x is not None} - {("cpu", torch.int32)}
-    if library is None or kinds != {("cpu", torch.float32)} or H % _lanes() or N % K:
+    kinds = {(x.device.type, x.dtype) for x in inputs if x is not None}
+    if library is None or not kinds <= _TAKEN or H % _lanes() or N % K:
         raise ValueError(f"{name}() does not take {N} heads and {K} kv heads of size {H}, in {kinds}")
-    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in tensors]
+    converted = [x if x is None else (x if x.dtype == torch.int32 else x.float()).contiguous() for x in inputs]
+    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
     getattr(library, name)(*pointers, (ctypes.c_int64 * 5)(B, T, N, K, H), ctypes.c_float(H**-0.5))
 
 
@@ -99,22 +102,19 @@ def _call(name: str, *tensors: Tensor | None, like: tuple[Tensor, Tensor]) -> No
 def attend(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns attention of each token over those from its start (int32) until itself: out [B, T, N, H], lse [B, N, T].
 
-    Without starts all rows are seen from their first token on. Of lse there is no gradient.
+    Computes in fp32; lse is in fp32. Without starts a row is seen from its first token on. Of lse there is no gradient.
     """
-    inputs = [x if x is None else x.contiguous() for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT)]
-    out_BTNH, lse_BNT = _results_like(q_BTNH)
-    _call("attend", *inputs, out_BTNH, lse_BNT, like=(q_BTNH, k_BTKH))
-    return out_BTNH, lse_BNT
+    B, T, N, _ = q_BTNH.shape
+    out_BTNH, lse_BNT = torch.empty(q_BTNH.shape, dtype=torch.float32), torch.empty(B, N, T, dtype=torch.float32)
+    inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BT)
+    _call("attend", *inputs, results=(out_BTNH, lse_BNT), like=(q_BTNH, k_BTKH))
+    return out_BTNH.to(q_BTNH.dtype), lse_BNT
 
 
 @attend.register_fake
 def _fake_results(q_BTNH: Tensor, *_others: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _results_like(q_BTNH)
-
-
-def _results_like(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q_BTNH.shape
-    return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(B, N, T)
+    return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(B, N, T, dtype=torch.float32)
 
 
 @torch.library.custom_op("torchtitan_clone::attend_backward", mutates_args=())
@@ -122,11 +122,11 @@ def _attend_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
     lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tensors = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, starts_BT, out_BTNH, lse_BNT)
-    gradients = _fake_gradients(*tensors)
-    inputs = [x if x is None else x.contiguous() for x in tensors]
-    _call("attend_backward", *inputs, *gradients, like=(q_BTNH, k_BTKH))
-    return gradients
+    inputs = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, starts_BT, out_BTNH, lse_BNT)
+    results = [torch.empty(x.shape, dtype=torch.float32) for x in (q_BTNH, k_BTKH, v_BTKH)]
+    _call("attend_backward", *inputs, results=results, like=(q_BTNH, k_BTKH))
+    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in results)
+    return q_grad, k_grad, v_grad
 
 
 @_attend_backward.register_fake
