@@ -109,14 +109,21 @@ def test_values_that_are_no_numbers_stay_visible():
     assert torch.equal(lse.isnan(), wrong.transpose(1, 2))
 
 
-@pytest.mark.parametrize("change", ["dtype", "head size", "heads"])
+@pytest.mark.parametrize("change", ["dtype", "head size", "heads", "values", "keys", "starts", "dtype of starts"])
 def test_tensors_that_it_does_not_take_are_an_error(change):
     q, k, v, *_ = triple_heads(8)
-    if change == "dtype":
-        k = k.double()
-    q, k, v = {"dtype": (q, k, v), "head size": (x[..., :3] for x in (q, k, v)), "heads": (q[:, :, :7], k, v)}[change]
+    starts = torch.zeros(2, 8, dtype=torch.int32)
+    tensors = {
+        "dtype": (q, k.double(), v, None),
+        "head size": (q[..., :3], k[..., :3], v[..., :3], None),
+        "heads": (q[:, :, :7], k, v, None),
+        "values": (q, k, v[..., :16], None),
+        "keys": (q, k[:, :7], v[:, :7], None),
+        "starts": (q, k, v, starts[:, :7]),
+        "dtype of starts": (q, k, v, starts.long()),
+    }[change]
     with pytest.raises(ValueError, match="does not take"):
-        attend(q, k, v, None)
+        attend(*tensors)
 
 
 def test_the_operator_can_be_compiled():

@@ -29,7 +29,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _LANES = {"AVX512": 16, "AVX2": 8}
 _FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
 """Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
-_TAKEN = {("cpu", dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)}
+_TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 
 
 @cache
@@ -86,16 +86,25 @@ def _is_loaded() -> bool:
     return start_compiling().result() is not None
 
 
-def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], like: tuple[Tensor, Tensor]) -> None:
-    """Calls a function of the library, which writes results in fp32, with the sizes of these queries and keys."""
+def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]) -> None:
+    """Calls a function of the library, which reads tensors of the CPU and writes results in fp32."""
     library = start_compiling().result()
-    (B, T, N, H), K = like[0].shape, like[1].shape[2]
-    kinds = {(x.device.type, x.dtype) for x in inputs if x is not None}
-    if library is None or not kinds <= _TAKEN or H % _lanes() or N % K:
-        raise ValueError(f"{name}() does not take {N} heads and {K} kv heads of size {H}, in {kinds}")
+    assert library is not None  # takes_compiled_rows() was true
     converted = [x if x is None else (x if x.dtype == torch.int32 else x.float()).contiguous() for x in inputs]
     pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
-    getattr(library, name)(*pointers, (ctypes.c_int64 * 5)(B, T, N, K, H), ctypes.c_float(H**-0.5))
+    getattr(library, name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
+
+
+def _sizes(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
+    """Returns B, T, N, K and H; ValueError if the library would read other memory than that of these tensors."""
+    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
+    fits = k_BTKH.shape == v_BTKH.shape == (B, T, K, H) and N % K == 0 and H % _lanes() == 0
+    kinds = {(x.device.type, x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH)}
+    is_of_rows = starts_BT is None or (starts_BT.shape == (B, T) and starts_BT.dtype == torch.int32)
+    if not (fits and is_of_rows and kinds <= _TAKEN):
+        shapes = [tuple(x.shape) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT) if x is not None]
+        raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
+    return (ctypes.c_int64 * 5)(B, T, N, K, H)
 
 
 @torch.library.custom_op("torchtitan_clone::attend", mutates_args=())
@@ -104,10 +113,11 @@ def attend(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | N
 
     Computes in fp32; lse is in fp32. Without starts a row is seen from its first token on. Of lse there is no gradient.
     """
+    inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BT)
+    sizes = _sizes(*inputs)
     B, T, N, _ = q_BTNH.shape
     out_BTNH, lse_BNT = torch.empty(q_BTNH.shape, dtype=torch.float32), torch.empty(B, N, T, dtype=torch.float32)
-    inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BT)
-    _call("attend", *inputs, results=(out_BTNH, lse_BNT), like=(q_BTNH, k_BTKH))
+    _call("attend", *inputs, results=(out_BTNH, lse_BNT), sizes=sizes)
     return out_BTNH.to(q_BTNH.dtype), lse_BNT
 
 
@@ -124,7 +134,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     inputs = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, starts_BT, out_BTNH, lse_BNT)
     results = [torch.empty(x.shape, dtype=torch.float32) for x in (q_BTNH, k_BTKH, v_BTKH)]
-    _call("attend_backward", *inputs, results=results, like=(q_BTNH, k_BTKH))
+    _call("attend_backward", *inputs, results=results, sizes=_sizes(q_BTNH, k_BTKH, v_BTKH, starts_BT))
     q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in results)
     return q_grad, k_grad, v_grad
 
