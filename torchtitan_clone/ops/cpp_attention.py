@@ -29,6 +29,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _LANES = {"AVX512": 16, "AVX2": 8}
 _FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
 """Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
+_TIMEOUT_SECONDS = 300
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 
 
@@ -47,7 +48,7 @@ def _load(folder: Path) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled(folder)))
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     logger.warning("compiled blocks use torch's attention, which is slower, instead of %s: %s", _SOURCE.name, reason)
     return None
@@ -64,7 +65,8 @@ def _compiled(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder) as temporary:
             partial = Path(temporary, library.name)
-            subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
+            command += ["-o", str(partial)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
             partial.rename(library)  # ranks of a machine may compile at the same time
     return library
 
