@@ -63,6 +63,21 @@ def test_an_unusable_option_is_one_error_and_makes_no_folder(corpus, tmp_path, c
     assert not runs.exists()
 
 
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiling_needs_a_compiler(corpus, tmp_path, backend):
+    runs = tmp_path / "runs"
+    argv = options(corpus, runs, training__steps=1, compile__enable=True, compile__backend=backend)
+    code, output = train(argv, log_folder=tmp_path, env={"CXX": "no-such-compiler"})
+    if backend == "aot_eager":
+        assert code == 0, output
+        return
+    assert code == 2
+    assert not runs.exists()
+    assert "Traceback" not in output
+    assert "error: compile.enable = true: " in output
+    assert "no-such-compiler is not on $PATH; install g++" in output
+
+
 def test_a_missing_package_is_an_error_with_its_install_command(corpus, tmp_path):
     argv = options(corpus, tmp_path / "runs", metrics__enable_wandb=True)
     message = refusal(argv, tmp_path, missing=("wandb",))

@@ -7,7 +7,6 @@ Legend: B batch, T tokens, N heads, K kv heads, H head dim.
 import ctypes
 import logging
 import os
-import shlex
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +32,11 @@ _TIMEOUT_SECONDS = 300
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 
 
+def cpp_compiler() -> str:
+    """Returns the command of the compiler of C++, which is also that of torch.compile."""
+    return os.environ.get("CXX") or "g++"
+
+
 @cache
 def start_compiling() -> Future[ctypes.CDLL | None]:
     """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
@@ -56,9 +60,8 @@ def _load(folder: Path) -> ctypes.CDLL | None:
 
 def _compiled(folder: Path) -> Path:
     """Returns the library in this folder; compiles it there if it does not exist."""
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
     flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
-    command = [*compiler, "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", str(_SOURCE)]
+    command = [cpp_compiler(), "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", str(_SOURCE)]
     key = blake2b("\0".join([*command[:-1], _SOURCE.read_text()]).encode(), digest_size=16).hexdigest()
     library = folder / f"{_SOURCE.stem}_{key}.so"
     if not library.exists():

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from shutil import which
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
-from torchtitan_clone.ops.cpp_attention import start_compiling
+from torchtitan_clone.ops.cpp_attention import cpp_compiler, start_compiling
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
     keep_precompiled_headers,
@@ -165,6 +166,16 @@ def set_timeout(seconds: int) -> None:
     """Sets the timeout of later collectives in all process groups."""
     for group in process_groups():
         set_group_timeout(group, timedelta(seconds=seconds))
+
+
+def check_compiler(options: Compile, *, device_type: str) -> None:
+    """ConfigError if this machine lacks the compiler of C++ that torch.compile calls on a CPU."""
+    needs_compiler = options.enable and options.backend == "inductor" and device_type == "cpu"
+    if needs_compiler and which(cpp_compiler()) is None:
+        raise ConfigError(
+            f"compile.enable = true: on a CPU torch.compile needs a compiler of C++, and {escape(cpp_compiler())} is "
+            "not on $PATH; install g++, set $CXX to the command of another compiler, or set compile.enable to false"
+        )
 
 
 def set_up_compile(backend: str, *, device_type: str) -> None:

@@ -30,7 +30,7 @@ from torchtitan_clone.models import find_model
 from torchtitan_clone.models.float8 import check_float8_products, check_torchao
 from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
-from torchtitan_clone.parallel.runtime import Launch, check_interface, pick_device
+from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
 from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
@@ -164,6 +164,7 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     check_interface(config.comm)
     check_start(plan)
     launch.check_peers()
+    check_compiler(config.compile, device_type=pick_device(launch).type)
     if config.model.converters:
         check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
     if errors := [*find_memory_errors(plan, device=pick_device(launch))]:
