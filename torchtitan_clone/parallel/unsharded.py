@@ -16,6 +16,11 @@ from torchtitan_clone.torch_compat import after_backward
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
+_KEEPS_DTYPE = torch.__version__ >= "2.15"
+"""Whether FSDP takes gradients in the data type that autograd computes, not in that of weights.
+
+Those of the first of several backwards are in the data type of the sum, also while those of tied weights are added.
+"""
 _exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
 
 
@@ -64,7 +69,7 @@ def plain_parameters(models: Iterable[nn.Module]) -> Iterator[None]:
 def set_last_backward(model: nn.Module, is_last: bool) -> None:
     """Says whether the next backward is the last of a step, during which sums over replicas start."""
     if (exchange := _exchanges.get(model)) is not None:
-        exchange.is_last = is_last
+        exchange.set_last(is_last)
 
 
 def collect_gradients(model: nn.Module) -> None:
@@ -86,6 +91,13 @@ class _Exchange:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
         self._started: dict[nn.Parameter, dist.Work] = {}  # sums over replicas
+
+    def set_last(self, is_last: bool) -> None:
+        """Says whether the next backward is the last of a step."""
+        self.is_last = is_last
+        if is_last and _KEEPS_DTYPE:
+            for _, _, _, plain in self._kept:
+                plain.grad_dtype = None
 
     def begin_forward(self, model: nn.Module, _inputs: object) -> None:
         """Gives modules the plain parameters of a forward."""
@@ -152,6 +164,8 @@ class _Exchange:
             assert self._tp is not None
             local = _distributed(local, like=parameter, mesh=self._tp, placements=parameter.placements[-1:])
         plain = nn.Parameter(local, requires_grad=parameter.requires_grad)
+        if _KEEPS_DTYPE:
+            plain.grad_dtype = None if self.is_last else parameter.dtype
         if parameter.requires_grad:
             plain.register_post_accumulate_grad_hook(partial(self._add, parameter))
         return plain
@@ -171,6 +185,8 @@ class _Exchange:
         else:
             # Pipelines assign gradients that may be transposed; optimizers take all for contiguous.
             self._sums[parameter] = local_shard(gradient).to(parameter.dtype).contiguous()
+            if _KEEPS_DTYPE:
+                plain.grad_dtype = None
         if self.is_last and self._mesh.ndim > 1 and parameter not in self._parts and parameter.numel() >= _ALONE:
             self._start(parameter)
 
