@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Float8
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.models.float8 import convert_to_float8
+from torchtitan_clone.models.float8 import check_float8_products, convert_to_float8
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.parity import COMMON, largest_difference, relative_difference, train_in_parallel
 from torchtitan_clone.testing.runs import options, rows, train
 
 HAS_TORCHAO = find_spec("torchao") is not None
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="the package torchao is not installed (extra float8)")
 
 
@@ -78,14 +80,30 @@ def test_products_are_those_of_rounded_matrices(emulate):
 
 
 @needs_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_cpu_cannot_multiply_is_refused(recipe):
+    """Version 2.11 of torch has products with one scale per tensor only."""
+    model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=False)})
+    converted(model, recipe_name=recipe)
+    try:
+        check_float8_products(Float8(recipe_name=recipe), device=torch.device("cpu"))
+    except ConfigError:
+        check_float8_products(Float8(recipe_name=recipe, emulate=True), device=torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="per-tensor"):
+            model["layer"](torch.randn(32, 64))
+    else:
+        assert model["layer"](torch.randn(32, 64)).isfinite().all()
+
+
+@needs_torchao
 def test_recipes_differ_in_scales_and_in_the_gradient_of_weights():
     torch.manual_seed(0)
     x, weight = torch.randn(32, 64), torch.randn(48, 64) * torch.logspace(-3, 0, 48)[:, None]
     found = {}
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+    for recipe in RECIPES:
         model = nn.ModuleDict({"layer": nn.Linear(64, 48, bias=False)})
         model["layer"].weight.data.copy_(weight)
-        converted(model, recipe_name=recipe)
+        converted(model, recipe_name=recipe, emulate=True)  # products with scales of rows: not on each device
         out = model["layer"](x)
         out.sum().backward()
         found[recipe] = distance(out, x @ weight.T), distance(model["layer"].weight.grad, torch.ones(32, 48).T @ x)

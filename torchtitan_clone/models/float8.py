@@ -17,6 +17,9 @@ logger = logging.getLogger("torchtitan_clone")
 MULTIPLE = 16
 """Products in float8 on GPUs take matrices whose sizes are multiples of it."""
 
+ROW_SCALES_ON_CPU_SINCE = "2.12"
+"""First version of torch with products in float8 of a CPU with a scale per row."""
+
 _OPTION = 'model.converters = ["float8"]'
 
 
@@ -31,10 +34,18 @@ def check_torchao(*, must_exist: bool) -> None:
 
 
 def check_float8_products(options: Float8, *, device: torch.device) -> None:
-    """Raises ConfigError if the GPU has no products in float8; processors have them."""
-    if device.type == "cuda" and not options.emulate and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+    """Raises ConfigError if the device has no products in float8 with the scales of the recipe."""
+    if options.emulate:
+        return
+    advice = "to try it out set quantize.linear.float8.emulate to true"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
         rule = f"this GPU has compute capability {found[0]}.{found[1]}, and products in float8 need 8.9"
-        raise ConfigError(f"{_OPTION}: {rule}; set it to [], or to try it out quantize.linear.float8.emulate to true")
+        raise ConfigError(f"{_OPTION}: {rule}; set it to [], or {advice}")
+    if device.type == "cpu" and options.recipe_name != "tensorwise" and torch.__version__ < ROW_SCALES_ON_CPU_SINCE:
+        rule = f"torch {torch.__version__} multiplies on a CPU with one scale per tensor only"
+        raise ConfigError(
+            f"quantize.linear.float8.recipe_name = {options.recipe_name}: {rule}; set it to tensorwise, or {advice}"
+        )
 
 
 def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, compiled: bool) -> None:
