@@ -96,7 +96,9 @@ def test_crash_of_a_hidden_rank_prints_one_block(launch):
 def test_killed_rank_is_reported_with_its_signal(launch):
     code, _, err = finish(launch("die"))
     assert code == 128 + signal.SIGKILL
-    assert err.splitlines()[1:] == ["  rank 1: killed by SIGKILL"]
+    cause, *others = err.splitlines()[1:]
+    assert cause == "  rank 1: killed by SIGKILL"
+    assert others in ([], ["  rank 0: killed by SIGTERM"])  # it may not have had handlers yet
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])

@@ -89,7 +89,7 @@ def collect(started: list[StartedRank], *, timeout: float = 120) -> list[Any]:
                 raise RankFailed(f"ranks {pending} did not return within {timeout} s")
             for rank in pending:
                 if started[rank].pipe in ready:
-                    values[rank] = _receive(started[rank].pipe, rank=rank)
+                    values[rank] = _receive(started[rank], rank=rank)
     finally:
         for each in started:
             each.process.join(5 if len(values) == len(started) else 0)
@@ -109,11 +109,13 @@ def run_ranks(
     return collect(start_ranks(function, world_size, *args, env=env), timeout=timeout)
 
 
-def _receive(pipe: Connection, *, rank: int) -> object:
+def _receive(started: StartedRank, *, rank: int) -> object:
     try:
-        failed, value = pickle.loads(pipe.recv_bytes())
+        failed, value = pickle.loads(started.pipe.recv_bytes())
     except EOFError:
-        raise RankFailed(f"rank {rank} ended without returning a value") from None
+        started.process.join(5)
+        code = started.process.exitcode
+        raise RankFailed(f"rank {rank} ended without returning a value, with exit code {code}") from None
     if failed:
         raise RankFailed(f"rank {rank} failed:\n{value}")
     return value
