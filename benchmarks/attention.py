@@ -1,12 +1,13 @@
-"""Measures attention by C++, which compiled blocks of a CPU use, against that of eager blocks.
+"""Measures attention: on a CPU that of eager blocks and of compiled ones, on a GPU what runs use and FlexAttention.
 
-    python benchmarks/cpu_attention.py
-    python benchmarks/cpu_attention.py --dtype=bfloat16 --shapes 2x8x1024x128
-    python benchmarks/cpu_attention.py --document-length=100
-    ATEN_CPU_CAPABILITY=avx2 python benchmarks/cpu_attention.py
+    python benchmarks/attention.py
+    python benchmarks/attention.py --dtype=bfloat16 --shapes 2x8x1024x128
+    python benchmarks/attention.py --document-length=100
+    python benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=4096
+    ATEN_CPU_CAPABILITY=avx2 python benchmarks/attention.py
 
 Shapes are rows x heads x tokens x head size. Both take turns in each round; the table has medians over the rounds, of
-milliseconds forward and backward and of the ratios.
+milliseconds forward and backward and of the second kernel's time over the first's.
 """
 
 import argparse
@@ -22,46 +23,71 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import processor_name
-from torchtitan_clone.models.attention import CoreAttention, DocumentMask
+from torchtitan_clone.models.attention import CoreAttention, DocumentMask, block_mask
+from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.cpp_attention import attend
 
-SHAPES = ["8x8x512x32", "4x12x512x64", "8x4x128x32", "1x8x2048x64"]
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+SHAPES = {
+    "cpu": ["8x8x512x32", "4x12x512x64", "8x4x128x32", "1x8x2048x64"],
+    "cuda": ["4x32x2048x128", "1x32x8192x128", "1x32x65536x128"],
+}
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def seconds_of(attention: Attention, inputs: Sequence[Tensor], grad: Tensor, starts: Tensor | None) -> list[float]:
+def kernels_of(documents_BT: Tensor | None, index_BT: Tensor, dtype: torch.dtype) -> dict[str, Attention]:
+    """Returns the kernels of a device for rows of these documents."""
+    core, mask = CoreAttention(), DocumentMask()(documents_BT, index_BT, dtype=dtype)
+    kernels: dict[str, Attention] = {"eager" if index_BT.device.type == "cpu" else "chosen": lambda *x: core(*x, mask)}
+    starts_BT = visible_starts(documents_BT, like=index_BT, window=None, chunk=None)
+    if index_BT.device.type == "cpu":
+        return kernels | {"C++": lambda *x: attend(*x, starts_BT)[0]}
+    blocks = block_mask(torch.zeros_like(index_BT) if starts_BT is None else starts_BT)
+    return kernels | {"FlexAttention": lambda *x: core(*x, blocks)}
+
+
+def seconds_of(attention: Attention, inputs: Sequence[Tensor], grad: Tensor) -> list[float]:
     """Returns how long forward and backward take."""
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    wait = torch.cuda.synchronize if grad.is_cuda else lambda: None
+    qkv = [x.detach().requires_grad_() for x in inputs]
+    wait()
     start = time.perf_counter()
-    out = attention(q, k, v, starts)
+    out = attention(*qkv)
+    wait()
     middle = time.perf_counter()
     out.backward(grad)
+    wait()
     return [middle - start, time.perf_counter() - middle]
 
 
 def main(argv: list[str]) -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES)
+    parser.add_argument("--shapes", nargs="+", help="default: those of small models on a CPU, of large ones on a GPU")
     parser.add_argument("--document-length", type=int, help="attend within documents of this many tokens")
     parser.add_argument("--rounds", type=int, default=15)
     choices = parser.parse_args(argv)
-    kernels: dict[str, Attention] = {"eager": CoreAttention(), "C++": lambda *x: attend(*x)[0]}
+    if choices.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device")
     print(f"{processor_name()}; {torch.backends.cpu.get_cpu_capability()}; {torch.get_num_threads()} threads")
-    print(f"{choices.dtype:16}" + "".join(f"{name:>20}" for name in (*kernels, "ratio")))
-    for shape in choices.shapes:
+    dtype, head = getattr(torch, choices.dtype), f"{choices.dtype:16}"
+    for shape in choices.shapes or SHAPES[choices.device]:
         B, N, T, H = map(int, shape.split("x"))
-        *inputs, grad = torch.randn(4, B, T, N, H).to(getattr(torch, choices.dtype))
-        index_BT = torch.arange(T).expand(B, T)
+        *inputs, grad = torch.randn(4, B, T, N, H, device=choices.device).to(dtype)
+        index_BT = torch.arange(T, device=choices.device).expand(B, T)
         documents_BT = choices.document_length and (index_BT // choices.document_length).int()
-        starts_BT = DocumentMask()(documents_BT, index_BT)
+        kernels = kernels_of(documents_BT, index_BT, dtype)
         rounds = [
-            {name: seconds_of(kernel, inputs, grad, starts_BT) for name, kernel in kernels.items()}
+            {name: seconds_of(kernel, inputs, grad) for name, kernel in kernels.items()}
             for _ in range(choices.rounds + 1)
         ][1:]
         ms = {name: [1e3 * statistics.median(each[name][i] for each in rounds) for i in (0, 1)] for name in kernels}
-        ratios = [statistics.median(each["C++"][i] / each["eager"][i] for each in rounds) for i in (0, 1)]
+        first, second = kernels
+        ratios = [statistics.median(each[second][i] / each[first][i] for each in rounds) for i in (0, 1)]
+        if head:
+            print(head + "".join(f"{name:>20}" for name in (*kernels, "ratio")))
+            head = ""
         print(f"{shape:16}" + "".join(f"{forward:11.1f} +{backward:7.1f}" for forward, backward in ms.values()), end="")
         print("{:12.2f} {:7.2f}".format(*ratios), flush=True)
 

@@ -98,6 +98,26 @@ def train_plain_loop(work: Work, turn: Turn) -> None:
             loop.train_step(step)
 
 
+def multiply(work: Work, turn: Turn) -> None:
+    """Computes the products of a step, forward and backward, and nothing else."""
+    size, dtype = work.of, getattr(torch, work.dtype)
+    block = [(size.dim, size.dim)] * 4 + [(size.dim, size.hidden)] * 2 + [(size.hidden, size.dim)]
+    shapes = [*block * size.layers, (size.dim, size.vocab)]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=work.device).to(dtype)
+
+    tokens = size.rows * size.tokens
+    tensors = {(i, o): (draw(tokens, i), draw(o, i), draw(tokens, o)) for i, o in set(shapes)}
+    while True:
+        turn()
+        for shape in shapes:
+            x_XI, weight_OI, grad_XO = tensors[shape]
+            torch.mm(x_XI, weight_OI.T)
+            torch.mm(grad_XO, weight_OI)
+            torch.mm(grad_XO.T, x_XI)
+
+
 # ---------------------------------------------------------------- nanoGPT, after its published design
 
 
@@ -321,6 +341,7 @@ def _adapt_torchtitan_to_cpu() -> None:
 
 PROGRAMS: dict[str, Callable[[Work, Turn], None]] = {
     "ours": train_ours,
+    "products": multiply,
     "plain loop": train_plain_loop,
     "nanoGPT": train_nanogpt,
     "HF Trainer": train_hf,

@@ -3,13 +3,15 @@
     python benchmarks/peers.py --size 16M
     python benchmarks/peers.py --size 120M --compile --dtype bfloat16 --rounds 12 --allocator
     python benchmarks/peers.py --size tiny --only ours nanoGPT
+    python benchmarks/peers.py --size 8B-layers --compile --dtype bfloat16 --device cuda --only ours products torchtitan
 
 Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have
-blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. Programs live at
-once and take their steps in turn. "time" is the ratio to ours in the same round, with quartiles. Ours runs with the
-allocator of run_train.sh, the peers as they come; --allocator gives it to the peers too. The first step is timed from
-the start of the process; with --compile once with empty caches ("cold") and once with full ones.
+blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is
+their products alone: its time over ours is the share of their speed that ours reaches. Programs live at once and take
+their steps in turn. "time" is the ratio to ours in the same round, with quartiles. Ours runs with the allocator of
+run_train.sh, the peers as they come; --allocator gives it to the peers too. The first step is timed from the start of
+the process; with --compile once with empty caches ("cold") and once with full ones.
 """
 
 import argparse
@@ -34,7 +36,7 @@ from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio
 from torchtitan_clone.testing.runs import allocator_variables
 
 OURS, BARE = "ours", "ours, default malloc"
-NAMES = [OURS, BARE, "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+NAMES = [OURS, BARE, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
 INSTALLED = {
     "HF Trainer": ["accelerate>=1.1", "psutil"],
     "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse", "psutil"],
@@ -62,6 +64,8 @@ SIZES = {
     "4M": Size(dim=256, layers=3, heads=8, hidden=768, vocab=4_096, rows=4),
     "16M": Size(dim=256, layers=8, heads=8, hidden=768, vocab=16_384),
     "120M": Size(dim=768, layers=12, heads=12, hidden=2_048, vocab=24_576, rows=4),
+    "1B": Size(dim=2_048, layers=16, heads=16, hidden=5_632, vocab=32_768, rows=2, tokens=2_048),
+    "8B-layers": Size(dim=4_096, layers=4, heads=32, hidden=11_008, vocab=32_768, rows=2, tokens=4_096),
 }
 """Hidden sizes are those that torchtitan and this package derive from the width."""
 
@@ -138,7 +142,7 @@ def _prepare_environment(folder: Path, *, names: Sequence[str]) -> str:
     if not python.exists():
         venv.create(folder, with_pip=False)
     library = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    (library / "base.pth").write_text(sysconfig.get_path("purelib"))
+    (library / "base.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]
     if subprocess.run(pip, check=False).returncode:
         raise SystemExit(f"error: cannot install {', '.join(packages)} into {folder}; run with --only ours nanoGPT")

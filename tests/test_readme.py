@@ -111,8 +111,10 @@ def shortened(command: str) -> str:
         return f"{command} --only=H200"
     if "benchmarks/experts.py" in command:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
-    if "benchmarks/cpu_attention.py" in command:
+    if "benchmarks/attention.py" in command:
         return f"{command} --shapes 1x2x8x16 --rounds=1"
+    if "benchmarks/variants.py" in command:
+        return f"{command} --rounds=2 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/generation.py" in command:
         return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=1"
     if "hostile_folders.py" in command:

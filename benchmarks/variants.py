@@ -1,0 +1,84 @@
+"""Compares variants of a run: what an option costs or gains on this machine, in time of a step and peak memory.
+
+    python benchmarks/variants.py documents= causal=--training.document_masking=false
+    python benchmarks/variants.py "none=" "full=--activation_checkpoint.mode=full" --rounds 20 -- --compile.enable=true
+
+A variant is a name and its options. All live at once, with the options after `--` and the allocator of run_train.sh,
+and train one step each in turn. "time" is the ratio to the first in the same round: its median and quartiles. Options
+that end in _degree=2 start two ranks. Defaults: train_configs/debug_model.toml without checkpoints and validation.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+
+from benchmarks.regress import SERVE
+from benchmarks.turns import ROOT, Program, Running, processor_name, ratio_of, take_turns
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.testing.runs import allocator_variables
+
+WARM_UP_STEPS = 3
+COMMON = [
+    f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.steps=1_000_000",
+    "--checkpoint.enable=false", "--validation.enable=false",
+]  # fmt: skip
+
+
+def variant(text: str) -> tuple[str, list[str]]:
+    """Returns the name and the options."""
+    name, equals, options = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=OPTIONS")
+    return name, shlex.split(options)
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variants", nargs="+", type=variant, help="NAME=OPTIONS, of which there may be none")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each variant")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("options", nargs="*", help="options of all variants, after --")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    choices, common = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    if choices.rounds < 2:
+        parser.error(f"--rounds {choices.rounds}: must be at least 2")
+    tokens, programs = {}, []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, options in choices.variants:
+            argv = [*COMMON, f"--job.dump_folder={folder}", f"--job.run_name={name}", *common, *options]
+            try:
+                training = load_config(argv).training
+            except ConfigError as error:
+                parser.error(f"{name}: {error}")
+            tokens[name] = training.seq_len * max(training.local_batch_size, training.global_batch_size)
+            environment = {"OMP_NUM_THREADS": str(choices.threads), **allocator_variables()}
+            command = [sys.executable, "benchmarks/regress.py", SERVE, str(ROOT), *argv]
+            log = folder / f"{len(programs)}.log"
+            programs.append(Program(name=name, command=command, environment=environment, log=log))
+        print(f"{processor_name()}; {choices.threads} threads; {shlex.join(common)}", flush=True)
+        running = [stack.enter_context(Running(program)) for program in programs]
+        take_turns(running, rounds=WARM_UP_STEPS)
+        steps = take_turns(running, rounds=choices.rounds)
+    first, *_ = steps
+    print(f"{'':22}{'time / ' + first:>22}{'tokens/s':>12}{'GiB':>8}")
+    for name, of_variant in steps.items():
+        rate = tokens[name] / statistics.median(step["wall"] for step in of_variant)
+        ratio = str(ratio_of(of_variant, steps[first]))
+        print(f"{name:22}{ratio:>22}{rate:12,.0f}{of_variant[-1]['gib']:8.2f}")
+    if choices.json:
+        choices.json.write_text(json.dumps({"processor": processor_name(), "tokens": tokens, "steps": steps}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
