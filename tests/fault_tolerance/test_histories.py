@@ -255,8 +255,9 @@ def test_equal_numbers_of_different_steps_are_not_averaged(corpus, tmp_path):
         os.kill(first.process.pid or 0, signal.SIGSTOP)
         second = start(1)
         wait_for(1)
-        (tmp_path / "go").touch()
         os.kill(first.process.pid or 0, signal.SIGCONT)
+        time.sleep(1)  # for its heartbeats, before the other one trains a fourth step
+        (tmp_path / "go").touch()
         (older, kept), (newer, taken) = collect([first, second])
     assert older[:3] == [1.0, 2.0, 3.0]
     assert newer == older
