@@ -116,14 +116,21 @@ def test_a_few_rows_at_a_time_give_the_same_bits(dtype, monkeypatch):
     assert all(map(torch.equal, value_and_gradients(), expected))
 
 
-def test_a_few_rows_at_a_time_have_their_own_sums_of_all_ranks(monkeypatch):
+def test_ranks_with_some_logits_each_have_the_log_probabilities_of_all(monkeypatch):
+    """Ranks exchange one number for each token, and take a few rows at a time with the numbers of these rows."""
     torch.manual_seed(0)
-    logits, sums = torch.randn(B * T, V), torch.rand(2, 2, B * T, 1)
-    expected = vocabulary.log_softmax(logits.clone(), sums)
-    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
-    pieces = [vocabulary.log_softmax(*piece) for piece in vocabulary.pieces_of(logits.clone(), sums)]
-    assert len(pieces) > 1
-    assert torch.equal(torch.cat(pieces), expected)
+    hidden, weights = torch.randn(B * T, D), torch.randn(2, V, D)
+    exact = (hidden.double() @ weights.double().flatten(0, 1).T).log_softmax(dim=-1)
+    rounding = ((hidden @ weights.flatten(0, 1).T).log_softmax(dim=-1) - exact).norm()
+    for cached in (vocabulary._CACHED_LOGITS, V):
+        monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", cached)
+        logits, lse = zip(*(vocabulary.logits_and_lse(hidden, weight) for weight in weights), strict=True)
+        assert lse[0].shape == (B * T, 1)
+        found = [
+            torch.cat([vocabulary.log_softmax(*piece) for piece in vocabulary.pieces_of(own, torch.stack(lse))])
+            for own in logits
+        ]
+        assert (torch.cat(found, dim=1) - exact).norm() < 1.5 * rounding
 
 
 class Operators(TorchDispatchMode):

@@ -23,8 +23,8 @@ from torchtitan_clone.ops.vocabulary import (
     is_overwritten,
     local_shards,
     log_softmax,
+    logits_and_lse,
     logits_of,
-    logits_sums,
     pieces_of,
 )
 from torchtitan_clone.torch_compat import onednn_linear
@@ -45,11 +45,11 @@ def _chunk_loss(weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Ten
 
     Of a sharded vocabulary `start` is this rank's first row, and `shard` has what the ranks have computed already.
     """
-    logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
+    logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     picked = []
-    for logits, sums, column in pieces_of(logits_CV, sums_R2C1, column_C1):
-        picked.append(log_softmax(logits, sums).gather(1, column))
+    for logits, lse, column in pieces_of(logits_CV, lse_RC1, column_C1):
+        picked.append(log_softmax(logits, lse).gather(1, column))
     return -torch.where(is_local_C1, torch.cat(picked), 0.0)
 
 
@@ -61,12 +61,12 @@ def _chunk_loss_and_grads(
     Its gradient by weight is the first one [C, V], transposed, times the second one [C, D]. `weight_DV` is a
     transposed copy of the weight where oneDNN multiplies.
     """
-    logits_CV, sums_R2C1 = logits_of(hidden_CD, weight_VD, shard)
+    logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     minus_one_C1 = -is_local_C1.float()
     picked, grad_CV = [], logits_CV
-    for logits, sums, column, minus_one in pieces_of(logits_CV, sums_R2C1, column_C1, minus_one_C1):
-        log_probs = log_softmax(logits, sums)
+    for logits, lse, column, minus_one in pieces_of(logits_CV, lse_RC1, column_C1, minus_one_C1):
+        log_probs = log_softmax(logits, lse)
         picked.append(log_probs.gather(1, column))
         grad = log_probs.exp_().scatter_add_(1, column, minus_one)
         if not is_overwritten(logits):
@@ -149,7 +149,7 @@ def build_loss(
     `compile_backend` compiles the computation of a chunk; None leaves it eager. `sums` gets the losses by source, which
     the targets then name.
     """
-    logits_fn = logits_sums
+    logits_fn = logits_and_lse
     train_chunk = _chunk_loss_and_grads
     eval_chunk = _chunk_loss
     if compile_backend is not None:

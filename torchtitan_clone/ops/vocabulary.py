@@ -17,7 +17,7 @@ from torchtitan_clone.ops.linear import is_for_onednn
 from torchtitan_clone.torch_compat import is_fake, onednn_linear
 
 Shard = tuple[Tensor, Tensor]
-"""This rank's logits [C, V], and the maxima and sums of all ranks [R, 2, C, 1], see logits_sums()."""
+"""This rank's logits [C, V], and the lse of all ranks [R, C, 1], see logits_and_lse()."""
 Chunk = tuple[Tensor, Tensor, Shard | None]
 _CACHED_LOGITS = 2**17
 
@@ -52,12 +52,11 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
     return onednn_linear(hidden_CD, weight_VD) if is_for_onednn(hidden_CD, weight_VD) else hidden_CD @ weight_VD.T
 
 
-def logits_sums(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns this rank's logits, and each token's maximum of them and sum of exp(logit - maximum): [2, C, 1], fp32."""
+def logits_and_lse(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's logits, and the logarithms of the sums of their exponentials (lse) [C, 1], fp32."""
     logits_CV = _logits(hidden_CD, weight_VD)
-    max_C1 = logits_CV.amax(dim=-1, keepdim=True).float()
-    sum_C1 = (logits_CV.float() - max_C1).exp_().sum(dim=-1, keepdim=True)
-    return logits_CV, torch.stack([max_C1, sum_C1])
+    pieces = [torch.logsumexp(logits.float(), dim=-1, keepdim=True) for logits, _ in pieces_of(logits_CV, None)]
+    return logits_CV, torch.cat(pieces)
 
 
 def chunks_of(
@@ -66,17 +65,17 @@ def chunks_of(
 ) -> Iterator[Chunk]:  # fmt: skip
     """Yields hidden states, targets and shard of each chunk; no shard where this rank has the whole vocabulary.
 
-    While ranks exchange the sums of a chunk, they compute the losses of the one before and the logits of the next one.
+    While ranks exchange the lse of a chunk, they compute the losses of the one before and the logits of the next one.
     """
     started: list[tuple[dist.Work | None, Chunk]] = []
     for hidden_CD, targets_C in zip(hidden_ND.chunk(count), targets_N.chunk(count), strict=True):
         if vocabulary.group is None:
             yield hidden_CD, targets_C, None
             continue
-        logits_CV, sums_2C1 = logits_fn(hidden_CD, weight_VD)
-        sums_R2C1 = sums_2C1.new_empty(vocabulary.group.size(), *sums_2C1.shape)
-        work = dist.all_gather([*sums_R2C1.unbind()], sums_2C1, group=vocabulary.group, async_op=True)
-        started.append((work, (hidden_CD, targets_C, (logits_CV, sums_R2C1))))
+        logits_CV, lse_C1 = logits_fn(hidden_CD, weight_VD)
+        lse_RC1 = lse_C1.new_empty(vocabulary.group.size(), *lse_C1.shape)
+        work = dist.all_gather([*lse_RC1.unbind()], lse_C1, group=vocabulary.group, async_op=True)
+        started.append((work, (hidden_CD, targets_C, (logits_CV, lse_RC1))))
         if started[1:]:
             yield _finished(*started.pop(0))
     if started:
@@ -90,7 +89,7 @@ def _finished(work: dist.Work | None, chunk: Chunk) -> Chunk:
 
 
 def logits_of(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor | None]:
-    """Returns this rank's logits [C, V], and of a sharded vocabulary the maxima and sums of all ranks [R, 2, C, 1]."""
+    """Returns this rank's logits [C, V], and of a sharded vocabulary the lse of all ranks [R, C, 1]."""
     return (_logits(hidden_CD, weight_VD), None) if shard is None else shard
 
 
@@ -101,21 +100,19 @@ def is_overwritten(logits_CV: Tensor) -> bool:
     return logits_CV.dtype == torch.float32 or not is_fake(logits_CV)  # a simulation in bfloat16 predicts a GPU
 
 
-def pieces_of(logits_CV: Tensor, sums_R2C1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+def pieces_of(logits_CV: Tensor, lse_RC1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yields the rows that softmax takes at a time: on a CPU so many as stay in the cache of each thread."""
     size = len(logits_CV)
     if is_overwritten(logits_CV):
         size = torch.get_num_threads() * max(1, _CACHED_LOGITS // logits_CV.shape[1])
-    sums = repeat(None) if sums_R2C1 is None else sums_R2C1.split(size, dim=2)
-    yield from zip(logits_CV.split(size), sums, *(x.split(size) for x in others), strict=False)
+    lse = repeat(None) if lse_RC1 is None else lse_RC1.split(size, dim=1)
+    yield from zip(logits_CV.split(size), lse, *(x.split(size) for x in others), strict=False)
 
 
-def log_softmax(logits_CV: Tensor, sums_R2C1: Tensor | None) -> Tensor:
+def log_softmax(logits_CV: Tensor, lse_RC1: Tensor | None) -> Tensor:
     """Returns this rank's log-probabilities [C, V], fp32; in the memory of fp32 logits if they may be overwritten."""
     logits_CV = logits_CV.float() if is_overwritten(logits_CV) else logits_CV
     out = logits_CV if is_overwritten(logits_CV) else None
-    if sums_R2C1 is None:  # The kernel has read a row before it writes it.
+    if lse_RC1 is None:  # The kernel has read a row before it writes it.
         return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
-    max_RC1, sum_RC1 = sums_R2C1.unbind(dim=1)
-    max_C1 = max_RC1.amax(dim=0)
-    return torch.sub(logits_CV, max_C1, out=out).sub_((sum_RC1 * (max_RC1 - max_C1).exp()).sum(dim=0).log())
+    return torch.sub(logits_CV, lse_RC1.logsumexp(dim=0), out=out)
