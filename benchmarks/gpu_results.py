@@ -1,6 +1,8 @@
 """Collects what scripts/gpu_suite.sh has written: all figures into results.json, and prints the tables, a summary last.
 
-python benchmarks/gpu_results.py outputs/gpu_suite
+    python benchmarks/gpu_results.py outputs/gpu_suite
+
+A section that was stopped may have left a part of its figures, which are then null.
 """
 
 import json
@@ -19,7 +21,7 @@ LINES = 40
 
 
 def main(folder: Path) -> None:
-    """Writes and prints."""
+    """Writes results.json and prints the tables."""
     sections = {
         file.stem: {
             "seconds": int(done.read_text()) if (done := file.with_suffix(".done")).exists() else None,
@@ -28,7 +30,7 @@ def main(folder: Path) -> None:
         }
         for file in sorted(folder.glob("*.err"), key=lambda file: file.stat().st_mtime)
     }
-    figures = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json") if file.name != RESULTS}
+    figures = {file.stem: _read(file) for file in folder.glob("*.json") if file.name != RESULTS}
     about = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": processor_name(),
@@ -43,6 +45,13 @@ def main(folder: Path) -> None:
     for name, section in sections.items():
         state = "FAILED" if section["seconds"] is None else f"{section['seconds']} s"
         print(f"{name:12}{state:>8}  {(section['output'] or [''])[-1]}")
+
+
+def _read(file: Path) -> object:
+    try:
+        return json.loads(file.read_text())
+    except ValueError:
+        return None
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
         with_allocator = name == OURS or (options.allocator and name != BARE)
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
             **(allocator_variables() if with_allocator else {"ALLOCATOR": "default"}),

@@ -120,13 +120,18 @@ def _compare(name: str, checkouts: dict[str, Path], *, folder: Path, rounds: int
 # ---------------------------------------------------------------- a program: all ranks of one run
 
 
+def ranks_of(argv: list[str]) -> int:
+    """Returns how many ranks a program with these options has."""
+    return 2 if any(option.endswith("_degree=2") for option in argv) else 1
+
+
 def serve(argv: list[str]) -> None:
     """Trains with the package of a checkout; rank 0 serves the turns, and rank 1 follows it in every collective."""
     checkout, *argv = argv
     sys.path.insert(0, checkout)
     from torchtitan_clone.testing.trainers import open_trainer
 
-    turn = serve_turns_of_ranks(2 if any(option.endswith("_degree=2") for option in argv) else 1)
+    turn = serve_turns_of_ranks(ranks_of(argv))
     with open_trainer(argv) as trainer:
         for step in itertools.count(1):
             turn()

@@ -3,9 +3,10 @@
     python benchmarks/variants.py documents= causal=--training.document_masking=false
     python benchmarks/variants.py "none=" "full=--activation_checkpoint.mode=full" --rounds 20 -- --compile.enable=true
 
-A variant is a name and its options. All live at once, with the options after `--` and the allocator of run_train.sh,
-and train one step each in turn. "time" is the ratio to the first in the same round: its median and quartiles. Options
-that end in _degree=2 start two ranks. Defaults: train_configs/debug_model.toml without checkpoints and validation.
+A variant is a name and its options; options after `--` are those of all variants. The programs live at once, with the
+allocator of run_train.sh, and train one step each in turn. "time" is the ratio to the first in the same round: its
+median and quartiles. A variant with an option that ends in _degree=2 has two ranks, each with half of the threads.
+Defaults: train_configs/debug_model.toml without checkpoints and validation.
 """
 
 import argparse
@@ -20,9 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.regress import SERVE
+import torch
+
+from benchmarks.regress import SERVE, ranks_of
 from benchmarks.turns import ROOT, Program, Running, processor_name, ratio_of, take_turns
 from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.testing.runs import allocator_variables
 
 WARM_UP_STEPS = 3
@@ -47,26 +51,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each variant")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("options", nargs="*", help="options of all variants, after --")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     choices, common = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     if choices.rounds < 2:
         parser.error(f"--rounds {choices.rounds}: must be at least 2")
+    if len(dict(choices.variants)) < len(choices.variants):
+        parser.error("two variants have the same name")
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     tokens, programs = {}, []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, options in choices.variants:
             argv = [*COMMON, f"--job.dump_folder={folder}", f"--job.run_name={name}", *common, *options]
+            ranks = ranks_of(argv)
             try:
-                training = load_config(argv).training
+                plan = resolve(load_config(argv), world_size=ranks, device_type=device_type)
             except ConfigError as error:
                 parser.error(f"{name}: {error}")
-            tokens[name] = training.seq_len * max(training.local_batch_size, training.global_batch_size)
-            environment = {"OMP_NUM_THREADS": str(choices.threads), **allocator_variables()}
+            tokens[name] = plan.tokens_per_step
+            threads = max(1, choices.threads // ranks)
+            environment = {"OMP_NUM_THREADS": str(threads), **allocator_variables()}
             command = [sys.executable, "benchmarks/regress.py", SERVE, str(ROOT), *argv]
             log = folder / f"{len(programs)}.log"
             programs.append(Program(name=name, command=command, environment=environment, log=log))
-        print(f"{processor_name()}; {choices.threads} threads; {shlex.join(common)}", flush=True)
+        print(f"{processor_name()}; {choices.threads} threads {shlex.join(common)}", flush=True)
         running = [stack.enter_context(Running(program)) for program in programs]
         take_turns(running, rounds=WARM_UP_STEPS)
         steps = take_turns(running, rounds=choices.rounds)
@@ -77,7 +85,8 @@ def main() -> None:
         ratio = str(ratio_of(of_variant, steps[first]))
         print(f"{name:22}{ratio:>22}{rate:12,.0f}{of_variant[-1]['gib']:8.2f}")
     if choices.json:
-        choices.json.write_text(json.dumps({"processor": processor_name(), "tokens": tokens, "steps": steps}, indent=1))
+        result = {"processor": processor_name(), "options": common, "variants": dict(choices.variants)}
+        choices.json.write_text(json.dumps({**result, "tokens": tokens, "steps": steps}, indent=1))
 
 
 if __name__ == "__main__":

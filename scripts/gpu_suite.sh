@@ -4,17 +4,23 @@
 #   [WHEELS=WHEEL_FOLDER] scripts/gpu_suite.sh [FOLDER [SECTION...]]
 #
 # FOLDER (default: outputs/gpu_suite) gets the output of each section, summary.txt, and results.json, which has all figures.
-# A section that has succeeded there is not run again, so that the suite can be run in parts, for instance one line below at
-# a time, each at most ten minutes, and resumed; delete SECTION.done to repeat one. With WHEELS, an environment with the
-# packages of that folder is made from the Python that runs this, for machines without a network.
+# A section that has succeeded there is not run again, so that the suite can be run in parts, for instance one group below
+# at a time, each at most ten minutes, and resumed; delete SECTION.done to repeat one. WHEELS is a folder of packages that
+# this machine lacks; they are installed into FOLDER, without a network.
 #
-#   tests       GPU tests, 200 s                              layers     layers of 8B against torchtitan and products, 180 s
-#   model       1B as a whole, against the same, 200 s
-#   peers       120M against all programs, 290 s              long       131,072 tokens with and without documents, 150 s
-#   float8      its recipes against bfloat16, 150 s
-#   memory      predicted and reserved memory, 240 s          checkpoint cost of saves, 120 s
-#   attention   its kernels, 100 s                            experts    a layer of experts, 100 s
-#   parallel    cost of each axis where there are two GPUs, 360 s
+#   tests       GPU tests
+#   layers      layers of 8B against torchtitan and their bare products
+#   model       1B as a whole, against the same
+#
+#   peers       120M against other programs, eager and compiled
+#   long        131,072 tokens with and without documents
+#   float8      its recipes against bfloat16
+#
+#   memory      predicted and reserved memory
+#   checkpoint  cost of saves
+#   attention   its kernels
+#   experts     a layer of experts
+#   parallel    cost of each axis, where there are two GPUs
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 PYTHON="${PYTHON:-python3}"
@@ -22,20 +28,19 @@ FOLDER="${1:-outputs/gpu_suite}"
 SECTIONS=(tests layers model peers long float8 memory checkpoint attention experts parallel)
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
 mkdir -p "$FOLDER"
+FOLDER="$(readlink -f "$FOLDER")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
 RIVALS=(--compile --only ours products torchtitan)
-LAYERS=(--model.args.n_heads=16 --model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=true
-    --training.mixed_precision_param=bfloat16)
-WIDE=("${LAYERS[@]}" --model.args.dim=2048 --model.args.n_layers=8)
+WIDE=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
+    --model.args.vocab_size=32768 --compile.enable=true --training.mixed_precision_param=bfloat16)
 FLOAT8="'--model.converters=[\"float8\"]'"
 
 if [ -n "${WHEELS:-}" ]; then
-    "$PYTHON" -m venv --without-pip --system-site-packages "$FOLDER/environment" &&
-        "$FOLDER/environment/bin/python" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl || exit 2
-    PYTHON="$FOLDER/environment/bin/python"
-    WHEELS="$(readlink -f "$WHEELS")"
-    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS" # for the peers
+    packages="$FOLDER/site-packages"
+    "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$packages" "$WHEELS"/*.whl || exit 2
+    PIP_FIND_LINKS="$(readlink -f "$WHEELS")"
+    export PYTHONPATH="$PYTHONPATH:$packages" PIP_FIND_LINKS PIP_NO_INDEX=1 # for the peers
 fi
 
 run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its output in a file of the section
@@ -47,35 +52,45 @@ run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its outp
     return $code
 }
 
+skip() { # SECTION REASON
+    echo "not run: $2" | tee "$FOLDER/$1.txt" >"$FOLDER/$1.err"
+}
+
 run_section() {
     case "$1" in
-    tests) run tests 200 -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
-    layers) run layers 180 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
+    tests) run tests 150 -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
+    layers) run layers 190 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
     model) run model 200 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
     peers)
-        run peers 110 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" &&
-            run peers 180 "${PEERS[@]}" --size=120M --compile --json="$FOLDER/peers_compiled.json"
+        run peers 110 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" --only ours "plain loop" nanoGPT "HF Trainer" &&
+            run peers 180 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --only ours nanoGPT litgpt
         ;;
     long)
-        run long 150 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=5 \
+        run long 110 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=5 \
             --json="$FOLDER/long.json" -- "${WIDE[@]}" --training.seq_len=131072 --training.local_batch_size=1 \
             --activation_checkpoint.mode=full
         ;;
     float8)
-        "$PYTHON" -c "import torchao" 2>/dev/null || return 0
-        run float8 150 benchmarks/variants.py bfloat16= tensorwise="$FLOAT8" \
+        if ! "$PYTHON" -c "import torchao" 2>/dev/null; then
+            skip float8 "torchao is not installed"
+            return
+        fi
+        run float8 130 benchmarks/variants.py bfloat16= tensorwise="$FLOAT8" \
             rowwise="$FLOAT8 --quantize.linear.float8.recipe_name=rowwise" \
             --json="$FOLDER/float8.json" -- "${WIDE[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
-    memory) run memory 240 benchmarks/memory.py --device=cuda ;;
-    checkpoint) run checkpoint 120 benchmarks/checkpoint.py --rows=4096 ;;
+    memory) run memory 180 benchmarks/memory.py --device=cuda ;;
+    checkpoint) run checkpoint 90 benchmarks/checkpoint.py --rows=4096 ;;
     attention)
-        run attention 50 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
-            run attention 50 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000
+        run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
+            run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000
         ;;
-    experts) run experts 100 benchmarks/experts.py --device=cuda --dtype=bfloat16 --tokens=16384 ;;
+    experts) run experts 70 benchmarks/experts.py --device=cuda --dtype=bfloat16 --tokens=16384 ;;
     parallel)
-        [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ] || return 0
+        if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
+            skip parallel "it needs two GPUs"
+            return
+        fi
         run parallel 360 benchmarks/parallel.py -- "${WIDE[@]}" --training.seq_len=2048 --training.local_batch_size=2
         ;;
     *)

@@ -68,12 +68,14 @@ def test_slower_is_what_exceeds_three_percent_and_its_noise(factor, noise, expec
 
 
 def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
-    """Runs the smallest comparison, which counts the FLOPs of both programs and refuses different ones."""
+    """Runs the smallest comparison, which counts the FLOPs of all programs and refuses different ones."""
     result = tmp_path / "result.json"
     command = [python, "benchmarks/peers.py", "--size=tiny", "--rounds=2", "--threads=1", f"--json={result}", "--only"]
-    done = subprocess.run([*command, "ours", "nanoGPT"], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "ours", "products", "nanoGPT"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
-    assert [row["name"] for row in found["rows"]] == ["ours", "nanoGPT"]
+    assert [row["name"] for row in found["rows"]] == ["ours", "products", "nanoGPT"]
     assert found["flops"] == 6 * 128 * (2 * (4 * 64**2 + 3 * 64 * 192) + 64 * 2048)
     assert found["processor"] in done.stdout

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -41,20 +42,10 @@ def suite(tmp_path):
 
 
 def test_failed_sections_are_repeated_and_others_are_not(suite, tmp_path):
-    done, first = suite(broken="--compile --json")
-    names = [
-        "peers",
-        "peers",
-        "peers",
-        "peers",
-        "variants",
-        "variants",
-        "memory",
-        "checkpoint",
-        "attention",
-        "attention",
-    ]
-    expected = ["-m", *[f"benchmarks/{name}.py" for name in [*names, "experts", "parallel"]]]
+    done, first = suite(broken="--compile --only ours nanoGPT")
+    repeated = {"peers": 4, "variants": 2, "memory": 1, "checkpoint": 1, "attention": 2, "experts": 1, "parallel": 1}
+    names = [name for name, count in repeated.items() for _ in range(count)]
+    expected = ["-m", *[f"benchmarks/{name}.py" for name in names]]
     assert [call[0] for call in first] == expected
     assert done.stdout.splitlines().count("boom") == 1
     results = json.loads((tmp_path / "results" / "results.json").read_text())
@@ -73,6 +64,38 @@ def test_sections_can_be_chosen(suite):
     assert re.search("^tests +FAILED +results of pytest$", done.stdout, re.MULTILINE)
     done, _ = suite("speed")
     assert (done.returncode, done.stderr.split(";")[0]) == (2, "error: no section speed")
+
+
+def test_limits_are_those_of_three_calls_of_ten_minutes():
+    """As sections are grouped in the first lines of the script: each group at most 600 s, all less than 25 min."""
+    text = (REPO / "scripts" / "gpu_suite.sh").read_text()
+    header, script = text.split("set -uo pipefail")
+    groups = [re.findall(r"^#   (\w+) +\S", group, re.MULTILINE) for group in header.split("\n#\n")[-3:]]
+    seconds = {name: 0 for group in groups for name in group}
+    for name, limit in re.findall(r"\brun (\w+) (\d+) ", script):
+        seconds[name] += int(limit)
+    assert all(seconds.values())
+    seconds.pop("parallel")  # which one GPU does not run
+    assert max(sum(seconds.get(name, 0) for name in group) for group in groups) <= 600
+    assert sum(seconds.values()) < 25 * 60
+
+
+def test_packages_of_a_folder_are_installed_without_a_network(tmp_path, python):
+    wheel = tmp_path / "carried-1.0-py3-none-any.whl"
+    files = {
+        "carried.py": "",
+        "carried-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n",
+        "carried-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "carried-1.0.dist-info/RECORD": "",
+    }
+    with ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    environment = os.environ | {"WHEELS": str(tmp_path), "PYTHON": str(python), "CUDA_VISIBLE_DEVICES": ""}
+    command = [REPO / "scripts" / "gpu_suite.sh", tmp_path / "results", "parallel"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "results" / "site-packages" / "carried.py").exists()
+    assert re.search("^parallel +[0-9]+ s  not run: it needs two GPUs$", done.stdout, re.MULTILINE)
 
 
 def test_commands_of_the_suite_have_options_that_exist(suite, python):
@@ -101,9 +124,10 @@ def test_figures_of_benchmarks_are_collected(tmp_path, capsys):
     (tmp_path / "long.err").write_text("warning\n")
     (tmp_path / "long.txt").write_text("a table\n")
     (tmp_path / "long.json").write_text('{"steps": 5}')
+    (tmp_path / "float8.json").write_text('{"steps": ')  # its program was killed
     gpu_results.main(tmp_path)
     gpu_results.main(tmp_path)  # reads what it wrote
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["figures"] == {"long": {"steps": 5}}
+    assert results["figures"] == {"long": {"steps": 5}, "float8": None}
     assert results["sections"]["long"] == {"seconds": None, "output": ["a table"], "errors": ["warning"]}
     assert capsys.readouterr().out.endswith("long          FAILED  a table\n")

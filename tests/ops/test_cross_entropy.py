@@ -122,8 +122,9 @@ def test_ranks_with_some_logits_each_have_the_log_probabilities_of_all(monkeypat
     hidden, weights = torch.randn(B * T, D), torch.randn(2, V, D)
     exact = (hidden.double() @ weights.double().flatten(0, 1).T).log_softmax(dim=-1)
     rounding = ((hidden @ weights.flatten(0, 1).T).log_softmax(dim=-1) - exact).norm()
-    for cached in (vocabulary._CACHED_LOGITS, V):
+    for cached, is_split in ((vocabulary._CACHED_LOGITS, False), (V, True)):
         monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", cached)
+        assert (len(list(vocabulary.pieces_of(hidden @ weights[0].T, None))) > 1) is is_split
         logits, lse = zip(*(vocabulary.logits_and_lse(hidden, weight) for weight in weights), strict=True)
         assert lse[0].shape == (B * T, 1)
         found = [

@@ -20,6 +20,7 @@ TENSOR = {"parallelism__tensor_parallel_degree": 2}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 CASES = {
     "fp32": {},
+    "one batch in bf16, tied": {**BF16, "training__local_batch_size": 8, "model__args__tied_embeddings": True},
     "micro-batches in bf16, tied": {**BF16, **MICROBATCHES, "model__args__tied_embeddings": True},
     "recomputed, compiled": {
         **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",

@@ -1,0 +1,20 @@
+"""How ranks of tests that fail are reported (harness.py)."""
+
+import os
+import signal
+
+import pytest
+
+from torchtitan_clone.testing.harness import RankFailed, run_ranks
+
+
+def end(number):
+    """Ends rank 1 by a signal, or with an exit code."""
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), -number) if number < 0 else os._exit(number)
+
+
+@pytest.mark.parametrize("code", [3, -signal.SIGKILL])
+def test_the_exit_code_of_a_rank_without_a_value_is_named(code):
+    with pytest.raises(RankFailed, match=f"^rank 1 ended without returning a value, with exit code {code}$"):
+        run_ranks(end, 2, code)
