@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import time
+import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -192,7 +194,7 @@ def test_a_quorum_that_forms_at_once_does_not_train_a_complete_run(corpus, tmp_p
 
 
 def train_in_two_parts(options, folder):
-    """Trains a replica group with one weight for three steps and, once `folder`/go exists, for three more."""
+    """Trains a replica group with one weight for three steps and, once its file go in `folder` exists, for three more."""
     from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -222,7 +224,7 @@ def train_in_two_parts(options, folder):
         while len(steps) < 6:
             if len(steps) == 3 and group.quorum.num_committed == 3:
                 (folder / f"reached.{options.replica_id}").touch()
-                while not (folder / "go").exists():
+                while not (folder / f"go.{options.replica_id}").exists():
                     time.sleep(0.05)
             assert group.begin_step()
             time.sleep(0.1)
@@ -244,20 +246,25 @@ def test_equal_numbers_of_different_steps_are_not_averaged(corpus, tmp_path):
         def start(group: int):
             return start_ranks(train_in_two_parts, 1, replace(options, replica_id=group), tmp_path, env=env)[0]
 
-        def wait_for(group: int) -> None:
+        def wait_until(is_reached: Callable[[], bool]) -> None:
             deadline = time.monotonic() + 60
-            while not (tmp_path / f"reached.{group}").exists():
+            while not is_reached():
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
 
+        def one_waits() -> bool:
+            with urllib.request.urlopen(f"{cluster.address}/status", timeout=10) as page:
+                return b"[1/1 participants healthy]" in page.read()
+
         first = start(0)
-        wait_for(0)
+        wait_until((tmp_path / "reached.0").exists)
         os.kill(first.process.pid or 0, signal.SIGSTOP)
         second = start(1)
-        wait_for(1)
+        wait_until((tmp_path / "reached.1").exists)
         os.kill(first.process.pid or 0, signal.SIGCONT)
-        time.sleep(1)  # for its heartbeats, before the other one trains a fourth step
-        (tmp_path / "go").touch()
+        (tmp_path / "go.0").touch()
+        wait_until(one_waits)  # for the other one, which would get a quorum of its own at once
+        (tmp_path / "go.1").touch()
         (older, kept), (newer, taken) = collect([first, second])
     assert older[:3] == [1.0, 2.0, 3.0]
     assert newer == older
