@@ -1,4 +1,4 @@
-"""Measures attention: on a CPU that of eager blocks and of compiled ones, on a GPU what runs use and FlexAttention.
+"""Measures attention: on a CPU that of torch and the C++ of training, on a GPU what runs use and FlexAttention.
 
     python benchmarks/attention.py
     python benchmarks/attention.py --dtype=bfloat16 --shapes 2x8x1024x128
@@ -37,7 +37,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def kernels_of(documents_BT: Tensor | None, index_BT: Tensor, dtype: torch.dtype) -> dict[str, Attention]:
     """Returns the kernels of a device for rows of these documents."""
     core, mask = CoreAttention(), DocumentMask()(documents_BT, index_BT, dtype=dtype)
-    kernels: dict[str, Attention] = {"eager" if index_BT.device.type == "cpu" else "chosen": lambda *x: core(*x, mask)}
+    kernels: dict[str, Attention] = {"torch" if index_BT.device.type == "cpu" else "chosen": lambda *x: core(*x, mask)}
     starts_BT = visible_starts(documents_BT, like=index_BT, window=None, chunk=None)
     if index_BT.device.type == "cpu":
         return kernels | {"C++": lambda *x: attend(*x, starts_BT)[0]}

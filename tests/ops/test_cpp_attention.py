@@ -10,8 +10,11 @@ import torch
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
-from torchtitan_clone.ops.cpp_attention import attend
-from torchtitan_clone.torch_compat import HAS_AMX
+from torchtitan_clone.ops.cpp_attention import attend, use_cpp
+from torchtitan_clone.ops.linear import HAS_FASTER_ONEDNN
+from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.torch_compat import HAS_AMX, fake_tensors
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 OTHERS = {"AVX512": ["default", "avx2"], "AVX2": ["default"]}.get(CAPABILITY, [])
@@ -54,6 +57,15 @@ def test_results_and_gradients_are_as_exact_as_those_of_products(case):
     check_case(case)
 
 
+def test_sums_over_a_long_row_are_as_exact_as_those_of_torch():
+    *tensors, _ = inputs(1500, document_length=None)
+    exact = result_and_gradients(lambda *x: dense(*x, None), *(x.double() for x in tensors))
+    usual = result_and_gradients(lambda *x: CoreAttention()(*x, None), *tensors)
+    got = result_and_gradients(lambda *x: attend(*x, None)[0], *tensors)
+    for found, other, right in zip(got, usual, exact, strict=True):
+        assert distance(found, right) < 1.5 * distance(other, right)
+
+
 def test_numbers_in_bfloat16_are_as_exact_as_those_of_torch():
     *tensors, _ = triple_heads(200)
     low = [x.bfloat16() for x in tensors]
@@ -79,12 +91,22 @@ def run_python(code, **environment):
 @pytest.mark.parametrize("capability", OTHERS)
 def test_narrower_vectors_compute_the_same(capability, tmp_path):
     code = "[check_case(case) for case in CASES]; print(CAPABILITY)"
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    assert run_python(code, ATEN_CPU_CAPABILITY=capability, **cache).strip().lower() == capability
-    (library,) = tmp_path.glob("cpp_attention_*")
+    user = {"ATEN_CPU_CAPABILITY": capability, "XDG_CACHE_HOME": str(tmp_path)}
+    assert run_python(code, **user).strip().lower() == capability
+    (library,) = tmp_path.glob("torchtitan_clone/cpp_attention_*")
     written = library.stat().st_mtime_ns
-    run_python("check_case('two tokens')", ATEN_CPU_CAPABILITY=capability, **cache)
+    run_python("check_case('two tokens')", **user)
     assert library.stat().st_mtime_ns == written
+
+
+def test_a_library_that_cannot_be_kept_or_loaded_is_compiled_again(tmp_path):
+    user = {"XDG_CACHE_HOME": str(tmp_path)}
+    run_python("check_case('two tokens')", **user)
+    (library,) = tmp_path.glob("torchtitan_clone/cpp_attention_*")
+    library.write_bytes(b"no library")
+    assert not run_python("check_case('two tokens')", **user)
+    assert library.read_bytes().startswith(b"\x7fELF")
+    assert not run_python("check_case('two tokens')", XDG_CACHE_HOME=str(library))
 
 
 def test_bits_do_not_depend_on_threads_or_on_neighbours():
@@ -158,8 +180,33 @@ def test_it_computes_attention_of_compiled_blocks():
     assert uses(*(x.bfloat16() for x in (q, k, v))) is not HAS_AMX
     assert not uses(*(x.half() for x in (q, k, v)))
     assert not uses(*(x[..., :18] for x in (q, k, v)))
-    eager = CoreAttention()(*(x.requires_grad_() for x in (q, k, v)), None)
-    assert "Attend" not in type(eager.grad_fn).__name__
+
+
+def eager_kernel(core, *tensors, mask=None):
+    return type(core(*(x.requires_grad_() for x in tensors), mask).grad_fn).__name__
+
+
+def test_eager_training_uses_it_where_it_is_faster():
+    q, k, v, _, documents = triple_heads(30, document_length=10)
+    starts = visible_starts(documents, like=torch.empty(2, 30), window=None, chunk=None)
+    alone, trained = CoreAttention(), CoreAttention()
+    use_cpp(trained)
+    for mask in (None, starts):
+        name = "_attend_" if HAS_FASTER_ONEDNN else eager_kernel(alone, q, k, v, mask=mask)
+        assert name in eager_kernel(trained, q, k, v, mask=mask)
+        assert "_attend_" not in eager_kernel(alone, q, k, v, mask=mask)
+        with torch.no_grad():
+            assert torch.equal(trained(q, k, v, mask), alone(q, k, v, mask))
+    with fake_tensors():
+        fake = [torch.empty(2, 30, 8, 48) for _ in range(3)]
+        assert "_attend_" not in eager_kernel(trained, *fake)
+
+
+def test_attention_of_a_run_may_use_it(corpus, tmp_path):
+    with open_trainer(options(corpus, tmp_path)) as trainer:
+        cores = [x for x in trainer.engine.model_parts[0].modules() if isinstance(x, CoreAttention)]
+    assert cores
+    assert all(core.takes_cpp(torch.empty(2, 8, 4, 32)) is HAS_FASTER_ONEDNN for core in cores)
 
 
 def test_torch_computes_attention_where_there_is_no_compiler(tmp_path):
@@ -167,12 +214,13 @@ def test_torch_computes_attention_where_there_is_no_compiler(tmp_path):
         import logging; logging.basicConfig()
         q, k, v, grad, _ = triple_heads(30)
         core = torch.compile(CoreAttention(), backend="aot_eager", fullgraph=True)
-        got = result_and_gradients(lambda *x: core(*x, None), q, k, v, grad)
-        eager = result_and_gradients(lambda *x: CoreAttention()(*x, None), q, k, v, grad)
-        assert all(map(torch.equal, got, eager))
+        trained = CoreAttention(); use_cpp(trained)
+        cores = (CoreAttention(), core, trained)
+        results = [result_and_gradients(lambda *x: f(*x, None), q, k, v, grad) for f in cores]
+        assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(*results))
     """
     for compiler, reason in (("no-such-compiler", "No such file"), ("false", "false ended with status 1")):
-        text = run_python(code, CXX=compiler, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-        assert text.count("compiled blocks use torch's attention") == 1
+        text = run_python(code, CXX=compiler, XDG_CACHE_HOME=str(tmp_path))
+        assert text.count("attention uses torch's kernel") == 1
         assert reason in text
-    assert not list(tmp_path.glob("cpp_attention_*"))
+    assert not list(tmp_path.glob("torchtitan_clone/*"))

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
-from torchtitan_clone.ops.cpp_attention import attend, takes_compiled_rows
+from torchtitan_clone.ops.cpp_attention import CppAttention, attend
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.rms_norm import RMSNorm
@@ -81,14 +81,14 @@ def _compiled_flex_attention():
     return torch.compile(flex_attention)  # uncompiled, it materializes the full score matrix
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(CppAttention):
     """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
     ) -> Tensor:
         """Returns [B, T, N, H]; a sink is a logit of a head that is in the softmax, with a value of zero."""
-        if not isinstance(mask, BlockMask) and sinks_N is None and takes_compiled_rows(q_BTNH):
+        if not isinstance(mask, BlockMask) and sinks_N is None and self.takes_cpp(q_BTNH):
             return attend(q_BTNH, k_BTKH, v_BTKH, mask)[0]
         if mask is None and sinks_N is not None:
             mask = mask_from(torch.zeros(q_BTNH.shape[:2], dtype=torch.int32, device=q_BTNH.device))

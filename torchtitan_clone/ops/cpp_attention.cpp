@@ -61,13 +61,14 @@ Vector exponential(Vector x) {
   return x < -87.0f ? Vector{} : series * reinterpret_cast<const Vector&>(power);
 }
 
-// c = a b, or c += a b, for R rows of a [rows, depth] and V vectors of the columns of b [depth, columns].
+// c = a b, or c += a b, for R rows of a [rows, depth] and V vectors of the columns of b [depth, columns]. What is added to
+// c is summed first: a sum over many blocks then has fewer roundings than terms.
 template <bool ADD, int R, int V>
 void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
                    float* c, int64_t c_row) {
   Vector sums[R][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sums[r][v] = ADD ? load(c + r * c_row + v * LANES) : Vector{};
+    for (int v = 0; v < V; ++v) sums[r][v] = Vector{};
   for (int64_t d = 0; d < depth; ++d) {
     Vector right[V];
     for (int v = 0; v < V; ++v) right[v] = load(b + d * b_row + v * LANES);
@@ -75,7 +76,10 @@ void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_colum
       for (int v = 0; v < V; ++v) sums[r][v] += a[r * a_row + d * a_column] * right[v];
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(c + r * c_row + v * LANES, sums[r][v]);
+    for (int v = 0; v < V; ++v) {
+      float* place = c + r * c_row + v * LANES;
+      store(place, ADD ? load(place) + sums[r][v] : sums[r][v]);
+    }
 }
 
 template <bool ADD, int V>

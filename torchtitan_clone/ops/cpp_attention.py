@@ -1,4 +1,4 @@
-"""Causal attention within documents on a CPU, in fp32 by C++ that is compiled for compiled blocks.
+"""Causal attention within documents on a CPU, in fp32 by C++ that is compiled when a run starts.
 
 torch's kernels of a CPU spend most of their time between the products of short rows, and know no documents.
 Legend: B batch, T tokens, N heads, K kv heads, H head dim.
@@ -10,6 +10,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -17,10 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.torch_compat import HAS_AMX, default_compile_cache
+from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone.ops.linear import HAS_FASTER_ONEDNN
+from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -41,44 +44,68 @@ def cpp_compiler() -> str:
 def start_compiling() -> Future[ctypes.CDLL | None]:
     """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
 
-    The library is kept where torch.compile keeps its results.
+    The library is kept in the user's cache folder.
     """
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_compile_cache()
-    return ThreadPoolExecutor(1).submit(_load, Path(folder))
+    return ThreadPoolExecutor(1).submit(_load, user_cache_folder())
 
 
 def _load(folder: Path) -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(_compiled(folder)))
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return _compiled(folder)
+        with TemporaryDirectory() as private:
+            return _compiled(Path(private))
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    logger.warning("compiled blocks use torch's attention, which is slower, instead of %s: %s", _SOURCE.name, reason)
+    logger.warning("attention uses torch's kernel, which is slower, instead of %s: %s", _SOURCE.name, reason)
     return None
 
 
-def _compiled(folder: Path) -> Path:
-    """Returns the library in this folder; compiles it there if it does not exist."""
+def _compiled(folder: Path) -> ctypes.CDLL:
+    """Returns the library in this folder; compiles it there if there is none that can be loaded."""
     flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
     command = [cpp_compiler(), "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", str(_SOURCE)]
     key = blake2b("\0".join([*command[:-1], _SOURCE.read_text()]).encode(), digest_size=16).hexdigest()
     library = folder / f"{_SOURCE.stem}_{key}.so"
-    if not library.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=folder) as temporary:
-            partial = Path(temporary, library.name)
-            command += ["-o", str(partial)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
-            partial.rename(library)  # ranks of a machine may compile at the same time
-    return library
+    if library.exists():
+        with suppress(OSError):  # a file that is damaged
+            return ctypes.CDLL(str(library))
+    with TemporaryDirectory(dir=folder) as temporary:
+        partial = Path(temporary, library.name)
+        command += ["-o", str(partial)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+        partial.rename(library)  # ranks of a machine may compile at the same time
+    return ctypes.CDLL(str(library))
 
 
-def takes_compiled_rows(q_BTNH: Tensor) -> bool:
-    """Whether attend() computes attention of these queries: in compiled blocks, where a compiler of C++ is expected."""
-    is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
-    is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
-    return torch.compiler.is_compiling() and is_taken and q_BTNH.shape[-1] % _lanes() == 0 and _is_loaded()
+class CppAttention(nn.Module):
+    """Base of modules of attention that call C++ in compiled blocks and, after use_cpp(), in eager training too."""
+
+    _in_eager = False
+
+    def takes_cpp(self, q_BTNH: Tensor) -> bool:
+        """Whether C++ computes attention of these queries.
+
+        Eagerly only where MKL, which torch's kernel calls, computes without the AVX-512 of the processor. Without
+        gradients the result is that of torch's kernel.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and not (self._in_eager and HAS_FASTER_ONEDNN and torch.is_grad_enabled()):
+            return False
+        is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
+        is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
+        return is_taken and q_BTNH.shape[-1] % _lanes() == 0 and (is_compiling or not is_fake(q_BTNH)) and _is_loaded()
+
+
+def use_cpp(model: nn.Module) -> None:
+    """Lets attention of a model call C++ in eager training where that is faster; results differ by rounding."""
+    for module in model.modules():
+        if isinstance(module, CppAttention):
+            module._in_eager = True
 
 
 @torch.compiler.assume_constant_result
@@ -94,7 +121,7 @@ def _is_loaded() -> bool:
 def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]) -> None:
     """Calls a function of the library, which reads tensors of the CPU and writes results in fp32."""
     library = start_compiling().result()
-    assert library is not None  # takes_compiled_rows() was true
+    assert library is not None  # takes_cpp() was true
     converted = [x if x is None else (x if x.dtype == torch.int32 else x.float()).contiguous() for x in inputs]
     pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
     getattr(library, name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))

@@ -19,6 +19,7 @@ from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
 from torchtitan_clone.ops.cpp_attention import cpp_compiler, start_compiling
+from torchtitan_clone.ops.linear import HAS_FASTER_ONEDNN
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
     keep_precompiled_headers,
@@ -178,13 +179,16 @@ def check_compiler(options: Compile, *, device_type: str) -> None:
         )
 
 
-def set_up_compile(backend: str, *, device_type: str) -> None:
-    """Configures torch.compile: its cache and, on a CPU, recomputation, attention and vector instructions."""
-    set_compile_cache(backend)
-    if device_type == "cpu":
+def set_up_compile(options: Compile, *, device_type: str) -> None:
+    """Configures what compiles code in a run: attention on a CPU and, if enabled, torch.compile."""
+    if device_type == "cpu" and (options.enable or HAS_FASTER_ONEDNN):
         start_compiling()
+    if not options.enable:
+        return
+    set_compile_cache(options.backend)
+    if device_type == "cpu":
         recompute_inputs_of_products()
-        if backend == "inductor":
+        if options.backend == "inductor":
             probe_vector_instructions()
 
 

@@ -14,6 +14,7 @@ from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS
 from torchtitan_clone.observe.by_source import Totals
+from torchtitan_clone.ops.cpp_attention import use_cpp
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.optim import build_optimizer, build_schedule
@@ -151,8 +152,7 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
-    if plan.config.compile.enable:
-        set_up_compile(plan.config.compile.backend, device_type=device.type)
+    set_up_compile(plan.config.compile, device_type=device.type)
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
@@ -200,6 +200,7 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
     )
+    use_cpp(model)
     return model
 
 

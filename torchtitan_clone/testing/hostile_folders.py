@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.testing.harness import RankFailed, collect, start_ranks
 from torchtitan_clone.testing.runs import train_rank
 
@@ -99,6 +100,7 @@ def run_case(target: Target, folder: Path, *, number: int, seed: int, timeout: f
 def train_guarded(argv: list[str], log: Path, reads: Path, readable: list[str]) -> int:
     """Trains as one rank; writes what it opens outside the readable folders and its installation to `reads`."""
     installed = [str(ROOT), sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/lib", "/proc", "/sys"]
+    installed.append(str(user_cache_folder()))
     allowed = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (*readable, *installed, "/dev/null", "/dev/shm"))
     found = os.open(reads, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
 
