@@ -194,7 +194,7 @@ def test_a_quorum_that_forms_at_once_does_not_train_a_complete_run(corpus, tmp_p
 
 
 def train_in_two_parts(options, folder):
-    """Trains a replica group with one weight for three steps and, once its file go in `folder` exists, for three more."""
+    """Trains a replica group with one weight for three steps and, once `folder`/go.<its id> exists, for three more."""
     from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))

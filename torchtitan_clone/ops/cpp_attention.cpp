@@ -66,9 +66,7 @@ Vector exponential(Vector x) {
 template <bool ADD, int R, int V>
 void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
                    float* c, int64_t c_row) {
-  Vector sums[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sums[r][v] = Vector{};
+  Vector sums[R][V] = {};
   for (int64_t d = 0; d < depth; ++d) {
     Vector right[V];
     for (int v = 0; v < V; ++v) right[v] = load(b + d * b_row + v * LANES);

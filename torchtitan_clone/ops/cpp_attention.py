@@ -61,7 +61,8 @@ def _load(folder: Path) -> ctypes.CDLL | None:
         reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    logger.warning("attention uses torch's kernel, which is slower, instead of %s: %s", _SOURCE.name, reason)
+    remedy = "install g++, or set $CXX to the command of another compiler of C++"
+    logger.warning("attention uses torch's kernel, which is slower: %s: %s; %s", _SOURCE.name, reason, remedy)
     return None
 
 

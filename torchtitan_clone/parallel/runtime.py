@@ -180,7 +180,7 @@ def check_compiler(options: Compile, *, device_type: str) -> None:
 
 
 def set_up_compile(options: Compile, *, device_type: str) -> None:
-    """Configures what compiles code in a run: attention on a CPU and, if enabled, torch.compile."""
+    """Starts to compile attention if a CPU trains with it, and configures torch.compile if it is enabled."""
     if device_type == "cpu" and (options.enable or HAS_FASTER_ONEDNN):
         start_compiling()
     if not options.enable:

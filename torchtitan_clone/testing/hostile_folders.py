@@ -98,7 +98,7 @@ def run_case(target: Target, folder: Path, *, number: int, seed: int, timeout: f
 
 
 def train_guarded(argv: list[str], log: Path, reads: Path, readable: list[str]) -> int:
-    """Trains as one rank; writes what it opens outside the readable folders and its installation to `reads`."""
+    """Trains as one rank; writes what it opens outside the readable folders, installation and cache to `reads`."""
     installed = [str(ROOT), sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), "/usr", "/lib", "/proc", "/sys"]
     installed.append(str(user_cache_folder()))
     allowed = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (*readable, *installed, "/dev/null", "/dev/shm"))
