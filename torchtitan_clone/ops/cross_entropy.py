@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.ops.linear import is_for_onednn
+from torchtitan_clone.ops.linear import add_weight_grad, has_onednn_grads
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
 from torchtitan_clone.ops.vocabulary import (
     Chunk,
@@ -59,7 +59,7 @@ def _chunk_loss_and_grads(
     """Returns this rank's losses [C, 1], the gradient of their sum by hidden state [C, D], and two factors of another.
 
     Its gradient by weight is the first one [C, V], transposed, times the second one [C, D]. `weight_DV` is a
-    transposed copy of the weight where oneDNN multiplies.
+    transposed copy of the weight where oneDNN computes gradients.
     """
     logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
@@ -84,21 +84,6 @@ def _chunk_loss_and_grads(
     return losses_C1, hidden_grad_CD.mul_(is_target_C1), grad_CV, hidden_CD
 
 
-def _add_weight_grad(total_VD: Tensor | None, grad_CV: Tensor, hidden_CD: Tensor) -> Tensor:
-    """Returns the fp32 total with the weight gradient of a chunk added in place, or that of the first chunk.
-
-    Not compiled: torch.compile would replace the product that adds to its result by a product and an addition.
-    """
-    if grad_CV.is_cuda and grad_CV.dtype != torch.float32:
-        # The product reads and writes the total itself; a product of its own would cost 10 bytes more a weight.
-        if total_VD is None:
-            return torch.mm(grad_CV.T, hidden_CD, out_dtype=torch.float32)
-        return torch.addmm(total_VD, grad_CV.T, hidden_CD, out_dtype=torch.float32, out=total_VD)
-    is_onednn = is_for_onednn(grad_CV, hidden_CD)
-    grad_VD = onednn_linear(hidden_CD.T, grad_CV.T).T if is_onednn else grad_CV.T @ hidden_CD
-    return grad_VD.float() if total_VD is None else total_VD.add_(grad_VD)
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes the gradients in forward, chunk by chunk; backward only scales them."""
 
@@ -111,13 +96,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_grads = []
         weight_grad_VD = None
         # oneDNN would copy a transposed view for each chunk.
-        weight_DV = weight_VD.T.contiguous() if is_for_onednn(hidden_ND, weight_VD) else None
+        weight_DV = weight_VD.T.contiguous() if has_onednn_grads(hidden_ND, weight_VD) else None
         for chunk in chunks:
             losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, weight_DV, vocabulary.start, *chunk)
             losses.append(losses_C1)
             hidden_grads.append(hidden_grad_CD)
             # Summed in fp32, so that the rounding does not grow with the number of chunks.
-            weight_grad_VD = _add_weight_grad(weight_grad_VD, *factors)
+            weight_grad_VD = add_weight_grad(weight_grad_VD, *factors)
             del factors, chunk  # frees logits before others are computed
         assert weight_grad_VD is not None
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD.to(weight_VD.dtype))
