@@ -34,9 +34,13 @@ MANY_STEPS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every program does: a size, its precision, eager or compiled, on which device."""
+    """What every program does: a size, its precision, eager or compiled, on which device.
+
+    Only ours takes other than all rows of a step at once.
+    """
 
     size: str
+    rows_at_once: int
     dtype: str = "float32"
     compile: bool = False
     device: str = "cpu"
@@ -66,7 +70,7 @@ class Work:
 def _options(work: Work, folder: str) -> list[str]:
     size = work.of
     values = {
-        "job.dump_folder": folder, "training.seq_len": size.tokens, "training.local_batch_size": size.rows,
+        "job.dump_folder": folder, "training.seq_len": size.tokens, "training.local_batch_size": work.rows_at_once,
         "training.global_batch_size": size.rows, "training.steps": MANY_STEPS, "training.document_masking": "false",
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
         "activation_checkpoint.mode": "none", "checkpoint.enable": "false", "validation.enable": "false",

@@ -72,10 +72,10 @@ def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
     result = tmp_path / "result.json"
     command = [python, "benchmarks/peers.py", "--size=tiny", "--rounds=2", "--threads=1", f"--json={result}", "--only"]
     done = subprocess.run(
-        [*command, "ours", "products", "nanoGPT"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "ours", "ours, micro-batches", "products", "nanoGPT"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
-    assert [row["name"] for row in found["rows"]] == ["ours", "products", "nanoGPT"]
+    assert [row["name"] for row in found["rows"]] == ["ours", "ours, micro-batches", "products", "nanoGPT"]
     assert found["flops"] == 6 * 128 * (2 * (4 * 64**2 + 3 * 64 * 192) + 64 * 2048)
     assert found["processor"] in done.stdout
