@@ -72,7 +72,11 @@ def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
     result = tmp_path / "result.json"
     command = [python, "benchmarks/peers.py", "--size=tiny", "--rounds=2", "--threads=1", f"--json={result}", "--only"]
     done = subprocess.run(
-        [*command, "ours", "ours, micro-batches", "products", "nanoGPT"], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "ours", "ours, micro-batches", "products", "nanoGPT"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())

@@ -96,7 +96,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_grads = []
         weight_grad_VD = None
         # oneDNN would copy a transposed view for each chunk.
-        weight_DV = weight_VD.T.contiguous() if has_onednn_grads(hidden_ND, weight_VD) else None
+        weight_DV = weight_VD.T.contiguous() if has_onednn_grads(weight_VD, hidden_ND) else None
         for chunk in chunks:
             losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, weight_DV, vocabulary.start, *chunk)
             losses.append(losses_C1)

@@ -47,9 +47,9 @@ def is_for_onednn(*matrices: Tensor) -> bool:
     return HAS_FASTER_ONEDNN and _is_fp32(*matrices)
 
 
-def has_onednn_grads(*matrices: Tensor) -> bool:
-    """Whether oneDNN computes the gradients of the output projection, given what it multiplies: [..., D] the last."""
-    return matrices[-1].shape[1] < ONEDNN_GRAD_WIDTH and is_for_onednn(*matrices)
+def has_onednn_grads(factor: Tensor, x_NI: Tensor) -> bool:
+    """Whether oneDNN computes the gradients of an output projection with these inputs and this other factor."""
+    return x_NI.shape[1] < ONEDNN_GRAD_WIDTH and is_for_onednn(factor, x_NI)
 
 
 def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> Tensor:
