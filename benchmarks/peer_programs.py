@@ -358,12 +358,17 @@ def _linear_flops(x_shape: torch.Size, weight_shape: torch.Size, *_: object, **_
     return 2 * x_shape.numel() * weight_shape[0]
 
 
+def _addmm_flops(_: torch.Size, a_shape: torch.Size, b_shape: torch.Size, **__: object) -> int:
+    return 2 * a_shape.numel() * b_shape[1]
+
+
 def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
     onednn = {op.overloadpacket for op in ONEDNN_PRODUCTS}
-    counter = FlopCounterMode(display=False, custom_mapping=dict.fromkeys(onednn, _linear_flops))
+    formulas = {**dict.fromkeys(onednn, _linear_flops), torch.ops.aten.addmm_: _addmm_flops}  # torch knows addmm alone
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
     turns = itertools.count()
 
     @functools.wraps(turn)
@@ -371,7 +376,7 @@ def count_flops(turn: Turn) -> Turn:
         number = next(turns)
         if number == 2:
             counter.__exit__(None, None, None)
-            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, *onednn}
+            products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, *formulas}
             counts = counter.get_flop_counts()["Global"]
             sys.stderr.write(f"flops {sum(flops for op, flops in counts.items() if op in products)}\n")
         turn()
