@@ -44,6 +44,8 @@ INSTALLED = {
     "torchtitan": ["torchtitan==0.2.2", "tyro", "docstring-parser", "typeguard", "einops"],
 }
 """Packages of each peer, installed without their own requirements: those name other versions of what is here."""
+INSTALLED_WHOLE = {"torchtitan": ["datasets>=4,<6"]}
+"""Packages of each peer that are installed with their requirements, none of which is torch."""
 WARM_UP_STEPS = 2
 
 
@@ -145,8 +147,10 @@ def _prepare_environment(folder: Path, *, names: Sequence[str]) -> str:
         venv.create(folder, with_pip=False)
     library = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     (library / "base.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *packages]
-    if subprocess.run(pip, check=False).returncode:
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    whole = [package for name in names for package in INSTALLED_WHOLE.get(name, [])]
+    commands = [[*pip, "--no-deps", *packages], *([[*pip, *whole]] if whole else [])]
+    if any(subprocess.run(command, check=False).returncode for command in commands):
         raise SystemExit(f"error: cannot install {', '.join(packages)} into {folder}; run with --only ours nanoGPT")
     return str(python)
 
