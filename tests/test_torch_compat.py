@@ -139,29 +139,81 @@ def test_slow_modules_are_imported_when_needed() -> None:
     assert result.stderr.strip() == "[]"
 
 
-PROBE = """
-import sys, threading
-import torchtitan_clone.torch_compat as torch_compat
-class Finder:
-    def find_spec(self, name, path, target=None):
-        if threading.current_thread() is not threading.main_thread() and name.startswith("torch."):
-            found.append(name)
-found = []
-sys.meta_path.insert(0, Finder())
-result = torch_compat.probe_vector_instructions().result()
-from torch._inductor import cpu_vec_isa
-calls = cpu_vec_isa.valid_vec_isa_list.cache_info()
-sys.exit(str([found, result == cpu_vec_isa.valid_vec_isa_list(), calls.currsize]))
+IMPORT = """
+import sys
+from torchtitan_clone.torch_compat import TORCH, identify_torch, import_inductor
+import_inductor()
+from torch._inductor.codecache import torch_key
+from torch._inductor.codegen.common import KernelTemplate
+found = ["jinja2" in sys.modules, torch_key() == identify_torch(TORCH)]
+sys.exit(str([*found, KernelTemplate._template_from_string("{{ 6 * 7 }}").render()]))
 """
 
 
-def test_vector_instructions_are_probed_in_a_thread(tmp_path: Path) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text("#!/bin/sh\necho g++ 13.1")  # compiles nothing, so that the test is short
+def test_inductor_compiles_no_templates_before_it_uses_them() -> None:
+    result = subprocess.run([sys.executable, "-c", IMPORT], check=False, capture_output=True, text=True)
+    assert result.stderr.strip() == "[False, True, '42']"
+
+
+def test_another_torch_has_another_identity(tmp_path: Path) -> None:
+    def identify() -> bytes:
+        torch_compat.identify_torch.cache_clear()
+        return torch_compat.identify_torch(tmp_path)
+
+    (tmp_path / "nn").mkdir()
+    source = tmp_path / "nn" / "linear.py"
+    source.write_text("x = 1")
+    first = identify()
+    assert identify() == first
+    source.write_text("x = 1 ")
+    longer = identify()
+    os.utime(source, ns=(0, 0))
+    assert len({first, longer, identify()}) == 3
+
+
+CHECK = """
+import sys
+from pathlib import Path
+from torchtitan_clone.torch_compat import import_inductor, keep_compiler_checks, keep_precompiled_headers
+folder, compiler = map(Path, sys.argv[1:])
+import_inductor()
+keep_precompiled_headers(folder)
+keep_compiler_checks(folder, compiler=compiler)
+from torch._inductor import codecache, config
+codecache.CppPythonBindingsCodeCache.load_pybinding_async([], "")  # needs the header; what it returns would compile
+sys.exit(str(config.cpp.vec_isa_ok))
+"""
+COMPILER = """#!/bin/sh
+echo "$*" >> {log}
+case "$*" in *.cpp*) exec g++ "$@"; esac
+echo g++ 13.1
+while [ $# -gt 0 ]; do [ "$1" = -o ] && echo header > "$2"; shift; done
+"""
+
+
+def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "g++"
+    compiler.write_text(COMPILER.format(log=log))  # compiles, but no headers, which takes long
     compiler.chmod(0o755)
-    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-c", PROBE], check=False, capture_output=True, text=True, env=environment)
-    assert result.stderr.strip().endswith("[[], True, 1]")
+    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+
+    def calls() -> list[str]:
+        log.write_text("")
+        command = [sys.executable, "-c", CHECK, str(tmp_path / "checks"), str(compiler)]
+        result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+        assert result.stderr.strip() == "True"
+        return [line for line in log.read_text().splitlines() if " -o " in line]
+
+    first = calls()
+    libraries = [line for line in first if "-shared" in line]
+    assert libraries or torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    assert len(first) == len(libraries) + 2  # preprocesses the header and precompiles it
+    assert not calls()
+    for header in (tmp_path / "checks").glob("*.gch"):
+        header.unlink()
+    assert len(calls()) == 2
+    compiler.write_text(compiler.read_text() + "\n")
+    assert calls()
 
 
 STILL_PRIVATE = [
@@ -174,7 +226,12 @@ STILL_PRIVATE = [
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir"),
-    ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
+    ("torch._inductor.cpu_vec_isa", "supported_vec_isa_list"),
+    ("torch._inductor.cpu_vec_isa", "x86_isa_checker"),
+    ("torch._inductor.codecache", "torch_key"),
+    ("torch._inductor.codecache", "_precompile_header"),
+    ("torch._inductor.codegen.common", "jinja2_env"),
+    ("torch._dynamo.funcname_cache", "cache"),
     ("torch._logging", "set_logs"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_world"),

@@ -5,18 +5,21 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 
 import hashlib
 import json
+import os
 import platform
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from torchft.coordination import ManagerClient
 else:
     PipelineStage = object
+
+TORCH = Path(torch.__file__).parent
 
 __all__ = ["TorchDispatchMode", "tree_leaves"]  # neither is importable from a public module
 
@@ -253,6 +258,40 @@ def default_compile_cache() -> str:
     return default_cache_dir()
 
 
+@cache
+def import_inductor() -> None:
+    """Imports what torch.compile calls on a CPU, without what takes a third of a start with a full cache for nothing.
+
+    Templates of kernels for GPUs are not compiled, as if jinja2 were absent (0.3 s); torch is identified by sizes and
+    times of modification of its sources, not by their content (0.2 s); and the 7,000 lines of torch.nn.functional are
+    not read for the names of functions in a log that is off (0.1 s).
+    """
+    from torch._dynamo import funcname_cache
+
+    is_hidden = sys.modules.setdefault("jinja2", cast("ModuleType", None)) is None
+    from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
+    from torch._inductor.codegen.common import jinja2_env
+
+    if is_hidden:
+        del sys.modules["jinja2"]
+        jinja2_env.cache_clear()
+    with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
+        cast("Any", codecache.torch_key).set(identify_torch(TORCH))
+    funcname_cache.cache.setdefault(cast("str", F.__file__), {})
+
+
+@cache
+def identify_torch(folder: Path) -> bytes:
+    """Returns a hash of torch's version and of sizes and times of modification of the Python files in its folder."""
+    lines = [str(torch.__version__)]
+    for parent, children, names in os.walk(folder):
+        children[:] = sorted({*children} - {"__pycache__", "include", "lib"})  # many files, none of them in Python
+        for path in (os.path.join(parent, name) for name in sorted(names) if name.endswith(".py")):
+            stat = os.stat(path)
+            lines.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
 def keep_precompiled_headers(folder: Path) -> None:
     """Makes torch.compile keep the headers that it precompiles for C++ in this folder.
 
@@ -264,16 +303,37 @@ def keep_precompiled_headers(folder: Path) -> None:
     codecache._HEADER_LOCK_DIR = str(folder / "locks")
 
 
-def probe_vector_instructions() -> Future[object]:
-    """Starts to find in a thread which vector instructions torch.compile can use, which waits 1.5 s for processes.
+@cache
+def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
+    """Makes torch.compile check a compiler of C++ once, not at every start, and keeps the results in a folder.
 
-    torch keeps what is found. Code that is compiled meanwhile waits for the instructions that are being probed.
+    By default each start loads a library for every kind of vector instructions of the processor and preprocesses the
+    header of kernels to see whether the precompiled one is current: 0.8 s of a core with a full cache. A result holds
+    for a compiler (path, size, time of modification), the instructions of a processor, and torch.
     """
-    # Not in the thread: two threads that import modules of inductor, which import each other, can fail.
-    import torch.utils.cpp_extension  # noqa: F401
-    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+    from torch._inductor import codecache, config, cpu_vec_isa
 
-    return ThreadPoolExecutor(1).submit(cpu_vec_isa.valid_vec_isa_list)
+    stat, instructions = compiler.stat(), cpu_vec_isa.x86_isa_checker()
+    checked = (identify_torch(TORCH), str(compiler), stat.st_size, stat.st_mtime_ns, platform.machine(), instructions)
+    results = folder / hashlib.sha256(repr(checked).encode()).hexdigest()
+    results.mkdir(parents=True, exist_ok=True)
+    codecache._precompile_header = cache(partial(_precompile_once, codecache._precompile_header, results))
+    kinds = [isa for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= {*instructions}]
+    if config.cpp.vec_isa_ok is None and ((results / "vector_instructions").exists() or all(kinds)):
+        (results / "vector_instructions").touch()
+        config.cpp.vec_isa_ok = True
+
+
+def _precompile_once(
+    precompile: Callable[..., str], results: Path, header: str, command: str, **options: object
+) -> str:
+    """Returns the path of a precompiled header without its suffix, by torch's function unless the result is known."""
+    result = results / hashlib.sha256(f"{header} {command}".encode()).hexdigest()
+    path = result.read_text() if result.exists() else ""
+    if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
+        path = precompile(header, command, **options)
+        result.write_text(path)
+    return path
 
 
 def log_compilation() -> None:

@@ -137,6 +137,7 @@ def _train(
     stop: StopRequest,
     wrap_replica_group: "WrapReplicaGroup | None",
 ) -> int:
+    config = plan.config
     with importing():
         from torchtitan_clone.ops.varlen_attention import choose_kernels
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
@@ -144,8 +145,11 @@ def _train(
         from torchtitan_clone.run.dry_run import one_line_summary
         from torchtitan_clone.run.notices import find_notices
         from torchtitan_clone.run.outcome import TrainingError
+        from torchtitan_clone.torch_compat import import_inductor
         from torchtitan_clone.trainer import Trainer
-    config = plan.config
+
+        if config.compile.enable and config.compile.backend == "inductor" and device.type == "cpu":
+            import_inductor()
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
     if prepared.completed_steps >= config.training.steps:

@@ -35,14 +35,14 @@ def compile_cache_of(argv: list[str]) -> str | None:
 
 
 def compile_cache() -> str | None:
-    set_compile_cache("eager")
+    set_compile_cache("eager", device_type="cpu")
     return os.environ.get(CACHE)
 
 
 COMPILE = """
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torchtitan_clone.parallel.runtime import set_compile_cache
-set_compile_cache("inductor")
+set_compile_cache("inductor", device_type="cuda")
 CppPythonBindingsCodeCache.load_pybinding(["float*"], "#include <torch/csrc/inductor/cpp_prefix.h>")
 """
 

@@ -122,9 +122,10 @@ def _collected(found: list[str]) -> Iterator[None]:
 
 def _check_torch(config: Config) -> None:
     """ConfigError for what the installed torch cannot do."""
-    if config.compile.enable and config.compile.backend not in (known := torch.compiler.list_backends(())):
-        name = shown(config.compile.backend)
-        raise ConfigError(f"compile.backend = {name}: no such backend; known: {', '.join(known)}")
+    backend = config.compile.backend
+    # Imports the backends; inductor is always there.
+    if config.compile.enable and backend != "inductor" and backend not in (known := torch.compiler.list_backends(())):
+        raise ConfigError(f"compile.backend = {shown(backend)}: no such backend; known: {', '.join(known)}")
     if splits_backward(config.parallelism) and torch.__version__ < SPLITS_BACKWARD_SINCE:
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule: torch {torch.__version__} cannot compute the gradients of inputs "
