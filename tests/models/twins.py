@@ -14,7 +14,11 @@ from torchtitan_clone.testing.twins import twin_of
 
 
 def assert_logits_equal(spec, args, *, tokens=200):
-    """Asserts that both models give the same logits for two rows, up to rounding."""
+    """Asserts that both models give the same logits for two rows, up to rounding.
+
+    Rounding grows with the logits: with embeddings that are tied and not scaled they reach 42, and those of both models
+    differ by up to 1.6e-5 from the logits of transformers' model in float64.
+    """
     torch.manual_seed(0)
     model = spec.build(args)
     for name, parameter in model.named_parameters():
@@ -26,8 +30,9 @@ def assert_logits_equal(spec, args, *, tokens=200):
     with torch.no_grad():
         ours = model(tokens_BT, positions_BT=torch.arange(tokens).expand(2, tokens))
         theirs = twin_of(spec, model, args)(tokens_BT).logits
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert theirs.std() > 0.1
+    std = theirs.std().item()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(1.0, std))
+    assert std > 0.1
 
 
 def assert_round_trip(spec, args, *, tokens=100):
