@@ -10,8 +10,7 @@ import torch
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
-from torchtitan_clone.ops.cpp_attention import attend, use_cpp
-from torchtitan_clone.ops.linear import HAS_FASTER_ONEDNN
+from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, attend, use_cpp
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import HAS_AMX, fake_tensors
@@ -192,7 +191,7 @@ def test_eager_training_uses_it_where_it_is_faster():
     alone, trained = CoreAttention(), CoreAttention()
     use_cpp(trained)
     for mask in (None, starts):
-        name = "_attend_" if HAS_FASTER_ONEDNN else eager_kernel(alone, q, k, v, mask=mask)
+        name = "_attend_" if IS_FASTER_IN_EAGER else eager_kernel(alone, q, k, v, mask=mask)
         assert name in eager_kernel(trained, q, k, v, mask=mask)
         assert "_attend_" not in eager_kernel(alone, q, k, v, mask=mask)
         with torch.no_grad():
@@ -206,7 +205,7 @@ def test_attention_of_a_run_may_use_it(corpus, tmp_path):
     with open_trainer(options(corpus, tmp_path)) as trainer:
         cores = [x for x in trainer.engine.model_parts[0].modules() if isinstance(x, CoreAttention)]
     assert cores
-    assert all(core.takes_cpp(torch.empty(2, 8, 4, 32)) is HAS_FASTER_ONEDNN for core in cores)
+    assert all(core.takes_cpp(torch.empty(2, 8, 4, 32)) is IS_FASTER_IN_EAGER for core in cores)
 
 
 def test_torch_computes_attention_where_there_is_no_compiler(tmp_path):

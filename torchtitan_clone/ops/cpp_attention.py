@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from torchtitan_clone.files import user_cache_folder
-from torchtitan_clone.ops.linear import HAS_FASTER_ONEDNN
+from torchtitan_clone.ops.linear import IS_AMD
 from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
 logger = logging.getLogger("torchtitan_clone")
@@ -31,6 +31,8 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 _LANES = {"AVX512": 16, "AVX2": 8}
 _FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
 """Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
+IS_FASTER_IN_EAGER = IS_AMD and torch.backends.cpu.get_cpu_capability() in _FLAGS
+"""Measured on these processors; on others torch's kernel may be as fast, and eager training uses it."""
 _TIMEOUT_SECONDS = 300
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 
@@ -91,11 +93,11 @@ class CppAttention(nn.Module):
     def takes_cpp(self, q_BTNH: Tensor) -> bool:
         """Whether C++ computes attention of these queries.
 
-        Eagerly only where MKL, which torch's kernel calls, computes without the AVX-512 of the processor. Without
+        Eagerly only on processors of AMD, where MKL, which torch's kernel calls, is slow with short rows. Without
         gradients the result is that of torch's kernel.
         """
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and not (self._in_eager and HAS_FASTER_ONEDNN and torch.is_grad_enabled()):
+        if not is_compiling and not (self._in_eager and IS_FASTER_IN_EAGER and torch.is_grad_enabled()):
             return False
         is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
         is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)

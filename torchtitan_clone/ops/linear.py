@@ -16,14 +16,18 @@ from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_o
 from torchtitan_clone.torch_compat import compiled_onednn_linear, onednn_linear
 
 
+def _is_amd() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+
+
 def _has_faster_onednn() -> bool:
     """Whether MKL computes in fp32 without the AVX-512 that this processor has."""
-    cpuinfo = Path("/proc/cpuinfo")
-    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
     available = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    return is_amd and available and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return IS_AMD and available and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+IS_AMD = _is_amd()
 HAS_FASTER_ONEDNN = _has_faster_onednn()
 ONEDNN_GRAD_WIDTH = 768
 """From so many features on, gradients of the output projection are as fast without oneDNN, and the copies it needs."""
