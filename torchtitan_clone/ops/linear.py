@@ -21,14 +21,10 @@ def _is_amd() -> bool:
     return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
 
 
-def _has_faster_onednn() -> bool:
-    """Whether MKL computes in fp32 without the AVX-512 that this processor has."""
-    available = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    return IS_AMD and available and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
 IS_AMD = _is_amd()
-HAS_FASTER_ONEDNN = _has_faster_onednn()
+_HAS_BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
+HAS_FASTER_ONEDNN = IS_AMD and _HAS_BOTH and torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether MKL computes in fp32 without the AVX-512 that this processor has."""
 ONEDNN_GRAD_WIDTH = 768
 """From so many features on, gradients of the output projection are as fast without oneDNN, and the copies it needs."""
 
