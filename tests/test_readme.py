@@ -113,7 +113,7 @@ def shortened(command: str) -> str:
         return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
     if "benchmarks/attention.py" in command:
         return f"{command} --shapes 1x2x8x16 --rounds=1"
-    if "benchmarks/variants.py" in command:
+    if re.search(r"benchmarks/(variants|starts).py", command):
         return f"{command} --rounds=2 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/generation.py" in command:
         return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=1"
