@@ -260,21 +260,22 @@ def default_compile_cache() -> str:
 
 @cache
 def import_inductor() -> None:
-    """Imports what torch.compile calls on a CPU, without what takes a third of a start with a full cache for nothing.
+    """Imports what torch.compile calls on a CPU, and skips what a start with a full cache does not use.
 
-    Templates of kernels for GPUs are not compiled, as if jinja2 were absent (0.3 s); torch is identified by sizes and
-    times of modification of its sources, not by their content (0.2 s); and the 7,000 lines of torch.nn.functional are
-    not read for the names of functions in a log that is off (0.1 s).
+    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s). Sizes and modification times
+    of torch's sources identify it in the cache, not their content (0.2 s). torch.nn.functional is not tokenized for the
+    names of functions in a log (0.1 s).
     """
     from torch._dynamo import funcname_cache
 
     is_hidden = sys.modules.setdefault("jinja2", cast("ModuleType", None)) is None
-    from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
-    from torch._inductor.codegen.common import jinja2_env
-
-    if is_hidden:
-        del sys.modules["jinja2"]
-        jinja2_env.cache_clear()
+    try:
+        from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
+        from torch._inductor.codegen.common import jinja2_env
+    finally:
+        if is_hidden:
+            del sys.modules["jinja2"]
+    jinja2_env.cache_clear()
     with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
         cast("Any", codecache.torch_key).set(identify_torch(TORCH))
     funcname_cache.cache.setdefault(cast("str", F.__file__), {})
