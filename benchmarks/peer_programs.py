@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.peers import SIZES, Size
 from benchmarks.turns import Turn, serve_turns
-from torchtitan_clone.torch_compat import ONEDNN_PRODUCTS
+from torchtitan_clone.ops.linear import PRODUCTS
 
 MANY_STEPS = 1_000_000
 
@@ -366,7 +366,7 @@ def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    onednn = {op.overloadpacket for op in ONEDNN_PRODUCTS}
+    onednn = {op.overloadpacket for op in PRODUCTS}
     formulas = {**dict.fromkeys(onednn, _linear_flops), torch.ops.aten.addmm_: _addmm_flops}  # torch knows addmm alone
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     turns = itertools.count()

@@ -55,28 +55,16 @@ softmax_backward = torch.ops.aten._softmax_backward_data
 
 
 def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T by oneDNN; both may be transposed views. F.linear calls MKL in fp32."""
-    if torch.compiler.is_compiling():
-        return compiled_onednn_linear(x, weight)
+    """Returns x W^T by oneDNN; both may be transposed views. F.linear calls MKL in fp32.
+
+    Inductor wants packed weights for this operator.
+    """
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-@torch.library.custom_op("torchtitan_clone::onednn_linear", mutates_args=())
-def compiled_onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """The same for inductor, which wants packed weights for torch's operator; ops/linear.py has its backward."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-@compiled_onednn_linear.register_fake
-def _onednn_linear_like(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 ONEDNN_PRODUCTS: frozenset[torch._ops.OpOverload] = frozenset()  # called by onednn_linear(), seen by modes
 if torch.backends.mkldnn.is_available():
-    ONEDNN_PRODUCTS = frozenset(
-        {torch.ops.mkldnn._linear_pointwise.default, torch.ops.torchtitan_clone.onednn_linear.default}
-    )
+    ONEDNN_PRODUCTS = frozenset({torch.ops.mkldnn._linear_pointwise.default})
 
 
 # Names that checkpoint_wrapper() and torch.compile put into the names of parameters.

@@ -92,20 +92,10 @@ def test_narrower_vectors_compute_the_same(capability, tmp_path):
     code = "[check_case(case) for case in CASES]; print(CAPABILITY)"
     user = {"ATEN_CPU_CAPABILITY": capability, "XDG_CACHE_HOME": str(tmp_path)}
     assert run_python(code, **user).strip().lower() == capability
-    (library,) = tmp_path.glob("torchtitan_clone/cpp_attention_*")
+    (library,) = tmp_path.glob("torchtitan_clone/cpp_*")
     written = library.stat().st_mtime_ns
     run_python("check_case('two tokens')", **user)
     assert library.stat().st_mtime_ns == written
-
-
-def test_a_library_that_cannot_be_kept_or_loaded_is_compiled_again(tmp_path):
-    user = {"XDG_CACHE_HOME": str(tmp_path)}
-    run_python("check_case('two tokens')", **user)
-    (library,) = tmp_path.glob("torchtitan_clone/cpp_attention_*")
-    library.write_bytes(b"no library")
-    assert not run_python("check_case('two tokens')", **user)
-    assert library.read_bytes().startswith(b"\x7fELF")
-    assert not run_python("check_case('two tokens')", XDG_CACHE_HOME=str(library))
 
 
 def test_bits_do_not_depend_on_threads_or_on_neighbours():
@@ -220,6 +210,6 @@ def test_torch_computes_attention_where_there_is_no_compiler(tmp_path):
     """
     for compiler, reason in (("no-such-compiler", "No such file"), ("false", "false ended with status 1")):
         text = run_python(code, CXX=compiler, XDG_CACHE_HOME=str(tmp_path))
-        assert text.count("attention uses torch's kernel") == 1
+        assert text.count("C++ was not compiled") == 1
         assert reason in text
     assert not list(tmp_path.glob("torchtitan_clone/*"))

@@ -98,7 +98,7 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:
         build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
-    assert whole.operators in (["mm"], ["_linear_pointwise"])  # of MKL, of oneDNN
+    assert whole.operators in (["mm"], ["_linear_pointwise"], ["faster_linear"])  # of MKL, of oneDNN, of C++
     passes = ["log_softmax", "exp_", "scatter_add_"]
     passes = passes if dtype == torch.float32 else ["_to_copy", *passes, "copy_"]
     assert some.operators == passes * (B * T // rows)

@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN or MKL, whichever this processor is given, and the product of oneDNN on any."""
+"""Linear layers by what this processor is given, and the products of oneDNN and of C++ on any."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from torchtitan_clone.models.spec import KEPT
-from torchtitan_clone.ops.linear import Linear, is_for_onednn
+from torchtitan_clone.ops.linear import Linear, has_faster_product, multiply_by_cpp
 from torchtitan_clone.torch_compat import TorchDispatchMode, onednn_linear
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
@@ -40,6 +40,38 @@ def test_onednn_multiplies_transposed_views(transposed):
     x, weight = matrices
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+SHAPES = [(70, 33, 50), (1, 1, 1), (7, 1_100, 1_030), (200, 513, 17)]
+
+
+@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cpp_multiplies_all_shapes_and_views(shape, transposed):
+    rows, depth, columns = shape
+    matrices = [torch.randn(rows, depth), torch.randn(columns, depth)]
+    for index in transposed:
+        matrices[index] = matrices[index].T.contiguous().T
+    x, weight = matrices
+    exact = x.double() @ weight.double().T
+    found = multiply_by_cpp(x, weight)
+    assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
+    row, column = rows // 2, columns // 2
+    assert torch.equal(multiply_by_cpp(x[row:], weight[column:]), found[row:, column:])
+
+
+def test_cpp_keeps_nan_and_takes_empty_matrices():
+    x = torch.randn(9, 20)
+    x[4, 3] = torch.nan
+    assert torch.equal(multiply_by_cpp(x, torch.randn(30, 20)).isnan(), x.isnan().any(1)[:, None].expand(9, 30))
+    assert multiply_by_cpp(torch.empty(0, 20), torch.randn(30, 20)).shape == (0, 30)
+    assert torch.equal(multiply_by_cpp(torch.empty(2, 0), torch.empty(3, 0)), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.zeros(3, 5).double(), torch.zeros(5)])
+def test_cpp_rejects_what_it_would_misread(weight):
+    with pytest.raises(ValueError, match="does not take"):
+        multiply_by_cpp(torch.zeros(2, 5), weight)
 
 
 @pytest.mark.parametrize("rows", [(3, 5), ()])
@@ -81,7 +113,7 @@ def test_selective_checkpointing_knows_the_product():
         layer(x)
     products = [func for func in operators.called if func in KEPT.alternating]
     assert len(products) == 1
-    assert (products[0] != torch.ops.aten.mm.default) == is_for_onednn(x, layer.weight)
+    assert (products[0] != torch.ops.aten.mm.default) == has_faster_product(x, layer.weight)
 
 
 def test_compiled_it_has_the_same_gradients():
@@ -96,9 +128,9 @@ def test_compiled_both_directions_call_the_same_library():
     called = []
 
     def note(graph, _inputs):
-        called.append([str(node.target) for node in graph.graph.nodes if "onednn_linear" in str(node.target)])
+        called.append([str(node.target) for node in graph.graph.nodes if "faster_linear" in str(node.target)])
         return make_boxed_func(graph.forward)
 
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=note), fullgraph=True)
     compiled(x).backward(grad)
-    assert list(map(len, called)) == [1, 1] if is_for_onednn(x, layer.weight) else [0, 0]
+    assert list(map(len, called)) == [1, 1] if has_faster_product(x, layer.weight) else [0, 0]

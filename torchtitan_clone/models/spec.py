@@ -16,9 +16,9 @@ from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers the operator
+from torchtitan_clone.ops.linear import PRODUCTS
 from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.torch_compat import (
-    ONEDNN_PRODUCTS,
     cpu_flash_attention,
     cudnn_attention,
     efficient_attention,
@@ -60,7 +60,7 @@ KEPT = KeptOperations(
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
-            torch.ops.torchtitan_clone.grouped_mm.default, *ONEDNN_PRODUCTS,
+            torch.ops.torchtitan_clone.grouped_mm.default, *PRODUCTS,
         }
     ),
 )  # fmt: skip

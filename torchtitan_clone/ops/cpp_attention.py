@@ -5,84 +5,22 @@ Legend: B batch, T tokens, N heads, K kv heads, H head dim.
 """
 
 import ctypes
-import logging
-import os
-import subprocess
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache
-from hashlib import blake2b
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone.ops.cpp_library import is_loaded, loaded_library
 from torchtitan_clone.ops.linear import IS_AMD
 from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
-logger = logging.getLogger("torchtitan_clone")
-
-_SOURCE = Path(__file__).with_suffix(".cpp")
 _LANES = {"AVX512": 16, "AVX2": 8}
-_FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
-"""Numbers of a vector and flags of compilers by what torch calls the capability of a processor."""
-IS_FASTER_IN_EAGER = IS_AMD and torch.backends.cpu.get_cpu_capability() in _FLAGS
+"""Numbers of a vector by what torch calls the capability of a processor."""
+IS_FASTER_IN_EAGER = IS_AMD and torch.backends.cpu.get_cpu_capability() in _LANES
 """Measured on these processors; on others torch's kernel may be as fast, and eager training uses it."""
-_TIMEOUT_SECONDS = 300
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
-
-
-def cpp_compiler() -> str:
-    """Returns the command of the compiler of C++, which is also that of torch.compile."""
-    return os.environ.get("CXX") or "g++"
-
-
-@cache
-def start_compiling() -> Future[ctypes.CDLL | None]:
-    """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
-
-    The library is kept in the user's cache folder.
-    """
-    return ThreadPoolExecutor(1).submit(_load, user_cache_folder())
-
-
-def _load(folder: Path) -> ctypes.CDLL | None:
-    try:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return _compiled(folder)
-        with TemporaryDirectory() as private:
-            return _compiled(Path(private))
-    except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    remedy = "install g++, or set $CXX to the command of another compiler of C++"
-    logger.warning("attention uses torch's kernel, which is slower: %s: %s; %s", _SOURCE.name, reason, remedy)
-    return None
-
-
-def _compiled(folder: Path) -> ctypes.CDLL:
-    """Returns the library in this folder; compiles it there if there is none that can be loaded."""
-    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
-    command = [cpp_compiler(), "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", str(_SOURCE)]
-    key = blake2b("\0".join([*command[:-1], _SOURCE.read_text()]).encode(), digest_size=16).hexdigest()
-    library = folder / f"{_SOURCE.stem}_{key}.so"
-    if library.exists():
-        with suppress(OSError):  # a file that is damaged
-            return ctypes.CDLL(str(library))
-    with TemporaryDirectory(dir=folder) as temporary:
-        partial = Path(temporary, library.name)
-        command += ["-o", str(partial)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
-        partial.rename(library)  # ranks of a machine may compile at the same time
-    return ctypes.CDLL(str(library))
 
 
 class CppAttention(nn.Module):
@@ -101,7 +39,7 @@ class CppAttention(nn.Module):
             return False
         is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
         is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
-        return is_taken and q_BTNH.shape[-1] % _lanes() == 0 and (is_compiling or not is_fake(q_BTNH)) and _is_loaded()
+        return is_taken and q_BTNH.shape[-1] % _lanes() == 0 and (is_compiling or not is_fake(q_BTNH)) and is_loaded()
 
 
 def use_cpp(model: nn.Module) -> None:
@@ -116,18 +54,11 @@ def _lanes() -> int:
     return _LANES.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
-@torch.compiler.assume_constant_result
-def _is_loaded() -> bool:
-    return start_compiling().result() is not None
-
-
 def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]) -> None:
     """Calls a function of the library, which reads tensors of the CPU and writes results in fp32."""
-    library = start_compiling().result()
-    assert library is not None  # takes_cpp() was true
     converted = [x if x is None else (x if x.dtype == torch.int32 else x.float()).contiguous() for x in inputs]
     pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
-    getattr(library, name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
+    getattr(loaded_library(), name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
 
 
 def _sizes(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> ctypes.Array[ctypes.c_int64]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.ops.linear import add_weight_grad, has_onednn_grads
+from torchtitan_clone.ops.linear import add_weight_grad, faster_linear, has_onednn_grads, is_for_cpp
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
 from torchtitan_clone.ops.vocabulary import (
     Chunk,
@@ -27,7 +27,6 @@ from torchtitan_clone.ops.vocabulary import (
     logits_of,
     pieces_of,
 )
-from torchtitan_clone.torch_compat import onednn_linear
 
 ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[..., tuple[Tensor, ...]]
@@ -77,7 +76,9 @@ def _chunk_loss_and_grads(
     is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
     hidden_CD = hidden_CD * is_target_C1
     if weight_DV is not None:  # oneDNN computes the transposed gradients faster
-        hidden_grad_CD = onednn_linear(weight_DV, grad_CV).T
+        hidden_grad_CD = faster_linear(weight_DV, grad_CV).T
+    elif is_for_cpp(grad_CV, weight_VD):
+        hidden_grad_CD = faster_linear(grad_CV, weight_VD.T)
     else:
         hidden_grad_CD = grad_CV @ weight_VD
     losses_C1 = -torch.where(is_local_C1, torch.cat(picked), 0.0)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchtitan_clone.ops.linear import is_for_onednn
-from torchtitan_clone.torch_compat import is_fake, onednn_linear
+from torchtitan_clone.ops.linear import faster_linear, has_faster_product
+from torchtitan_clone.torch_compat import is_fake
 
 Shard = tuple[Tensor, Tensor]
 """This rank's logits [C, V], and the lse of all ranks [R, C, 1], see logits_and_lse()."""
@@ -49,7 +49,8 @@ def local_shards(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    return onednn_linear(hidden_CD, weight_VD) if is_for_onednn(hidden_CD, weight_VD) else hidden_CD @ weight_VD.T
+    is_faster = has_faster_product(hidden_CD, weight_VD)
+    return faster_linear(hidden_CD, weight_VD) if is_faster else hidden_CD @ weight_VD.T
 
 
 def logits_and_lse(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, cpp_compiler, start_compiling
+from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
+from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
     import_inductor,
@@ -181,7 +182,7 @@ def check_compiler(options: Compile, *, device_type: str) -> None:
 
 
 def set_up_compile(options: Compile, *, device_type: str) -> None:
-    """Starts to compile attention if a CPU trains with it, and configures torch.compile if it is enabled."""
+    """Starts to compile C++ if a CPU trains with it, and configures torch.compile if it is enabled."""
     if device_type == "cpu" and (options.enable or IS_FASTER_IN_EAGER):
         start_compiling()
     if not options.enable:

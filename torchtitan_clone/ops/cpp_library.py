@@ -1,0 +1,84 @@
+"""C++ of this package, compiled into a library when a run starts."""
+
+import ctypes
+import logging
+import os
+import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from torchtitan_clone.files import user_cache_folder
+
+logger = logging.getLogger("torchtitan_clone")
+
+_SOURCES = [Path(__file__).with_name(name) for name in ("cpp_attention.cpp", "cpp_product.cpp")]
+_FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
+"""Flags of compilers by what torch calls the capability of a processor."""
+_TIMEOUT_SECONDS = 300
+
+
+def cpp_compiler() -> str:
+    """Returns the command of the compiler of C++, which is also that of torch.compile."""
+    return os.environ.get("CXX") or "g++"
+
+
+@cache
+def start_compiling() -> Future[ctypes.CDLL | None]:
+    """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
+
+    The library is kept in the user's cache folder.
+    """
+    return ThreadPoolExecutor(1).submit(_load, user_cache_folder())
+
+
+def _load(folder: Path) -> ctypes.CDLL | None:
+    try:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return _compiled(folder)
+        with TemporaryDirectory() as private:
+            return _compiled(Path(private))
+    except subprocess.CalledProcessError as error:
+        reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    remedy = "install g++, or set $CXX to the command of another compiler of C++"
+    logger.warning("a CPU uses torch's kernels, which are slower: C++ was not compiled: %s; %s", reason, remedy)
+    return None
+
+
+def _compiled(folder: Path) -> ctypes.CDLL:
+    """Returns the library in this folder; compiles it there if there is none that can be loaded."""
+    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
+    command = [cpp_compiler(), "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", *map(str, _SOURCES)]
+    parts = [*command[: -len(_SOURCES)], *(source.read_text() for source in _SOURCES)]
+    library = folder / f"cpp_{blake2b(chr(0).join(parts).encode(), digest_size=16).hexdigest()}.so"
+    if library.exists():
+        with suppress(OSError):  # a file that is damaged
+            return ctypes.CDLL(str(library))
+    with TemporaryDirectory(dir=folder) as temporary:
+        partial = Path(temporary, library.name)
+        command += ["-o", str(partial)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
+        partial.rename(library)  # ranks of a machine may compile at the same time
+    return ctypes.CDLL(str(library))
+
+
+@torch.compiler.assume_constant_result
+def is_loaded() -> bool:
+    """Whether the library could be compiled and loaded, for which the first call waits."""
+    return start_compiling().result() is not None
+
+
+def loaded_library() -> ctypes.CDLL:
+    """Returns the library where is_loaded() is true."""
+    library = start_compiling().result()
+    assert library is not None
+    return library
