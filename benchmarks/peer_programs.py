@@ -366,8 +366,11 @@ def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    onednn = {op.overloadpacket for op in PRODUCTS}
-    formulas = {**dict.fromkeys(onednn, _linear_flops), torch.ops.aten.addmm_: _addmm_flops}  # torch knows addmm alone
+    products = {op.overloadpacket for op in PRODUCTS}
+    formulas = {
+        **dict.fromkeys(products, _linear_flops),
+        torch.ops.aten.addmm_: _addmm_flops,
+    }  # torch knows addmm alone
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     turns = itertools.count()
 

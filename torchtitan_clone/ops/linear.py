@@ -29,7 +29,7 @@ _HAS_BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_avail
 HAS_FASTER_ONEDNN = IS_AMD and _HAS_BOTH and torch.backends.cpu.get_cpu_capability() == "AVX512"
 """Whether MKL computes in fp32 without the AVX-512 that this processor has."""
 HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether C++ of this package multiplies faster than MKL and oneDNN where rows are the longer side of a matrix."""
+"""Whether C++ of this package computes outputs and input gradients of linear layers faster than MKL and oneDNN."""
 ONEDNN_GRAD_WIDTH = 768
 """From so many features on, gradients of the output projection are as fast without oneDNN, and the copies it needs."""
 
@@ -59,11 +59,12 @@ def is_for_cpp(*matrices: Tensor) -> bool:
 
 def has_faster_product(*matrices: Tensor) -> bool:
     """Whether faster_linear() is faster than what torch calls."""
-    return is_for_onednn(*matrices) or is_for_cpp(*matrices)
+    return is_for_cpp(*matrices) if HAS_FASTER_CPP else is_for_onednn(*matrices)
 
 
 @torch.library.custom_op("torchtitan_clone::faster_linear", mutates_args=())
 def _faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """An operator, which modes of dispatch and torch.compile see; inductor takes none of oneDNN as it is."""
     return multiply_by_cpp(x, weight_OI) if HAS_FASTER_CPP else onednn_linear(x, weight_OI)
 
 
@@ -87,7 +88,8 @@ def multiply_by_cpp(x: Tensor, weight_OI: Tensor) -> Tensor:
     tensors = (x, weight_OI)
     is_taken = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
     if not is_taken or weight_OI.dim() != 2 or x.shape[-1:] != weight_OI.shape[1:]:
-        raise ValueError(f"x W^T by C++ does not take {[(t.device.type, t.dtype, tuple(t.shape)) for t in tensors]}")
+        found = [(t.device.type, t.dtype, tuple(t.shape)) for t in tensors]
+        raise ValueError(f"x W^T by C++ does not take {found}: use fp32 tensors of a CPU, [..., I] and [O, I]")
     out = x.new_empty(*x.shape[:-1], len(weight_OI))
     if 0 in (x.numel(), weight_OI.numel()):
         return out.zero_()
