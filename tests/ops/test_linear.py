@@ -1,5 +1,7 @@
 """Linear layers by what this processor is given, and the products of oneDNN and of C++ on any."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,6 +116,18 @@ def test_selective_checkpointing_knows_the_product():
     products = [func for func in operators.called if func in KEPT.alternating]
     assert len(products) == 1
     assert (products[0] != torch.ops.aten.mm.default) == has_faster_product(x, layer.weight)
+
+
+@needs_onednn
+def test_the_processor_decides_which_library_multiplies():
+    cpuinfo = Path("/proc/cpuinfo")
+    of_amd = {"AVX2": "faster_linear", "AVX512": "_linear_pointwise"} if torch.backends.mkl.is_available() else {}
+    is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
+    expected = of_amd.get(torch.backends.cpu.get_cpu_capability(), "mm") if is_amd else "mm"
+    layer, x, _ = example(rows=(3,))
+    with Operators() as operators:
+        layer(x)
+    assert expected in [func.overloadpacket.__name__ for func in operators.called]
 
 
 def test_compiled_it_has_the_same_gradients():
