@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.peers import SIZES, Size
 from benchmarks.turns import Turn, serve_turns
-from torchtitan_clone.ops.linear import PRODUCTS
 
 MANY_STEPS = 1_000_000
 
@@ -358,6 +357,10 @@ def _linear_flops(x_shape: torch.Size, weight_shape: torch.Size, *_: object, **_
     return 2 * x_shape.numel() * weight_shape[0]
 
 
+def _add_product_flops(_: torch.Size, x_shape: torch.Size, weight_shape: torch.Size, **__: object) -> int:
+    return _linear_flops(x_shape, weight_shape)
+
+
 def _addmm_flops(_: torch.Size, a_shape: torch.Size, b_shape: torch.Size, **__: object) -> int:
     return 2 * a_shape.numel() * b_shape[1]
 
@@ -366,9 +369,12 @@ def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    products = {op.overloadpacket for op in PRODUCTS}
+    from torchtitan_clone.ops import linear  # noqa: F401, registers operators
+
+    ours = torch.ops.torchtitan_clone
     formulas = {
-        **dict.fromkeys(products, _linear_flops),
+        ours.faster_linear: _linear_flops,
+        ours.add_product_: _add_product_flops,
         torch.ops.aten.addmm_: _addmm_flops,
     }  # torch knows addmm alone
     counter = FlopCounterMode(display=False, custom_mapping=formulas)

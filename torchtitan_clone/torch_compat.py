@@ -53,18 +53,8 @@ cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 softmax_backward = torch.ops.aten._softmax_backward_data
 
-
-def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x W^T by oneDNN; both may be transposed views. F.linear calls MKL in fp32.
-
-    Inductor wants packed weights for this operator.
-    """
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-
-
-ONEDNN_PRODUCTS: frozenset[torch._ops.OpOverload] = frozenset()  # called by onednn_linear(), seen by modes
-if torch.backends.mkldnn.is_available():
-    ONEDNN_PRODUCTS = frozenset({torch.ops.mkldnn._linear_pointwise.default})
+# Tags of an operator's overload that writes into a given result; inductor uses it from torch 2.13 on.
+OUT_TAGS = (torch.Tag.out,) if hasattr(torch.Tag, "out") else ()
 
 
 # Names that checkpoint_wrapper() and torch.compile put into the names of parameters.

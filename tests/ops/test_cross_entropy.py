@@ -12,16 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.ops import IGNORE_INDEX, vocabulary
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.ops.linear import ONEDNN_GRAD_WIDTH
 from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group, storage_id
 
 B, T, D, V = 3, 20, 16, 101
 
 
-def example(dtype=torch.float32, *, dim=D):
+def example(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(B, T, dim, generator=generator).to(dtype).requires_grad_()
-    weight = (torch.randn(V, dim, generator=generator) * (D / dim) ** 0.5).to(dtype).requires_grad_()
+    hidden = torch.randn(B, T, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
     targets = torch.randint(0, V, (B, T), generator=generator)
     targets[0, :7] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX
@@ -33,13 +32,12 @@ def reference(hidden, weight, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-@pytest.mark.parametrize("dim", [D, ONEDNN_GRAD_WIDTH])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 60, 1000])
-def test_value_and_gradients_equal_cross_entropy(chunk_tokens, dim):
-    hidden, weight, targets = example(torch.float64, dim=dim)
+def test_value_and_gradients_equal_cross_entropy(chunk_tokens):
+    hidden, weight, targets = example(torch.float64)
     expected = reference(hidden, weight, targets)
     expected_grads = torch.autograd.grad(expected / 5, (hidden, weight))
-    hidden, weight, targets = example(dim=dim)
+    hidden, weight, targets = example()
     loss = build_loss(chunk_tokens=chunk_tokens, compile_backend=None)(hidden, weight, targets)
     grads = torch.autograd.grad(loss / 5, (hidden, weight))
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
@@ -98,7 +96,7 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:
         build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
-    assert whole.operators in (["mm"], ["_linear_pointwise"], ["faster_linear"])  # of MKL, of oneDNN, of C++
+    assert whole.operators in (["mm"], ["faster_linear"])  # of torch or of C++
     passes = ["log_softmax", "exp_", "scatter_add_"]
     passes = passes if dtype == torch.float32 else ["_to_copy", *passes, "copy_"]
     assert some.operators == passes * (B * T // rows)
@@ -106,11 +104,12 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
         assert some.memory == whole.memory
 
 
-def test_the_weight_gradient_of_wide_tokens_exists_once():
-    hidden, weight, targets = example(dim=ONEDNN_GRAD_WIDTH)
+def test_the_weight_gradient_exists_once():
+    hidden, weight, targets = example()
     with LargeTensors(weight.numel()) as seen:
         build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets)
-    assert seen.operators == ["mm", *["addmm_"] * (B - 1)]
+    of_torch, of_cpp = ["mm", *["addmm_"] * (B - 1)], ["faster_linear"]  # add_product_() returns nothing
+    assert seen.operators in (of_torch, of_cpp)
     assert len(seen.memory) == 1
 
 

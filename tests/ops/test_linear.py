@@ -1,5 +1,6 @@
-"""Linear layers by what this processor is given, and the products of oneDNN and of C++ on any."""
+"""Linear layers by what this processor is given, and the products of C++ on any."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 
 from torchtitan_clone.models.spec import KEPT
-from torchtitan_clone.ops.linear import Linear, has_faster_product, multiply_by_cpp
-from torchtitan_clone.torch_compat import TorchDispatchMode, onednn_linear
-
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+from torchtitan_clone.ops.linear import Linear, add_product_, faster_linear, has_faster_product
+from torchtitan_clone.torch_compat import OUT_TAGS, TorchDispatchMode
 
 
 def example(*, bias=False, dtype=torch.float32, rows=(3, 5)):
@@ -33,17 +33,6 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@needs_onednn
-@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)])
-def test_onednn_multiplies_transposed_views(transposed):
-    matrices = [torch.randn(70, 33), torch.randn(50, 33)]
-    for index in transposed:
-        matrices[index] = matrices[index].T.contiguous().T
-    x, weight = matrices
-    expected = x.double() @ weight.double().T
-    torch.testing.assert_close(onednn_linear(x, weight).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 SHAPES = [(70, 33, 50), (1, 1, 1), (7, 1_100, 1_030), (200, 513, 17)]
 
 
@@ -56,24 +45,43 @@ def test_cpp_multiplies_all_shapes_and_views(shape, transposed):
         matrices[index] = matrices[index].T.contiguous().T
     x, weight = matrices
     exact = x.double() @ weight.double().T
-    found = multiply_by_cpp(x, weight)
+    found = faster_linear(x, weight)
     assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
     row, column = rows // 2, columns // 2
-    assert torch.equal(multiply_by_cpp(x[row:], weight[column:]), found[row:, column:])
+    assert torch.equal(faster_linear(x[row:], weight[column:]), found[row:, column:])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cpp_adds_a_product_and_writes_one_into_a_given_result(shape):
+    rows, depth, columns = shape
+    x, weight = torch.randn(rows, depth), torch.randn(columns, depth)
+    total, out = torch.randn(rows, columns), torch.empty(rows, columns)
+    exact = total.double() + x.double() @ weight.double().T
+    add_product_(total, x, weight)
+    assert (total.double() - exact).norm() <= 1e-6 * exact.norm()
+    assert torch.ops.torchtitan_clone.faster_linear.out(x, weight, out=out) is out
+    assert torch.equal(out, faster_linear(x, weight))
 
 
 def test_cpp_keeps_nan_and_takes_empty_matrices():
     x = torch.randn(9, 20)
     x[4, 3] = torch.nan
-    assert torch.equal(multiply_by_cpp(x, torch.randn(30, 20)).isnan(), x.isnan().any(1)[:, None].expand(9, 30))
-    assert multiply_by_cpp(torch.empty(0, 20), torch.randn(30, 20)).shape == (0, 30)
-    assert torch.equal(multiply_by_cpp(torch.empty(2, 0), torch.empty(3, 0)), torch.zeros(2, 3))
+    assert torch.equal(faster_linear(x, torch.randn(30, 20)).isnan(), x.isnan().any(1)[:, None].expand(9, 30))
+    assert faster_linear(torch.empty(0, 20), torch.randn(30, 20)).shape == (0, 30)
+    assert torch.equal(faster_linear(torch.empty(2, 0), torch.empty(3, 0)), torch.zeros(2, 3))
+    total = torch.ones(2, 3)
+    add_product_(total, torch.empty(2, 0), torch.empty(3, 0))
+    assert torch.equal(total, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 4), torch.zeros(3, 5).double(), torch.zeros(5)])
 def test_cpp_rejects_what_it_would_misread(weight):
     with pytest.raises(ValueError, match="does not take"):
-        multiply_by_cpp(torch.zeros(2, 5), weight)
+        faster_linear(torch.zeros(2, 5), weight)
+    with pytest.raises(ValueError, match="does not take"):
+        add_product_(torch.zeros(2, 3), torch.zeros(2, 5), weight)
+    with pytest.raises(ValueError, match="contiguous result"):
+        add_product_(torch.zeros(3, 2).T, torch.zeros(2, 5), torch.zeros(3, 5))
 
 
 @pytest.mark.parametrize("rows", [(3, 5), ()])
@@ -118,12 +126,11 @@ def test_selective_checkpointing_knows_the_product():
     assert (products[0] != torch.ops.aten.mm.default) == has_faster_product(x, layer.weight)
 
 
-@needs_onednn
 def test_the_processor_decides_which_library_multiplies():
     cpuinfo = Path("/proc/cpuinfo")
-    of_amd = {"AVX2": "faster_linear", "AVX512": "_linear_pointwise"} if torch.backends.mkl.is_available() else {}
     is_amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
-    expected = of_amd.get(torch.backends.cpu.get_cpu_capability(), "mm") if is_amd else "mm"
+    has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    expected = "faster_linear" if is_amd and has_vectors else "mm"
     layer, x, _ = example(rows=(3,))
     with Operators() as operators:
         layer(x)
@@ -148,3 +155,18 @@ def test_compiled_both_directions_call_the_same_library():
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=note), fullgraph=True)
     compiled(x).backward(grad)
     assert list(map(len, called)) == [1, 1] if has_faster_product(x, layer.weight) else [0, 0]
+
+
+@pytest.mark.skipif(not OUT_TAGS, reason="this torch knows no overloads with a given result")
+def test_inductor_computes_an_input_once_and_plans_the_memory_of_results():
+    def products(x, first, second):
+        doubled = x * 2
+        return faster_linear(doubled, first) + faster_linear(doubled, second).exp()
+
+    x, first, second = torch.randn(6, 24), torch.randn(40, 24), torch.randn(40, 24)
+    found, (code,) = run_and_get_code(torch.compile(products, fullgraph=True), x, first, second)
+    torch.testing.assert_close(found, products(x, first, second))
+    assert "faster_linear.default(" not in code
+    inputs = re.findall(r"faster_linear\.out\((\w+), ", code)
+    assert len(inputs) == 2
+    assert inputs[0] == inputs[1]

@@ -15,8 +15,7 @@ from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, nam
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
-from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers the operator
-from torchtitan_clone.ops.linear import PRODUCTS
+from torchtitan_clone.ops import grouped_mm, linear  # noqa: F401, registers operators
 from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.torch_compat import (
     cpu_flash_attention,
@@ -60,7 +59,7 @@ KEPT = KeptOperations(
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
-            torch.ops.torchtitan_clone.grouped_mm.default, *PRODUCTS,
+            torch.ops.torchtitan_clone.grouped_mm.default, torch.ops.torchtitan_clone.faster_linear.default,
         }
     ),
 )  # fmt: skip

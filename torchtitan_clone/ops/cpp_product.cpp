@@ -1,10 +1,13 @@
 // Products of matrices in fp32 on a CPU; cpp_library.py compiles this file, and linear.py calls it.
 //
 // The loops of GotoBLAS (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008): a block of b
-// and one of a are packed, and a tile of c is summed in registers. Bits of a result depend on neither threads nor on
-// other rows and columns.
+// is packed, and a tile of c is summed in registers. Its few rows of a are read where they are, or packed if they are not
+// contiguous. Bits of a result depend on neither threads nor on other rows and columns.
 
 #include <omp.h>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -14,15 +17,16 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int64_t LANES = 16, ROWS = 14;
+constexpr int64_t LANES = 16, VECTORS = 4;
 #elif defined(__AVX2__)
-constexpr int64_t LANES = 8, ROWS = 6;
+constexpr int64_t LANES = 8, VECTORS = 2;
 #else
-constexpr int64_t LANES = 4, ROWS = 6;
+constexpr int64_t LANES = 4, VECTORS = 2;
 #endif
-constexpr int64_t COLUMNS = 2 * LANES;  // of a tile of c, whose ROWS x COLUMNS sums fit into registers
-constexpr int64_t DEPTH = 512, HEIGHT = 96, WIDTH = 1024;  // of blocks, which stay in the caches
-constexpr int64_t SHARED = 1 << 21;                        // products of so many terms are worth several threads
+constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
+constexpr int64_t DEPTH = 512, HEIGHT = 16, WIDTH = 1024;   // of blocks, which stay in the caches; heights in tiles
+constexpr int64_t FEW = 4;                                  // columns of a that are packed at a time
+constexpr int64_t SHARED = 1 << 21;                         // products of so many terms are worth several threads
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 
@@ -32,38 +36,55 @@ struct Sizes {
 
 int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-// Writes x [depth, width] as [depth, LIMIT], with zeros after the last column.
-template <int64_t LIMIT>
-void pack_panel(const float* x, int64_t x_row, int64_t x_column, int64_t depth, int64_t width, float* panel) {
-  if (width == LIMIT && x_column == 1) {
-    for (int64_t d = 0; d < depth; ++d) std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
-  } else if (width == LIMIT) {
-    for (int64_t d = 0; d < depth; ++d)
-      for (int64_t i = 0; i < LIMIT; ++i) panel[d * LIMIT + i] = x[d * x_row + i * x_column];
-  } else {
-    for (int64_t d = 0; d < depth; ++d)
-      for (int64_t i = 0; i < LIMIT; ++i) panel[d * LIMIT + i] = i < width ? x[d * x_row + i * x_column] : 0.0f;
+// Writes the transposed of x [COLUMNS, 4], whose rows are `stride` apart, as [4, COLUMNS].
+void transpose_rows(const float* x, int64_t stride, float* out) {
+  for (int64_t i = 0; i < COLUMNS; i += 4) {
+#if defined(__SSE__)
+    __m128 rows[4];
+    for (int64_t r = 0; r < 4; ++r) rows[r] = _mm_loadu_ps(x + (i + r) * stride);
+    _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
+    for (int64_t r = 0; r < 4; ++r) _mm_storeu_ps(out + r * COLUMNS + i, rows[r]);
+#else
+    for (int64_t r = 0; r < 4; ++r)
+      for (int64_t d = 0; d < 4; ++d) out[d * COLUMNS + i + r] = x[(i + r) * stride + d];
+#endif
   }
 }
 
-// Adds the product of two panels to a tile of c, or writes it there. It is summed first: a sum of blocks has few roundings.
-void multiply_panels(int64_t depth, const float* a, const float* b, float* c, int64_t c_row, int64_t rows,
-                     int64_t columns, bool adds) {
+// Writes x [depth, width] as [depth, LIMIT], with zeros after the last column.
+template <int64_t LIMIT>
+void pack_panel(const float* x, int64_t x_row, int64_t x_column, int64_t depth, int64_t width, float* panel) {
+  int64_t d = 0;
+  if (width == LIMIT && x_column == 1) {
+    for (; d < depth; ++d) std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
+  } else if (width == LIMIT && x_row == 1 && LIMIT == COLUMNS) {
+    for (; d + 4 <= depth; d += 4) transpose_rows(x + d, x_column, panel + d * LIMIT);
+  }
+  for (; d < depth; ++d)
+    for (int64_t i = 0; i < LIMIT; ++i) panel[d * LIMIT + i] = i < width ? x[d * x_row + i * x_column] : 0.0f;
+}
+
+// Adds the product of rows of a and a panel of b to a tile of c, or writes it there. It is summed first: a sum of blocks
+// has few roundings.
+void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, float* c,
+                   int64_t c_row, int64_t rows, int64_t columns, bool adds) {
   for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(c + r * c_row, 1);
-  Vector sums[ROWS][2] = {};
+  const float* places[ROWS];  // after the last row, sums of that row are not used
+  for (int64_t r = 0; r < ROWS; ++r) places[r] = a + std::min(r, rows - 1) * a_row;
+  Vector sums[ROWS][VECTORS] = {};
   for (int64_t d = 0; d < depth; ++d) {
-    const Vector left = *reinterpret_cast<const Vector*>(b + d * COLUMNS);
-    const Vector right = *reinterpret_cast<const Vector*>(b + d * COLUMNS + LANES);
-#pragma GCC unroll 16
-    for (int64_t r = 0; r < ROWS; ++r) {
-      sums[r][0] += a[d * ROWS + r] * left;
-      sums[r][1] += a[d * ROWS + r] * right;
-    }
+    Vector terms[VECTORS];
+    for (int64_t v = 0; v < VECTORS; ++v) terms[v] = *reinterpret_cast<const Vector*>(b + d * COLUMNS + v * LANES);
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < VECTORS; ++v) sums[r][v] += places[r][d * a_column] * terms[v];
   }
   if (rows == ROWS && columns == COLUMNS) {
-#pragma GCC unroll 16
+#pragma GCC unroll 8
     for (int64_t r = 0; r < ROWS; ++r)
-      for (int64_t v = 0; v < 2; ++v) {
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < VECTORS; ++v) {
         Vector& place = *reinterpret_cast<Vector*>(c + r * c_row + v * LANES);
         place = adds ? place + sums[r][v] : sums[r][v];
       }
@@ -80,36 +101,42 @@ void multiply_panels(int64_t depth, const float* a, const float* b, float* c, in
 
 }  // namespace
 
-// c = a b, where c [rows, columns] is contiguous and depth is not 0.
-extern "C" void multiply_matrices(const float* a, const float* b, float* c, const Sizes* sizes) {
+// c = a b or c += a b, where c [rows, columns] is contiguous and depth is not 0.
+extern "C" void multiply_matrices(const float* a, const float* b, float* c, const Sizes* sizes, bool adds) {
   const auto [rows, columns, depth, a_row, a_column, b_row, b_column] = *sizes;
   const int64_t deepest = blocks_of(depth, blocks_of(depth, DEPTH));
   const int64_t widest = std::min(WIDTH, blocks_of(columns, COLUMNS) * COLUMNS);
   const std::unique_ptr<float[]> b_panels(new float[deepest * widest]);
 #pragma omp parallel if (rows * columns * depth >= SHARED)
   {
-    const int64_t threads = omp_get_num_threads();
-    const int64_t count = blocks_of(blocks_of(rows, HEIGHT), threads) * threads;  // as many blocks for each thread
-    const int64_t height = blocks_of(blocks_of(rows, count), ROWS) * ROWS;
-    const std::unique_ptr<float[]> a_panels(new float[deepest * height]);
+    // As many blocks for each thread, whose heights differ by a tile at most.
+    const int64_t threads = omp_get_num_threads(), tiles = blocks_of(rows, ROWS);
+    const int64_t count = blocks_of(blocks_of(tiles, HEIGHT), threads) * threads;
+    const std::unique_ptr<float[]> a_panels(a_column == 1 ? nullptr : new float[deepest * blocks_of(tiles, count) * ROWS]);
     for (int64_t i0 = 0; i0 < columns; i0 += WIDTH)
       for (int64_t d0 = 0; d0 < depth; d0 += deepest) {
         const int64_t width = std::min(WIDTH, columns - i0), deep = std::min(deepest, depth - d0);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < width; i += COLUMNS)
-          pack_panel<COLUMNS>(b + d0 * b_row + (i0 + i) * b_column, b_row, b_column, deep,
+          pack_panel<COLUMNS>(b + d0 * b_row + (i0 + i) * b_column, b_row, b_column, deep, 
                               std::min(COLUMNS, width - i), b_panels.get() + i * deep);
 #pragma omp for schedule(dynamic)
-        for (int64_t r0 = 0; r0 < rows; r0 += height) {
-          const int64_t block = std::min(height, rows - r0);
-          for (int64_t r = 0; r < block; r += ROWS)
-            pack_panel<ROWS>(a + (r0 + r) * a_row + d0 * a_column, a_column, a_row, deep, std::min(ROWS, block - r),
-                             a_panels.get() + r * deep);
+        for (int64_t k = 0; k < count; ++k) {
+          const int64_t start = k * tiles / count * ROWS, end = std::min(rows, (k + 1) * tiles / count * ROWS);
+          const float* block = a + start * a_row + d0 * a_column;
+          int64_t tile_step = ROWS * a_row, row_step = a_row, depth_step = a_column;
+          if (a_column != 1) {  // a few of its columns for all tiles at a time, which lie in few cache lines
+            for (int64_t d = 0; d < deep; d += FEW)
+              for (int64_t r = start; r < end; r += ROWS)
+                pack_panel<ROWS>(a + r * a_row + (d0 + d) * a_column, a_column, a_row, std::min(FEW, deep - d),
+                                 std::min(ROWS, end - r), a_panels.get() + (r - start) * deep + d * ROWS);
+            block = a_panels.get(), tile_step = ROWS * deep, row_step = 1, depth_step = ROWS;
+          }
           for (int64_t i = 0; i < width; i += COLUMNS)
-            for (int64_t r = 0; r < block; r += ROWS)
-              multiply_panels(deep, a_panels.get() + r * deep, b_panels.get() + i * deep,
-                              c + (r0 + r) * columns + i0 + i, columns, std::min(ROWS, block - r),
-                              std::min(COLUMNS, width - i), d0 > 0);
+            for (int64_t r = start; r < end; r += ROWS)
+              multiply_tile(deep, block + (r - start) / ROWS * tile_step, row_step, depth_step, b_panels.get() + i * deep,
+                            c + r * columns + i0 + i, columns, std::min(ROWS, end - r), std::min(COLUMNS, width - i),
+                            adds || d0 > 0);
         }
       }
   }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.ops.linear import add_weight_grad, faster_linear, has_onednn_grads, is_for_cpp
+from torchtitan_clone.ops.linear import add_weight_grad, input_grad
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
 from torchtitan_clone.ops.vocabulary import (
     Chunk,
@@ -53,12 +53,11 @@ def _chunk_loss(weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Ten
 
 
 def _chunk_loss_and_grads(
-    weight_VD: Tensor, weight_DV: Tensor | None, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
+    weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Tensor, shard: Shard | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns this rank's losses [C, 1], the gradient of their sum by hidden state [C, D], and two factors of another.
 
-    Its gradient by weight is the first one [C, V], transposed, times the second one [C, D]. `weight_DV` is a
-    transposed copy of the weight where oneDNN computes gradients.
+    Its gradient by weight is the first one [C, V], transposed, times the second one [C, D].
     """
     logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
@@ -75,12 +74,7 @@ def _chunk_loss_and_grads(
     # Rows without a target are left out of the products rather than set to zero, which is a pass over [C, V].
     is_target_C1 = (targets_C != IGNORE_INDEX).unsqueeze(1)
     hidden_CD = hidden_CD * is_target_C1
-    if weight_DV is not None:  # oneDNN computes the transposed gradients faster
-        hidden_grad_CD = faster_linear(weight_DV, grad_CV).T
-    elif is_for_cpp(grad_CV, weight_VD):
-        hidden_grad_CD = faster_linear(grad_CV, weight_VD.T)
-    else:
-        hidden_grad_CD = grad_CV @ weight_VD
+    hidden_grad_CD = input_grad(grad_CV, weight_VD)
     losses_C1 = -torch.where(is_local_C1, torch.cat(picked), 0.0)
     return losses_C1, hidden_grad_CD.mul_(is_target_C1), grad_CV, hidden_CD
 
@@ -96,10 +90,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = []
         hidden_grads = []
         weight_grad_VD = None
-        # oneDNN would copy a transposed view for each chunk.
-        weight_DV = weight_VD.T.contiguous() if has_onednn_grads(weight_VD, hidden_ND) else None
         for chunk in chunks:
-            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, weight_DV, vocabulary.start, *chunk)
+            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, vocabulary.start, *chunk)
             losses.append(losses_C1)
             hidden_grads.append(hidden_grad_CD)
             # Summed in fp32, so that the rounding does not grow with the number of chunks.

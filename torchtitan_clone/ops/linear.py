@@ -1,6 +1,6 @@
-"""Linear layers whose products a CPU computes in fp32 by the fastest of MKL, oneDNN and C++ of this package.
+"""Linear layers, whose products in fp32 C++ of this package computes on a CPU where it is faster than what torch calls.
 
-On processors of AMD MKL has no kernels with AVX-512, but oneDNN has; with AVX2 alone C++ is faster than both.
+On processors of AMD it is: MKL computes there without AVX-512, and reaches 0.6 to 0.9 of its speed.
 Legend: N rows, I input and O output features.
 """
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.cpp_library import is_loaded, loaded_library
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
-from torchtitan_clone.torch_compat import ONEDNN_PRODUCTS, onednn_linear
+from torchtitan_clone.torch_compat import OUT_TAGS
 
 
 def _is_amd() -> bool:
@@ -25,13 +25,10 @@ def _is_amd() -> bool:
 
 
 IS_AMD = _is_amd()
-_HAS_BOTH = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-HAS_FASTER_ONEDNN = IS_AMD and _HAS_BOTH and torch.backends.cpu.get_cpu_capability() == "AVX512"
-"""Whether MKL computes in fp32 without the AVX-512 that this processor has."""
-HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether C++ of this package computes outputs and input gradients of linear layers faster than MKL and oneDNN."""
-ONEDNN_GRAD_WIDTH = 768
-"""From so many features on, gradients of the output projection are as fast without oneDNN, and the copies it needs."""
+HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether this is a processor on which C++ multiplies faster than what torch calls."""
+FASTER_GRAD = 2**18
+"""From so many weights on, their gradient too: MKL is faster if it sums many terms to fewer results."""
 
 
 def _is_fp32(*tensors: Tensor) -> bool:
@@ -47,63 +44,77 @@ def is_eager_fp32(*tensors: Tensor) -> bool:
     return not torch.compiler.is_compiling() and _is_fp32(*tensors)
 
 
-def is_for_onednn(*matrices: Tensor) -> bool:
-    """Whether oneDNN multiplies these matrices faster than what torch calls."""
-    return HAS_FASTER_ONEDNN and _is_fp32(*matrices)
-
-
-def is_for_cpp(*matrices: Tensor) -> bool:
+def has_faster_product(*matrices: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than what torch calls."""
     return HAS_FASTER_CPP and _is_fp32(*matrices) and is_loaded()
 
 
-def has_faster_product(*matrices: Tensor) -> bool:
-    """Whether faster_linear() is faster than what torch calls."""
-    return is_for_cpp(*matrices) if HAS_FASTER_CPP else is_for_onednn(*matrices)
+# Without the tag, inductor would compute what several products read once for each of them.
+@torch.library.custom_op("torchtitan_clone::faster_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """Returns x W^T by C++; both may be transposed views. ValueError if these are not fp32 tensors of a CPU, or misfit.
+
+    An operator, which modes of dispatch and torch.compile see.
+    """
+    return _write_product(_empty_product(x, weight_OI), x, weight_OI)
 
 
-@torch.library.custom_op("torchtitan_clone::faster_linear", mutates_args=())
-def _faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """An operator, which modes of dispatch and torch.compile see; inductor takes none of oneDNN as it is."""
-    return multiply_by_cpp(x, weight_OI) if HAS_FASTER_CPP else onednn_linear(x, weight_OI)
-
-
-@_faster_linear.register_fake
-def _result_like(x: Tensor, weight_OI: Tensor) -> Tensor:
+@faster_linear.register_fake
+def _empty_product(x: Tensor, weight_OI: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
-def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns x W^T where has_faster_product() is true; both may be transposed views."""
-    is_eager_onednn = HAS_FASTER_ONEDNN and not torch.compiler.is_compiling()
-    return onednn_linear(x, weight_OI) if is_eager_onednn else _faster_linear(x, weight_OI)
+# Inductor writes results into memory that it has planned.
+_OUT_SCHEMA = "(Tensor x, Tensor weight_OI, *, Tensor(a!) out) -> Tensor(a!)"
+torch.library.define("torchtitan_clone::faster_linear.out", _OUT_SCHEMA, tags=OUT_TAGS)
 
 
-PRODUCTS = ONEDNN_PRODUCTS | {torch.ops.torchtitan_clone.faster_linear.default}
-"""Operators that faster_linear() calls."""
+@torch.library.impl("torchtitan_clone::faster_linear.out", "CPU")
+def _faster_linear_out(x: Tensor, weight_OI: Tensor, *, out: Tensor) -> Tensor:
+    return _write_product(out, x, weight_OI)
 
 
-def multiply_by_cpp(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns x W^T by C++; ValueError if these are not fp32 tensors of a CPU or their sizes differ."""
-    tensors = (x, weight_OI)
-    is_taken = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
-    if not is_taken or weight_OI.dim() != 2 or x.shape[-1:] != weight_OI.shape[1:]:
-        found = [(t.device.type, t.dtype, tuple(t.shape)) for t in tensors]
-        raise ValueError(f"x W^T by C++ does not take {found}: use fp32 tensors of a CPU, [..., I] and [O, I]")
-    out = x.new_empty(*x.shape[:-1], len(weight_OI))
-    if 0 in (x.numel(), weight_OI.numel()):
-        return out.zero_()
+@torch.library.custom_op("torchtitan_clone::add_product_", mutates_args=("total",))
+def add_product_(total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
+    """Adds x W^T to the total in place; takes what faster_linear() takes."""
+    _write_product(total, x, weight_OI, adds=True)
+
+
+def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = False) -> Tensor:
+    """Writes x W^T to `out`, or adds it, and returns `out`."""
+    tensors = (x, weight_OI, out)
+    is_taken = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and out.is_contiguous()
+    is_taken = is_taken and weight_OI.dim() == 2 and x.shape[-1:] == weight_OI.shape[1:]
+    if not is_taken or out.shape != (*x.shape[:-1], weight_OI.shape[0]):
+        found = [(t.device.type, t.dtype, tuple(t.shape), t.stride()) for t in tensors]
+        rule = "use fp32 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
+        raise ValueError(f"x W^T by C++ does not take {found}: {rule}")
+    if out.numel() == 0 or x.shape[-1] == 0:
+        return out if adds else out.zero_()
     x_NI = x.reshape(-1, x.shape[-1])
     strides = (*x_NI.stride(), *weight_OI.T.stride())
     sizes = (ctypes.c_int64 * 7)(len(x_NI), len(weight_OI), x_NI.shape[1], *strides)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x_NI, weight_OI, out)]
-    loaded_library().multiply_matrices(*pointers, sizes)
+    loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
     return out
 
 
-def has_onednn_grads(factor: Tensor, x_NI: Tensor) -> bool:
-    """Whether oneDNN computes the gradients of an output projection with these inputs and this other factor."""
-    return x_NI.shape[1] < ONEDNN_GRAD_WIDTH and is_for_onednn(factor, x_NI)
+def _product(x: Tensor, weight_OI: Tensor) -> Tensor:
+    return faster_linear(x, weight_OI) if has_faster_product(x, weight_OI) else F.linear(x, weight_OI)
+
+
+def input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
+    """Returns the gradient [..., I] of x W^T by x for that by the result [..., O]."""
+    return faster_linear(grad, weight_OI.T) if has_faster_product(grad, weight_OI) else grad @ weight_OI
+
+
+def _is_wide(grad: Tensor, x: Tensor) -> bool:
+    return grad.shape[-1] * x.shape[-1] >= FASTER_GRAD
+
+
+def _weight_grad(grad: Tensor, x: Tensor, *, by_cpp: bool) -> Tensor:
+    grad_ON, x_NI = grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1])
+    return faster_linear(grad_ON, x_NI.T) if by_cpp and _is_wide(grad, x) else grad_ON @ x_NI
 
 
 def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> Tensor:
@@ -116,54 +127,30 @@ def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> T
         if total_OI is None:
             return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
         return torch.addmm(total_OI, grad_NO.T, x_NI, out_dtype=torch.float32, out=total_OI)
-    is_onednn = has_onednn_grads(grad_NO, x_NI)
-    if total_OI is not None and grad_NO.dtype == torch.float32 and not is_onednn:
-        return total_OI.addmm_(grad_NO.T, x_NI)
-    grad_OI = onednn_linear(x_NI.T, grad_NO.T).T if is_onednn else grad_NO.T @ x_NI
-    return grad_OI.float() if total_OI is None else total_OI.add_(grad_OI)
-
-
-def _product(x: Tensor, weight_OI: Tensor) -> Tensor:
-    return faster_linear(x, weight_OI) if has_faster_product(x, weight_OI) else F.linear(x, weight_OI)
-
-
-def _input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
-    return faster_linear(grad, weight_OI.T) if has_faster_product(grad, weight_OI) else grad @ weight_OI
-
-
-def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    # MKL is as fast for this product over many rows; oneDNN would copy both matrices transposed.
-    return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-
-
-class _FasterLinear(torch.autograd.Function):
-    """x W^T. Pipeline schedules that split backward compute both gradients in both halves of it."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        return faster_linear(x, weight_OI)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        x, weight_OI = ctx.saved_tensors
-        (grad,) = grad_outputs
-        x_grad = faster_linear(grad, weight_OI.T) if ctx.needs_input_grad[0] else None
-        return x_grad, _weight_grad(grad, x) if ctx.needs_input_grad[1] else None
+    by_cpp = has_faster_product(grad_NO, x_NI)
+    if total_OI is None:
+        return _weight_grad(grad_NO, x_NI, by_cpp=by_cpp).float()
+    if grad_NO.dtype != torch.float32:
+        return total_OI.add_(grad_NO.T @ x_NI)
+    if by_cpp and _is_wide(grad_NO, x_NI):
+        add_product_(total_OI, grad_NO.T, x_NI.T)
+        return total_OI
+    return total_OI.addmm_(grad_NO.T, x_NI)
 
 
 def _backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    # Pipeline schedules that split backward compute both gradients in both halves of it.
     x, weight_OI = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
     needs_x, needs_weight = cast("tuple[bool, bool]", ctx.needs_input_grad)
     x_grad = faster_linear(grad, weight_OI.T) if needs_x else None
-    return x_grad, _weight_grad(grad, x) if needs_weight else None
+    return x_grad, _weight_grad(grad, x, by_cpp=True) if needs_weight else None
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-_faster_linear.register_autograd(_backward, setup_context=_setup_context)
+faster_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -178,8 +165,10 @@ class _GatedLinear(torch.autograd.Function):
     def backward(ctx, *grad_outputs: Tensor):
         gate, x, weight_OI = ctx.saved_tensors
         (grad,) = grad_outputs
-        weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x)) if ctx.needs_input_grad[2] else None
-        hidden_grad = _input_grad(grad, weight_OI)
+        weight_grad_OI = None
+        if ctx.needs_input_grad[2]:
+            weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x), by_cpp=has_faster_product(grad, x))
+        hidden_grad = input_grad(grad, weight_OI)
         x_grad = F.silu(gate).mul_(hidden_grad)
         return torch.ops.aten.silu_backward(hidden_grad.mul_(x), gate), x_grad, weight_grad_OI
 
@@ -198,8 +187,7 @@ class Linear(nn.Linear):
         if gate is not None:
             out = _GatedLinear.apply(gate, input, weight)
         elif torch.is_grad_enabled() and has_faster_product(input, weight):
-            # With the backend "eager" a compiled autograd.Function keeps its tensors after backward.
-            out = (faster_linear if torch.compiler.is_compiling() else _FasterLinear.apply)(input, weight)
+            out = faster_linear(input, weight)
         else:
             return F.linear(input, weight, bias)
         return out if bias is None else out + bias
