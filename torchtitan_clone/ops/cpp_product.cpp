@@ -24,9 +24,9 @@ constexpr int64_t LANES = 8, VECTORS = 2;
 constexpr int64_t LANES = 4, VECTORS = 2;
 #endif
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
-constexpr int64_t DEPTH = 512, HEIGHT = 16, WIDTH = 1024;   // of blocks, which stay in the caches; heights in tiles
-constexpr int64_t FEW = 4;                                  // columns of a that are packed at a time
-constexpr int64_t SHARED = 1 << 21;                         // products of so many terms are worth several threads
+constexpr int64_t DEPTH = 1024, HEIGHT = 12, WIDTH = 768;  // of blocks, which stay in the caches; heights in tiles
+constexpr int64_t FEW = 4;                                 // columns of a that are packed at a time
+constexpr int64_t SHARED = 1 << 21;                        // products of so many terms are worth several threads
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 
