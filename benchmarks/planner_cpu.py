@@ -65,7 +65,7 @@ def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> StepTime:
 def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each that count")
+    parser.add_argument("--rounds", type=int, default=8, help="turns that count; none is before a single one")
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
@@ -89,7 +89,8 @@ def main(words: list[str]) -> int:
               for run, argv in runs.items()),
         ]  # fmt: skip
         running = [stack.enter_context(Running(program)) for program in programs]
-        take_turns(running, rounds=WARM_UP_ROUNDS)
+        if arguments.rounds > 1:
+            take_turns(running, rounds=WARM_UP_ROUNDS)
         steps = take_turns(running, rounds=arguments.rounds)
         hardware = fit_rounds(list(_rounds(*(steps[f"small models {ranks}"] for ranks in MEASURED_RANKS))))
         print(f"{processor_name()}\n{hardware}")
