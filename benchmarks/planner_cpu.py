@@ -65,7 +65,7 @@ def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> StepTime:
 def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="turns that count; none is before a single one")
+    parser.add_argument("--rounds", type=int, default=8, help="measured turns; a single one has no warm-up")
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])

@@ -12,15 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_clone.ops import IGNORE_INDEX, vocabulary
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.ops.linear import MIN_WEIGHTS_FOR_CPP_GRAD, has_faster_product
 from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group, storage_id
 
 B, T, D, V = 3, 20, 16, 101
+WIDE = MIN_WEIGHTS_FOR_CPP_GRAD // V + 1
 
 
-def example(dtype=torch.float32):
+def example(dtype=torch.float32, *, dim=D):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(B, T, D, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(B, T, dim, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(V, dim, generator=generator) * (D / dim) ** 0.5).to(dtype).requires_grad_()
     targets = torch.randint(0, V, (B, T), generator=generator)
     targets[0, :7] = IGNORE_INDEX
     targets[1] = IGNORE_INDEX
@@ -32,12 +34,13 @@ def reference(hidden, weight, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
 
+@pytest.mark.parametrize("dim", [D, WIDE])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 60, 1000])
-def test_value_and_gradients_equal_cross_entropy(chunk_tokens):
-    hidden, weight, targets = example(torch.float64)
+def test_value_and_gradients_equal_cross_entropy(chunk_tokens, dim):
+    hidden, weight, targets = example(torch.float64, dim=dim)
     expected = reference(hidden, weight, targets)
     expected_grads = torch.autograd.grad(expected / 5, (hidden, weight))
-    hidden, weight, targets = example()
+    hidden, weight, targets = example(dim=dim)
     loss = build_loss(chunk_tokens=chunk_tokens, compile_backend=None)(hidden, weight, targets)
     grads = torch.autograd.grad(loss / 5, (hidden, weight))
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
@@ -96,7 +99,7 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:
         build_loss(chunk_tokens=B * T, compile_backend=None)(hidden, weight, targets)
-    assert whole.operators in (["mm"], ["faster_linear"])  # of torch or of C++
+    assert whole.operators == ["faster_linear" if has_faster_product(hidden, weight) else "mm"]
     passes = ["log_softmax", "exp_", "scatter_add_"]
     passes = passes if dtype == torch.float32 else ["_to_copy", *passes, "copy_"]
     assert some.operators == passes * (B * T // rows)
@@ -104,12 +107,13 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
         assert some.memory == whole.memory
 
 
-def test_the_weight_gradient_exists_once():
-    hidden, weight, targets = example()
+@pytest.mark.parametrize("dim", [D, WIDE])
+def test_the_weight_gradient_exists_once(dim):
+    hidden, weight, targets = example(dim=dim)
     with LargeTensors(weight.numel()) as seen:
         build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets)
-    of_torch, of_cpp = ["mm", *["addmm_"] * (B - 1)], ["faster_linear"]  # add_product_() returns nothing
-    assert seen.operators in (of_torch, of_cpp)
+    by_cpp = dim == WIDE and has_faster_product(hidden, weight)
+    assert seen.operators == (["faster_linear"] if by_cpp else ["mm", *["addmm_"] * (B - 1)])  # add_product_() is void
     assert len(seen.memory) == 1
 
 
@@ -180,8 +184,8 @@ def test_the_sum_of_the_weight_gradient_is_not_compiled():
         return module.forward
 
     build_loss(chunk_tokens=30, compile_backend=backend)(*example(torch.bfloat16))
-    logits_and_hidden_grad = 2
-    assert graphs[0].count(operator.matmul) == logits_and_hidden_grad
+    logits, hidden_grad = F.linear, operator.matmul
+    assert [target for target in graphs[0] if target in (logits, operator.matmul)] == [logits, hidden_grad]
 
 
 class Schedule(TorchDispatchMode):

@@ -11,7 +11,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 
 from torchtitan_clone.models.spec import KEPT
-from torchtitan_clone.ops.linear import Linear, add_product_, faster_linear, has_faster_product
+from torchtitan_clone.ops.linear import (
+    MIN_WEIGHTS_FOR_CPP_GRAD,
+    Linear,
+    add_product_,
+    faster_linear,
+    has_faster_product,
+)
 from torchtitan_clone.torch_compat import OUT_TAGS, TorchDispatchMode
 
 
@@ -36,9 +42,8 @@ class Operators(TorchDispatchMode):
 SHAPES = [(70, 33, 50), (1, 1, 1), (7, 1_100, 1_030), (200, 513, 17)]
 
 
-@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_cpp_multiplies_all_shapes_and_views(shape, transposed):
+def check_product(shape, transposed):
+    """Compares C++ with double precision; `transposed` are the indices of matrices that are transposed views."""
     rows, depth, columns = shape
     matrices = [torch.randn(rows, depth), torch.randn(columns, depth)]
     for index in transposed:
@@ -49,6 +54,12 @@ def test_cpp_multiplies_all_shapes_and_views(shape, transposed):
     assert (found.double() - exact).norm() <= 1e-6 * exact.norm()
     row, column = rows // 2, columns // 2
     assert torch.equal(faster_linear(x[row:], weight[column:]), found[row:, column:])
+
+
+@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cpp_multiplies_all_shapes_and_views(shape, transposed):
+    check_product(shape, transposed)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,6 +107,19 @@ def test_value_and_gradients_are_those_of_double_precision(bias, rows):
     exact_grads = torch.autograd.grad(expected, [exact_x, *exact.parameters()], grad.double())
     for ours, theirs in zip(found, exact_grads, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_large_weights_are_products_of_cpp_where_it_is_faster():
+    torch.manual_seed(0)
+    layer = Linear(MIN_WEIGHTS_FOR_CPP_GRAD // 256, 256, bias=False)
+    x, grad = torch.randn(9, layer.in_features), torch.randn(9, 256)
+    out = layer(x)
+    with Operators() as operators:
+        out.backward(grad)
+    names = [func.overloadpacket.__name__ for func in operators.called]
+    assert ("faster_linear" in names) == has_faster_product(x, layer.weight)
+    exact = grad.double().T @ x.double()
+    assert (layer.weight.grad.double() - exact).norm() <= 1e-6 * exact.norm()
 
 
 def test_frozen_weights_and_inputs_get_no_gradients():
@@ -165,7 +189,9 @@ def test_inductor_computes_an_input_once_and_plans_the_memory_of_results():
         return faster_linear(doubled, first) + faster_linear(doubled, second).exp()
 
     x, first, second = torch.randn(6, 24), torch.randn(40, 24), torch.randn(40, 24)
-    found, (code,) = run_and_get_code(torch.compile(products, fullgraph=True), x, first, second)
+    # A cache does not notice when the operator loses a tag.
+    compiled = torch.compile(products, fullgraph=True, options={"fx_graph_cache": False})
+    found, (code,) = run_and_get_code(compiled, x, first, second)
     torch.testing.assert_close(found, products(x, first, second))
     assert "faster_linear.default(" not in code
     inputs = re.findall(r"faster_linear\.out\((\w+), ", code)

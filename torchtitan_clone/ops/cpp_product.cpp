@@ -118,7 +118,7 @@ extern "C" void multiply_matrices(const float* a, const float* b, float* c, cons
         const int64_t width = std::min(WIDTH, columns - i0), deep = std::min(deepest, depth - d0);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < width; i += COLUMNS)
-          pack_panel<COLUMNS>(b + d0 * b_row + (i0 + i) * b_column, b_row, b_column, deep, 
+          pack_panel<COLUMNS>(b + d0 * b_row + (i0 + i) * b_column, b_row, b_column, deep,
                               std::min(COLUMNS, width - i), b_panels.get() + i * deep);
 #pragma omp for schedule(dynamic)
         for (int64_t k = 0; k < count; ++k) {

@@ -1,6 +1,5 @@
-"""Linear layers, whose products in fp32 C++ of this package computes on a CPU where it is faster than what torch calls.
+"""Linear layers. On AMD processors their fp32 products run in C++ of this package, which is faster there than MKL.
 
-On processors of AMD it is: MKL computes there without AVX-512, and reaches 0.6 to 0.9 of its speed.
 Legend: N rows, I input and O output features.
 """
 
@@ -26,9 +25,9 @@ def _is_amd() -> bool:
 
 IS_AMD = _is_amd()
 HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether this is a processor on which C++ multiplies faster than what torch calls."""
-FASTER_GRAD = 2**18
-"""From so many weights on, their gradient too: MKL is faster if it sums many terms to fewer results."""
+"""Whether C++ multiplies faster than torch on this processor."""
+MIN_WEIGHTS_FOR_CPP_GRAD = 2**18
+"""The gradients of smaller weights are computed by MKL, which is faster when the result is small and the sums long."""
 
 
 def _is_fp32(*tensors: Tensor) -> bool:
@@ -45,16 +44,17 @@ def is_eager_fp32(*tensors: Tensor) -> bool:
 
 
 def has_faster_product(*matrices: Tensor) -> bool:
-    """Whether C++ multiplies these matrices faster than what torch calls."""
+    """Whether C++ multiplies these matrices faster than torch."""
     return HAS_FASTER_CPP and _is_fp32(*matrices) and is_loaded()
 
 
-# Without the tag, inductor would compute what several products read once for each of them.
+# The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.
 @torch.library.custom_op("torchtitan_clone::faster_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns x W^T by C++; both may be transposed views. ValueError if these are not fp32 tensors of a CPU, or misfit.
+    """Returns x W^T [..., O], computed by C++, for x [..., I] and W [O, I], which may be transposed views.
 
-    An operator, which modes of dispatch and torch.compile see.
+    A custom operator, so that dispatch modes and torch.compile see it. Raises ValueError for sizes that differ, and for
+    tensors that are not fp32 on a CPU.
     """
     return _write_product(_empty_product(x, weight_OI), x, weight_OI)
 
@@ -64,7 +64,7 @@ def _empty_product(x: Tensor, weight_OI: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
 
 
-# Inductor writes results into memory that it has planned.
+# Inductor calls this overload to write results into memory that it has planned.
 _OUT_SCHEMA = "(Tensor x, Tensor weight_OI, *, Tensor(a!) out) -> Tensor(a!)"
 torch.library.define("torchtitan_clone::faster_linear.out", _OUT_SCHEMA, tags=OUT_TAGS)
 
@@ -76,7 +76,7 @@ def _faster_linear_out(x: Tensor, weight_OI: Tensor, *, out: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_clone::add_product_", mutates_args=("total",))
 def add_product_(total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
-    """Adds x W^T to the total in place; takes what faster_linear() takes."""
+    """Adds x W^T to a contiguous total [..., O] in place, with the arguments of faster_linear()."""
     _write_product(total, x, weight_OI, adds=True)
 
 
@@ -99,7 +99,8 @@ def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = Fa
     return out
 
 
-def _product(x: Tensor, weight_OI: Tensor) -> Tensor:
+def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """Returns x W^T [..., O] by the faster of C++ and torch."""
     return faster_linear(x, weight_OI) if has_faster_product(x, weight_OI) else F.linear(x, weight_OI)
 
 
@@ -108,13 +109,18 @@ def input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
     return faster_linear(grad, weight_OI.T) if has_faster_product(grad, weight_OI) else grad @ weight_OI
 
 
-def _is_wide(grad: Tensor, x: Tensor) -> bool:
-    return grad.shape[-1] * x.shape[-1] >= FASTER_GRAD
+def _is_large(grad: Tensor, x: Tensor) -> bool:
+    """Whether the weight with this gradient of its result and this input is large enough for C++."""
+    return grad.shape[-1] * x.shape[-1] >= MIN_WEIGHTS_FOR_CPP_GRAD
+
+
+def _has_faster_grad(grad: Tensor, x: Tensor) -> bool:
+    return _is_large(grad, x) and has_faster_product(grad, x)
 
 
 def _weight_grad(grad: Tensor, x: Tensor, *, by_cpp: bool) -> Tensor:
     grad_ON, x_NI = grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1])
-    return faster_linear(grad_ON, x_NI.T) if by_cpp and _is_wide(grad, x) else grad_ON @ x_NI
+    return faster_linear(grad_ON, x_NI.T) if by_cpp else grad_ON @ x_NI
 
 
 def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> Tensor:
@@ -127,12 +133,12 @@ def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> T
         if total_OI is None:
             return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
         return torch.addmm(total_OI, grad_NO.T, x_NI, out_dtype=torch.float32, out=total_OI)
-    by_cpp = has_faster_product(grad_NO, x_NI)
+    by_cpp = _has_faster_grad(grad_NO, x_NI)
     if total_OI is None:
         return _weight_grad(grad_NO, x_NI, by_cpp=by_cpp).float()
     if grad_NO.dtype != torch.float32:
         return total_OI.add_(grad_NO.T @ x_NI)
-    if by_cpp and _is_wide(grad_NO, x_NI):
+    if by_cpp:
         add_product_(total_OI, grad_NO.T, x_NI.T)
         return total_OI
     return total_OI.addmm_(grad_NO.T, x_NI)
@@ -143,7 +149,7 @@ def _backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor | None, Tens
     x, weight_OI = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
     needs_x, needs_weight = cast("tuple[bool, bool]", ctx.needs_input_grad)
     x_grad = faster_linear(grad, weight_OI.T) if needs_x else None
-    return x_grad, _weight_grad(grad, x, by_cpp=True) if needs_weight else None
+    return x_grad, _weight_grad(grad, x, by_cpp=_is_large(grad, x)) if needs_weight else None
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -159,7 +165,7 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, gate: Tensor, x: Tensor, weight_OI: Tensor) -> Tensor:
         ctx.save_for_backward(gate, x, weight_OI)
-        return _product(F.silu(gate).mul_(x), weight_OI)
+        return linear(F.silu(gate).mul_(x), weight_OI)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
@@ -167,7 +173,7 @@ class _GatedLinear(torch.autograd.Function):
         (grad,) = grad_outputs
         weight_grad_OI = None
         if ctx.needs_input_grad[2]:
-            weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x), by_cpp=has_faster_product(grad, x))
+            weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x), by_cpp=_has_faster_grad(grad, x))
         hidden_grad = input_grad(grad, weight_OI)
         x_grad = F.silu(gate).mul_(hidden_grad)
         return torch.ops.aten.silu_backward(hidden_grad.mul_(x), gate), x_grad, weight_grad_OI

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from torchtitan_clone.ops.linear import faster_linear, has_faster_product
+from torchtitan_clone.ops.linear import linear
 from torchtitan_clone.torch_compat import is_fake
 
 Shard = tuple[Tensor, Tensor]
@@ -48,14 +48,9 @@ def local_shards(hidden_BTD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor,
     return full_BTD, weight_VD.to_local(), Vocabulary(start=mesh.get_local_rank() * rows, group=mesh.get_group())
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    is_faster = has_faster_product(hidden_CD, weight_VD)
-    return faster_linear(hidden_CD, weight_VD) if is_faster else hidden_CD @ weight_VD.T
-
-
 def logits_and_lse(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
     """Returns this rank's logits, and the logarithms of the sums of their exponentials (lse) [C, 1], fp32."""
-    logits_CV = _logits(hidden_CD, weight_VD)
+    logits_CV = linear(hidden_CD, weight_VD)
     pieces = [torch.logsumexp(logits.float(), dim=-1, keepdim=True) for logits, _ in pieces_of(logits_CV, None)]
     return logits_CV, torch.cat(pieces)
 
@@ -91,7 +86,7 @@ def _finished(work: dist.Work | None, chunk: Chunk) -> Chunk:
 
 def logits_of(hidden_CD: Tensor, weight_VD: Tensor, shard: Shard | None) -> tuple[Tensor, Tensor | None]:
     """Returns this rank's logits [C, V], and of a sharded vocabulary the lse of all ranks [R, C, 1]."""
-    return (_logits(hidden_CD, weight_VD), None) if shard is None else shard
+    return (linear(hidden_CD, weight_VD), None) if shard is None else shard
 
 
 def is_overwritten(logits_CV: Tensor) -> bool:
