@@ -12,11 +12,10 @@
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   multi-node training: run this script on each node
 #   PYTHON       Python interpreter (default: see scripts/setup_env.sh)
 #   NO_SETUP=1   do not check or install packages
-#   ALLOCATOR    "default": do not set up malloc for training on a CPU (see scripts/allocator.sh)
+#   ALLOCATOR    "default": allocate CPU tensors by malloc, not in a region of their own
 # Relative paths are relative to the working directory.
 set -euo pipefail
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/scripts/setup_env.sh"
-source "$REPO/scripts/allocator.sh"
 
 count_gpus() {
     local present listed
@@ -45,10 +44,8 @@ has_argument() { # NAME ARGUMENTS...: succeeds if NAME or NAME=VALUE is among AR
 
 setup_env ""
 NNODES="${NNODES:-1}"
-GPUS="$(count_gpus)"
-NGPU="${NGPU:-$GPUS}"
+NGPU="${NGPU:-$(count_gpus)}"
 [ "$NGPU" != 0 ] || NGPU=1
-[ "$GPUS" != 0 ] || set_up_allocator
 has_argument --job.config_file "$@" ||
     set -- "--job.config_file=${CONFIG_FILE:-$REPO/train_configs/debug_model.toml}" "$@"
 

@@ -24,6 +24,7 @@ from torchtitan_clone.testing.runs import losses, make_short_documents, options,
 
 CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
 ONE_THREAD, PINNED = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4", "OMP_PROC_BIND": "true"}
+os.environ["ALLOCATOR"] = "default"  # else malloc would not see large tensors
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "checked, all ranks on one core": (CHECKED | ONE_THREAD, ["taskset", "-c", "0"]),
     "checked, threads not pinned": (CHECKED | {"OMP_NUM_THREADS": "4"}, []),

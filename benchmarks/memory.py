@@ -6,8 +6,8 @@
 Each configuration runs in processes of its own. The growth of max RSS is from after the imports and the start of the
 process group to the end of two steps; that of the rank with most is compared. On CPU there is no caching allocator:
 predicted are the live tensors of the fullest rank, plus what the same steps of a tiny model grow by, which are pages of
-libraries and their state. What is freed goes back to the kernel, as MALLOC_MMAP_THRESHOLD_ is set to 64 KiB; with what
-run_train.sh sets, which keeps freed memory, fragments of the heap come on top.
+libraries and their state. Tensors are allocated by malloc, and what is freed goes back to the kernel, as
+MALLOC_MMAP_THRESHOLD_ is set to 64 KiB; in the region that training uses, free blocks between others come on top.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main() -> int:
     choices = parser.parse_args()
     is_cpu = choices.device == "cpu"
     runs, sizes = (CPU_RUNS, CPU_SIZES) if is_cpu else (GPU_RUNS, GPU_SIZES)
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**16))
+    os.environ |= {"ALLOCATOR": "default", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     print(f"{processor_name()}, torch {torch.__version__}" if is_cpu else torch.cuda.get_device_name())
     print(f"MiB {'':30}{'measured':>10}{'tensors':>10}{'libraries':>11}{'error':>8}")
     errors = []

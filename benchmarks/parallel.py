@@ -10,8 +10,8 @@ pipeline and the time of its collectives: their number and bytes at the latency 
 the best of 20, as if nothing overlapped; those of FSDP on a CPU are messages (parallel/messages.py). Times and ratios
 are medians, with quartiles. "busy" is the ratio of processor seconds of a rank: what the time exceeds it by are ranks
 that wait for each other. The last table measures training.freeze_schedule. Arguments after `--` are options of all
-runs. With fewer than two GPUs the ranks run on the CPU, with the allocator of run_train.sh. `benchmarks/trainer.py
---compile` compares one GPU with a plain compiled loop.
+runs. With fewer than two GPUs the ranks run on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain
+compiled loop.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run import preflight
 from torchtitan_clone.testing.harness import collect, start_ranks
-from torchtitan_clone.testing.runs import allocator_variables, make_corpus
+from torchtitan_clone.testing.runs import make_corpus
 from torchtitan_clone.testing.trainers import open_trainer
 
 SERVE = "serve"
@@ -95,8 +95,6 @@ def main() -> None:
 def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str]) -> dict:
     logging.disable()
     os.environ["PYTHONWARNINGS"] = "ignore"
-    if not CUDA:
-        os.environ.update(allocator_variables())
     common = _options(folder) | dict(word.removeprefix("--").split("=", 1) for word in others)
     links = collect(start_ranks(measure_links, 2, env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)} if CUDA else None))[0]
     _print_links(links)

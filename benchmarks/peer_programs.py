@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.peers import SIZES, Size
 from benchmarks.turns import Turn, serve_turns
+from torchtitan_clone.ops.tensor_region import use_tensor_region
 
 MANY_STEPS = 1_000_000
 
@@ -398,6 +399,8 @@ def count_flops(turn: Turn) -> Turn:
 if __name__ == "__main__":
     name, options = sys.argv[1], json.loads(sys.argv[2])
     counts_flops = options.pop("count_flops", False)
+    if options.get("device", "cpu") == "cpu":
+        use_tensor_region()
     served = serve_turns()
     with contextlib.suppress(KeyboardInterrupt):
         PROGRAMS[name](Work(**options), count_flops(served) if counts_flops else served)

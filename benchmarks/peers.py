@@ -10,9 +10,9 @@ loop. They are installed into an environment of their own (--environment) that s
 blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is
 their products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains
 on a quarter of the rows at a time and sums gradients, which takes less memory. Programs live at once and take
-their steps in turn. "time" is the ratio to ours in the same round, with quartiles. Ours runs with the allocator of
-run_train.sh, the peers as they come; --allocator gives it to the peers too. The first step is timed from the start of
-the process; with --compile once with empty caches ("cold") and once with full ones.
+their steps in turn. "time" is the ratio to ours in the same round, with quartiles. On a CPU
+ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
+step is timed from the start of the process; with --compile once with empty caches ("cold") and once with full ones.
 """
 
 import argparse
@@ -34,7 +34,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
-from torchtitan_clone.testing.runs import allocator_variables
 
 OURS, BARE, SPLIT = "ours", "ours, default malloc", "ours, micro-batches"
 NAMES = [OURS, BARE, SPLIT, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
@@ -105,7 +104,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--allocator", action="store_true", help="give all programs the allocator of run_train.sh")
+    parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="programs to run, among them ours")
@@ -129,7 +128,7 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
-            **(allocator_variables() if with_allocator else {"ALLOCATOR": "default"}),
+            "ALLOCATOR": "" if with_allocator else "default",
         }
         rows = max(1, SIZES[options.size].rows // 4) if name == SPLIT else SIZES[options.size].rows
         key = OURS if name in (BARE, SPLIT) else name

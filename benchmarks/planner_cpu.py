@@ -5,7 +5,7 @@
 
 All runs and the small models that the machine is measured with live at once and train in turn, some steps each, since
 the speed of a virtual machine changes by a third from minute to minute; medians are compared. All ranks share the
-processor and have the allocator of run_train.sh. Nothing else should run. Arguments after `--` are options of all.
+processor. Nothing else should run. Arguments after `--` are options of all.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from torchtitan_clone.planner.measure import (
 )
 from torchtitan_clone.planner.time_model import StepTime, predict_step_time
 from torchtitan_clone.run import preflight
-from torchtitan_clone.testing.runs import allocator_variables, make_corpus
+from torchtitan_clone.testing.runs import make_corpus
 from torchtitan_clone.testing.trainers import open_trainer
 
 SERVE = "serve"
@@ -108,7 +108,7 @@ def _run_name(ranks: int, name: str) -> str:
 
 
 def _program(name: str, ranks: int, argv: Sequence[str], *, folder: Path) -> Program:
-    environment = allocator_variables() | {"OMP_NUM_THREADS": str(max(1, threads() // ranks))}
+    environment = {"OMP_NUM_THREADS": str(max(1, threads() // ranks))}
     command = [sys.executable, __file__, SERVE, str(ranks), *argv]
     return Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 

@@ -4,7 +4,7 @@
     python benchmarks/starts.py eager= compiled=--compile.enable=true --rounds 10 -- --model.args.vocab_size=16384
 
 A variant is a name and its options; options after `--` are those of all variants. Each starts once to fill the caches,
-and then in random order once in each round, with the allocator of run_train.sh. The table has medians of seconds, and
+and then in random order once in each round. The table has medians of seconds, and
 of the difference from the first variant in the same round with its quartiles. Defaults: one step of
 train_configs/debug_model.toml without checkpoints and validation.
 """
@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.turns import ROOT, processor_name
 from benchmarks.variants import variant
-from torchtitan_clone.testing.runs import allocator_variables
 
 COMMON = [
     f"--job.config_file={ROOT / 'train_configs' / 'debug_model.toml'}", "--training.steps=1",
@@ -56,7 +55,7 @@ def main() -> None:
     if choices.rounds < 2:
         parser.error(f"--rounds {choices.rounds}: must be at least 2")
     options = {name: [*common, *own] for name, own in choices.variants}
-    environment = {**os.environ, "OMP_NUM_THREADS": str(choices.threads), **allocator_variables()}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(choices.threads)}
     print(f"{processor_name()}; {choices.threads} threads {shlex.join(common)}", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in options}
     for of_variant in options.values():

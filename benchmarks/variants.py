@@ -3,8 +3,8 @@
     python benchmarks/variants.py documents= causal=--training.document_masking=false
     python benchmarks/variants.py "none=" "full=--activation_checkpoint.mode=full" --rounds 20 -- --compile.enable=true
 
-A variant is a name and its options; options after `--` are those of all variants. The programs live at once, with the
-allocator of run_train.sh, and train one step each in turn. "time" is the ratio to the first in the same round: its
+A variant is a name and its options; options after `--` are those of all variants. The programs live at once and
+train one step each in turn. "time" is the ratio to the first in the same round: its
 median and quartiles. A variant with an option that ends in _degree=2 has two ranks, each with half of the threads.
 Defaults: train_configs/debug_model.toml without checkpoints and validation.
 """
@@ -27,7 +27,6 @@ from benchmarks.regress import SERVE, ranks_of
 from benchmarks.turns import ROOT, Program, Running, processor_name, ratio_of, take_turns
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.testing.runs import allocator_variables
 
 WARM_UP_STEPS = 3
 COMMON = [
@@ -70,7 +69,7 @@ def main() -> None:
                 parser.error(f"{name}: {error}")
             tokens[name] = plan.tokens_per_step
             threads = max(1, choices.threads // ranks)
-            environment = {"OMP_NUM_THREADS": str(threads), **allocator_variables()}
+            environment = {"OMP_NUM_THREADS": str(threads)}
             command = [sys.executable, "benchmarks/regress.py", SERVE, str(ROOT), *argv]
             log = folder / f"{len(programs)}.log"
             programs.append(Program(name=name, command=command, environment=environment, log=log))

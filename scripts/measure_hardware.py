@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torchtitan_clone.planner import measure
 from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import allocator_variables
 
 
 def links(backend: str) -> tuple[float, float]:
@@ -65,8 +64,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
-    if not torch.cuda.is_available():
-        os.environ |= allocator_variables()  # of the processes that measure
     text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
     args.table.write_text(text)
     print(text, end="")

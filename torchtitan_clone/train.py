@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
-from torchtitan_clone.observe.allocator import describe_allocator
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import guard_outputs, print_error
 from torchtitan_clone.run.gc_control import importing
@@ -168,9 +167,8 @@ def _train(
             seconds = math.inf if has_begun else config.fault_tolerance.process_group_timeout_ms / 1000
             wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
             lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
-    allocator = describe_allocator() if device.type == "cpu" else ""
     attention = choose_kernels(device, dtype=config.training.mixed_precision_param)
-    for line in (config.job.description, one_line_summary(plan), allocator, attention):
+    for line in (config.job.description, one_line_summary(plan), attention):
         if line:
             logger.info("%s", line)
     for line in find_notices(config, device_type=device.type):

@@ -1,9 +1,10 @@
-"""C++ of this package, compiled into a library when a run starts."""
+"""C++ of this package, compiled into libraries when a run starts."""
 
 import ctypes
 import logging
 import os
 import subprocess
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -23,6 +24,10 @@ _FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": 
 _TIMEOUT_SECONDS = 300
 
 
+class CompilationError(Exception):
+    """C++ could not be compiled, or its library not be kept or loaded; says why, and what to do."""
+
+
 def cpp_compiler() -> str:
     """Returns the command of the compiler of C++, which is also that of torch.compile."""
     return os.environ.get("CXX") or "g++"
@@ -30,35 +35,43 @@ def cpp_compiler() -> str:
 
 @cache
 def start_compiling() -> Future[ctypes.CDLL | None]:
-    """Starts to compile and load the C++ in a thread; the result is None if that fails, which the log says.
+    """Starts to compile and load the kernels in a thread; the result is None if that fails, which the log says."""
+    return ThreadPoolExecutor(1).submit(_load_kernels)
 
-    The library is kept in the user's cache folder.
+
+def _load_kernels() -> ctypes.CDLL | None:
+    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
+    try:
+        return load_cpp(_SOURCES, flags=["-O3", *flags, "-fopenmp"])
+    except CompilationError as error:
+        logger.warning("a CPU uses torch's kernels, which are slower: %s", error)
+    return None
+
+
+def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str] = ()) -> ctypes.CDLL:
+    """Returns the library of these files, which is compiled into the user's cache folder if it is not there.
+
+    Where that folder cannot be written, each process compiles. CompilationError if there is no library.
     """
-    return ThreadPoolExecutor(1).submit(_load, user_cache_folder())
-
-
-def _load(folder: Path) -> ctypes.CDLL | None:
+    folder = user_cache_folder()
     try:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
-            return _compiled(folder)
+            return _load(folder, sources, flags=flags, libraries=libraries)
         with TemporaryDirectory() as private:
-            return _compiled(Path(private))
+            return _load(Path(private), sources, flags=flags, libraries=libraries)
     except subprocess.CalledProcessError as error:
         reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
     remedy = "install g++, or set $CXX to the command of another compiler of C++"
-    logger.warning("a CPU uses torch's kernels, which are slower: C++ was not compiled: %s; %s", reason, remedy)
-    return None
+    raise CompilationError(f"C++ was not compiled: {reason}; {remedy}")
 
 
-def _compiled(folder: Path) -> ctypes.CDLL:
-    """Returns the library in this folder; compiles it there if there is none that can be loaded."""
-    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
-    command = [cpp_compiler(), "-std=c++17", "-O3", *flags, "-fopenmp", "-shared", "-fPIC", *map(str, _SOURCES)]
-    parts = [*command[: -len(_SOURCES)], *(source.read_text() for source in _SOURCES)]
+def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str]) -> ctypes.CDLL:
+    command = [cpp_compiler(), "-std=c++17", *flags, "-shared", "-fPIC", *map(str, sources), *libraries]
+    parts = [cpp_compiler(), *flags, *libraries, torch.__version__, *(source.read_text() for source in sources)]
     library = folder / f"cpp_{blake2b(chr(0).join(parts).encode(), digest_size=16).hexdigest()}.so"
     if library.exists():
         with suppress(OSError):  # a file that is damaged

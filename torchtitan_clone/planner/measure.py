@@ -18,6 +18,7 @@ from torch import Tensor
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.data import Batch
+from torchtitan_clone.ops.tensor_region import use_tensor_region
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware
 from torchtitan_clone.planner.time_model import predict_step_time
@@ -81,6 +82,8 @@ def best_seconds(function: Callable[[], object], *, device: torch.device, repeat
 def measure_hardware(device: torch.device, *, name: str, links: tuple[float, float]) -> Hardware:
     """Returns the table of a device; `links` are microseconds and GB/s of collectives, see measure_links()."""
     is_cpu = device.type == "cpu"
+    if is_cpu:
+        use_tensor_region()
     dtype = torch.bfloat16 if not is_cpu or has_bfloat16_units() else torch.float32
     products = [[size, round(_product_tflops(size, dtype=dtype, device=device), 4)] for size in SIZES]
     # On a CPU the time of attention follows from steps: the kernel, its mask and its blocks differ.

@@ -17,6 +17,7 @@ from torchtitan_clone.observe.by_source import Totals
 from torchtitan_clone.ops.cpp_attention import use_cpp
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.source_sums import SourceSums
+from torchtitan_clone.ops.tensor_region import use_tensor_region
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
@@ -152,6 +153,8 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
+    if device.type == "cpu":
+        use_tensor_region()
     set_up_compile(plan.config.compile, device_type=device.type)
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)

@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +129,6 @@ def train(
 ) -> tuple[int, str]:
     """Trains to the end; returns the exit code and the output of rank 0."""
     return Ranks(argv, world_size=world_size, log_folder=log_folder, env=env).wait(timeout)
-
-
-@cache
-def allocator_variables() -> dict[str, str]:
-    """Returns the variables that run_train.sh sets for the allocator; malloc reads them when a process starts."""
-    names = ("LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-    command = "source scripts/allocator.sh; set_up_allocator; env -0"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = dict(entry.split("=", 1) for entry in done.stdout.split("\0") if "=" in entry)
-    return {name: found[name] for name in names if name in found}
 
 
 def read_json_lines(file: Path) -> list[Row]:

@@ -1,0 +1,165 @@
+"""The region of CPU tensors, in processes of their own: an allocator is that of a whole process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+START = """
+import logging, resource, sys, threading, os
+import torch
+from torchtitan_clone.ops.tensor_region import use_tensor_region
+logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+"""
+USE = "use_tensor_region()\n"
+PAGES = """
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(); assert (faults() < 100) is {kept}, faults()
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """Runs code in a process; returns what it writes to the log."""
+    inherited = {key: value for key, value in os.environ.items() if key != "ALLOCATOR"}
+    result = subprocess.run(
+        [sys.executable, "-c", START + code],
+        env={**inherited, "PYTHONPATH": str(REPO), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+def test_a_block_is_used_again_by_a_tensor_of_its_size():
+    code = """
+    tensors = [torch.full((1 << 20,), float(i)) for i in range(8)]
+    small = []
+    for i in (1, 3, 5):  # neighbors stay
+        address = tensors[i].data_ptr()
+        tensors[i] = None
+        small += [torch.ones(n) for n in range(1, 100)]  # would take the bytes that a block of malloc lacks
+        tensors[i] = torch.full((1 << 20,), float(i))
+        assert tensors[i].data_ptr() == address
+        assert address % 64 == 0
+    assert all((x == i).all() for i, x in enumerate(tensors))
+    """
+    assert run(USE + dedent(code)) == "allocator of CPU tensors: a region of their own\n"
+
+
+def test_free_neighbors_are_joined_and_the_smallest_block_that_fits_is_used():
+    code = """
+    n = 1 << 18
+    tensors = [torch.ones(size * n) for size in (4, 1, 1, 1, 1, 2, 1)]
+    address = [x.data_ptr() for x in tensors]
+    for order in ((1, 2, 3), (3, 2, 1), (1, 3, 2)):
+        for i in order:
+            tensors[i] = None
+        tensors[1] = torch.ones(3 * n)
+        assert tensors[1].data_ptr() == address[1]
+        tensors[1] = None
+        tensors[1:4] = [torch.ones(n) for _ in range(3)]
+        assert [x.data_ptr() for x in tensors[1:4]] == address[1:4]
+    tensors[0] = tensors[5] = None
+    assert torch.ones(2 * n).data_ptr() == address[5]
+    tensors[6] = None  # joins what is left above it
+    assert torch.ones(100 * n).data_ptr() == address[5]
+    """
+    run(USE + dedent(code))
+
+
+def test_threads_get_blocks_of_their_own():
+    code = """
+    wrong = []
+    def work(number):
+        generator = torch.Generator().manual_seed(number)
+        live = {}
+        for step in range(400):
+            key = int(torch.randint(8, (), generator=generator))
+            if (old := live.pop(key, None)) is not None and not (old == old[0]).all():
+                wrong.append((number, step))
+            size = int(torch.randint(1, 1 << 18, (), generator=generator))
+            live[key] = torch.full((size,), float(number * 1000 + step))
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    assert not wrong
+    """
+    run(USE + dedent(code))
+
+
+def test_a_forked_process_can_allocate():
+    """Another thread may hold the region at the time of a fork."""
+    code = """
+    done = threading.Event()
+    def work():
+        while not done.is_set():
+            torch.empty(1 << 18)
+    thread = threading.Thread(target=work); thread.start()
+    for _ in range(300):
+        if (child := os.fork()) == 0:
+            torch.empty(1 << 18)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    done.set(); thread.join()
+    """
+    run(USE + dedent(code))
+
+
+@pytest.mark.parametrize(("allocator", "kept"), [("", "True"), ("default", "False")])
+def test_freed_memory_is_kept(allocator, kept):
+    """Counts the page faults of a tensor of 64 MB, the size of some logits, twenty times."""
+    run(USE + PAGES.format(kept=kept), ALLOCATOR=allocator)
+
+
+def test_tensors_that_existed_before_and_that_grow_keep_their_values():
+    code = """
+    before = torch.arange(1 << 20)
+    use_tensor_region()
+    grows = torch.ones(3)
+    for size in (1 << 10, 1 << 18, 1 << 20):
+        grows.resize_(size)
+        assert grows[:3].tolist() == [1, 1, 1]
+    assert torch.equal(before, torch.arange(1 << 20))
+    del before
+    assert torch.empty(0).numel() == 0
+    """
+    run(dedent(code))
+
+
+def test_the_profiler_sees_the_memory_of_tensors():
+    code = """
+    with torch.profiler.profile(profile_memory=True) as profile:
+        x = torch.empty(1 << 20)
+        del x
+    sizes = [event.self_cpu_memory_usage for event in profile.key_averages()]
+    assert sizes == [1 << 22, -(1 << 22)], sizes
+    """
+    run(USE + dedent(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "reason"),
+    [
+        ("", {"ALLOCATOR": "default"}, "malloc, as $ALLOCATOR is default"),
+        ("", {"CXX": "no-such-compiler"}, "No such file or directory: 'no-such-compiler'; install g++"),
+        ("", {"CXX": "false"}, "false ended with status 1"),
+        ("resource.setrlimit(resource.RLIMIT_AS, (1 << 44, 1 << 44))\n", {}, "(see ulimit -v)"),
+        ("resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))\n", {}, "(see ulimit -v)"),
+    ],
+)
+def test_malloc_allocates_where_there_can_be_no_region(code, environment, reason, tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path), **environment} if "CXX" in environment else environment
+    log = run(code + USE + "assert (torch.ones(1 << 20) == 1).all()", **environment)
+    assert log.count("allocator of CPU tensors: malloc") == 1
+    assert reason in log

@@ -1,0 +1,148 @@
+// Allocator of large CPU tensors, which come from a region of memory of their own.
+//
+// torch allocates by posix_memalign(): glibc needs some bytes more than asked for to align a block, so that a block that is
+// freed is too small for the next tensor of its size as soon as a small object lies beside it. Here blocks have the sizes of
+// tensors, rounded to their alignment. The smallest free block that is large enough is used, from its start, and neighbors
+// that are free are joined. Memory that is freed stays with the process, on huge pages where the kernel has them.
+
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+
+namespace {
+
+constexpr size_t kAlignment = 64;          // bytes, as torch's
+constexpr size_t kSmallest = 64 << 10;     // bytes; smaller tensors are left to torch's allocator
+constexpr size_t kHugePage = 2 << 20;      // bytes
+
+class Region {
+ public:
+  // Reserves addresses, not memory: twice what the machine has, so that holes between blocks have room.
+  bool reserve() {
+    rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;  // it would count in full
+    const size_t bytes = 2 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return false;
+    const auto address = (reinterpret_cast<uintptr_t>(start) + kHugePage - 1) / kHugePage * kHugePage;
+    start_ = top_ = reinterpret_cast<char*>(address);
+    end_ = static_cast<char*>(start) + bytes;
+#ifdef MADV_HUGEPAGE
+    madvise(start_, end_ - start_, MADV_HUGEPAGE);  // fails where the kernel has none, which does no harm
+#endif
+    return true;
+  }
+
+  bool has(const void* pointer) const { return start_ <= pointer && pointer < end_; }
+
+  // Returns a block of at least this many bytes; nullptr if the region has no room left.
+  char* take(size_t bytes) {
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = free_by_size_.lower_bound({bytes, nullptr});
+    char* block = nullptr;
+    if (found != free_by_size_.end()) {
+      const auto [size, address] = *found;
+      block = address;
+      remove_free(block, size);
+      if (size > bytes) add_free(block + bytes, size - bytes);
+    } else {
+      block = top_;
+      const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
+      if (last != free_.end() && last->first + last->second == top_) block = last->first;
+      if (static_cast<size_t>(end_ - block) < bytes) return nullptr;
+      if (block != top_) remove_free(block, last->second);
+      top_ = block + bytes;
+    }
+    used_[block] = bytes;
+    return block;
+  }
+
+  void give_back(char* block) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    const auto entry = used_.find(block);
+    size_t bytes = entry->second;
+    used_.erase(entry);
+    const auto next = free_.lower_bound(block);
+    if (next != free_.end() && block + bytes == next->first) {
+      bytes += next->second;
+      remove_free(next->first, next->second);
+    }
+    const auto after = free_.lower_bound(block);
+    if (after != free_.begin()) {
+      const auto [previous, size] = *std::prev(after);
+      if (previous + size == block) {
+        block = previous;
+        bytes += size;
+        remove_free(previous, size);
+      }
+    }
+    add_free(block, bytes);
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  void add_free(char* block, size_t bytes) {
+    free_[block] = bytes;
+    free_by_size_.insert({bytes, block});
+  }
+
+  void remove_free(char* block, size_t bytes) {
+    free_.erase(block);
+    free_by_size_.erase({bytes, block});
+  }
+
+  char* start_ = nullptr;
+  char* top_ = nullptr;  // what lies above was never used
+  char* end_ = nullptr;
+  std::mutex mutex_;
+  std::map<char*, size_t> used_, free_;
+  std::set<std::pair<size_t, char*>> free_by_size_;
+};
+
+Region& region() {
+  static auto* const instance = new Region;  // never deleted: tensors are freed until the process ends
+  return *instance;
+}
+
+void free_tensor(void* pointer) {
+  if (!region().has(pointer)) return c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  c10::profiledCPUMemoryReporter().Delete(pointer);
+  region().give_back(static_cast<char*>(pointer));
+}
+
+class RegionAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* block = bytes < kSmallest ? nullptr : region().take(bytes);
+    if (block == nullptr) {
+      block = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);
+    } else {
+      c10::profiledCPUMemoryReporter().New(block, bytes);
+    }
+    return {block, block, &free_tensor, c10::Device(c10::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &free_tensor; }
+
+  void copy_data(void* dest, const void* src, size_t bytes) const override { default_copy_data(dest, src, bytes); }
+};
+
+}  // namespace
+
+// Makes torch allocate by a region; returns whether the system gives the addresses.
+extern "C" bool use_tensor_region() {
+  if (!region().reserve()) return false;
+  pthread_atfork([] { region().mutex().lock(); }, [] { region().mutex().unlock(); }, [] { region().mutex().unlock(); });
+  c10::SetCPUAllocator(new RegionAllocator);
+  return true;
+}
