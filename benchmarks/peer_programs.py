@@ -36,11 +36,12 @@ MANY_STEPS = 1_000_000
 class Work:
     """What every program does: a size, its precision, eager or compiled, on which device.
 
-    Only ours takes other than all rows of a step at once.
+    Only ours takes other than all rows of a step at once, or computes blocks again in backward.
     """
 
     size: str
     rows_at_once: int
+    recomputes: bool = False
     dtype: str = "float32"
     compile: bool = False
     device: str = "cpu"
@@ -73,7 +74,8 @@ def _options(work: Work, folder: str) -> list[str]:
         "job.dump_folder": folder, "training.seq_len": size.tokens, "training.local_batch_size": work.rows_at_once,
         "training.global_batch_size": size.rows, "training.steps": MANY_STEPS, "training.document_masking": "false",
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
-        "activation_checkpoint.mode": "none", "checkpoint.enable": "false", "validation.enable": "false",
+        "activation_checkpoint.mode": "full" if work.recomputes else "none",
+        "checkpoint.enable": "false", "validation.enable": "false",
         "model.args.dim": size.dim, "model.args.n_layers": size.layers, "model.args.n_heads": size.heads,
         "model.args.n_kv_heads": size.heads, "model.args.vocab_size": size.vocab,
         "model.args.hidden_dim": size.hidden,

@@ -9,7 +9,8 @@ Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, to
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have
 blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is
 their products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains
-on a quarter of the rows at a time and sums gradients, which takes less memory. Programs live at once and take
+on a quarter of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with
+more FLOPs; both take less memory. Programs live at once and take
 their steps in turn. "time" is the ratio to ours in the same round, with quartiles. On a CPU
 ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
 step is timed from the start of the process; with --compile once with empty caches ("cold") and once with full ones.
@@ -35,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
 
-OURS, BARE, SPLIT = "ours", "ours, default malloc", "ours, micro-batches"
-NAMES = [OURS, BARE, SPLIT, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+OURS, BARE, SPLIT, RECOMPUTED = "ours", "ours, default malloc", "ours, micro-batches", "ours, recomputation"
+NAMES = [OURS, BARE, SPLIT, RECOMPUTED, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
 INSTALLED = {
     "HF Trainer": ["accelerate>=1.1", "psutil"],
     "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse", "psutil"],
@@ -122,7 +123,7 @@ def _parse() -> argparse.Namespace:
 def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder: Path) -> Iterator[Program]:
     python = _prepare_environment(options.environment, names=options.only)
     for name in options.only:
-        with_allocator = name in (OURS, SPLIT) or (options.allocator and name != BARE)
+        with_allocator = name in (OURS, SPLIT, RECOMPUTED) or (options.allocator and name != BARE)
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -131,8 +132,9 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "ALLOCATOR": "" if with_allocator else "default",
         }
         rows = max(1, SIZES[options.size].rows // 4) if name == SPLIT else SIZES[options.size].rows
-        key = OURS if name in (BARE, SPLIT) else name
-        command = [python, "benchmarks/peer_programs.py", key, json.dumps({**work, "rows_at_once": rows})]
+        key = OURS if name in (BARE, SPLIT, RECOMPUTED) else name
+        own = {"rows_at_once": rows, "recomputes": name == RECOMPUTED}
+        command = [python, "benchmarks/peer_programs.py", key, json.dumps({**work, **own})]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 
 
@@ -167,7 +169,7 @@ def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
 def _count_flops(programs: Sequence[Program], *, folder: Path) -> int:
     """Returns the FLOPs of the products of a step, which must be the same in all programs; counted in eager mode."""
     flops = {}
-    for program in (program for program in programs if program.name != BARE):
+    for program in (program for program in programs if program.name not in (BARE, RECOMPUTED)):
         options = {**json.loads(program.command[-1]), "compile": False, "count_flops": True}
         command = [*program.command[:-1], json.dumps(options)]
         counting = replace(program, command=command, log=folder / "flops.log")
