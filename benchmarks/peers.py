@@ -9,7 +9,7 @@ Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, to
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have
 blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is
 their products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains
-on a quarter of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with
+on half of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with
 more FLOPs; both take less memory. Programs live at once and take
 their steps in turn. "time" is the ratio to ours in the same round, with quartiles. On a CPU
 ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
@@ -131,7 +131,7 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
             "ALLOCATOR": "" if with_allocator else "default",
         }
-        rows = max(1, SIZES[options.size].rows // 4) if name == SPLIT else SIZES[options.size].rows
+        rows = max(1, SIZES[options.size].rows // 2) if name == SPLIT else SIZES[options.size].rows
         key = OURS if name in (BARE, SPLIT, RECOMPUTED) else name
         own = {"rows_at_once": rows, "recomputes": name == RECOMPUTED}
         command = [python, "benchmarks/peer_programs.py", key, json.dumps({**work, **own})]
