@@ -24,7 +24,6 @@ from torchtitan_clone.testing.runs import losses, make_short_documents, options,
 
 CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
 ONE_THREAD, PINNED = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4", "OMP_PROC_BIND": "true"}
-os.environ["ALLOCATOR"] = "default"  # else malloc would not see large tensors
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "checked, all ranks on one core": (CHECKED | ONE_THREAD, ["taskset", "-c", "0"]),
     "checked, threads not pinned": (CHECKED | {"OMP_NUM_THREADS": "4"}, []),
@@ -89,9 +88,9 @@ def main() -> int:
         runs = args.runs // len(SETTINGS) + (number < args.runs % len(SETTINGS))
         print(f"{runs} runs, {name}", flush=True)
         command = [*prefix, sys.executable, __file__, f"--runs={runs}", f"--folder={base / str(number)}"]
-        codes.append(
-            subprocess.run(command, env=os.environ | {"PYTHONFAULTHANDLER": "1"} | env, check=False).returncode
-        )
+        # Without ALLOCATOR malloc would not see large tensors.
+        env = os.environ | {"PYTHONFAULTHANDLER": "1", "ALLOCATOR": "default"} | env
+        codes.append(subprocess.run(command, env=env, check=False).returncode)
     print("all right" if not any(codes) else f"exit codes by setting: {codes}")
     return 1 if any(codes) else 0
 

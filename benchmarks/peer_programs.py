@@ -401,8 +401,9 @@ def count_flops(turn: Turn) -> Turn:
 if __name__ == "__main__":
     name, options = sys.argv[1], json.loads(sys.argv[2])
     counts_flops = options.pop("count_flops", False)
-    if options.get("device", "cpu") == "cpu":
+    work = Work(**options)
+    if work.device == "cpu":
         use_tensor_region()
     served = serve_turns()
     with contextlib.suppress(KeyboardInterrupt):
-        PROGRAMS[name](Work(**options), count_flops(served) if counts_flops else served)
+        PROGRAMS[name](work, count_flops(served) if counts_flops else served)

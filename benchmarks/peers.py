@@ -6,14 +6,14 @@
     python benchmarks/peers.py --size 8B-layers --compile --dtype bfloat16 --device cuda --only ours products torchtitan
 
 Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
-loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have
-blocks of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is
-their products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains
-on half of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with
-more FLOPs; both take less memory. Programs live at once and take
-their steps in turn. "time" is the ratio to ours in the same round, with quartiles. On a CPU
-ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
-step is timed from the start of the process; with --compile once with empty caches ("cold") and once with full ones.
+loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have blocks
+of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is their
+products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half
+of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with more FLOPs;
+both take less memory. Programs live at once and take their steps in turn. "time" is the ratio to ours in the same
+round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator
+to the peers too. The first step is timed from the start of the process; with --compile once with empty caches ("cold")
+and once with full ones.
 """
 
 import argparse
@@ -123,7 +123,8 @@ def _parse() -> argparse.Namespace:
 def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder: Path) -> Iterator[Program]:
     python = _prepare_environment(options.environment, names=options.only)
     for name in options.only:
-        with_allocator = name in (OURS, SPLIT, RECOMPUTED) or (options.allocator and name != BARE)
+        is_ours = name.startswith(OURS)
+        with_allocator = name != BARE and (is_ours or options.allocator)
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -132,7 +133,7 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "ALLOCATOR": "" if with_allocator else "default",
         }
         rows = max(1, SIZES[options.size].rows // 2) if name == SPLIT else SIZES[options.size].rows
-        key = OURS if name in (BARE, SPLIT, RECOMPUTED) else name
+        key = OURS if is_ours else name
         own = {"rows_at_once": rows, "recomputes": name == RECOMPUTED}
         command = [python, "benchmarks/peer_programs.py", key, json.dumps({**work, **own})]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")

@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 300
 
 
 class CompilationError(Exception):
-    """C++ could not be compiled, or its library not be kept or loaded; says why, and what to do."""
+    """C++ cannot be compiled, or its library cannot be loaded; says why, and what to do."""
 
 
 def cpp_compiler() -> str:

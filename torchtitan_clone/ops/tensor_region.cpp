@@ -19,16 +19,16 @@
 
 namespace {
 
-constexpr size_t kAlignment = 64;          // bytes, as torch's
-constexpr size_t kSmallest = 64 << 10;     // bytes; smaller tensors are left to torch's allocator
-constexpr size_t kHugePage = 2 << 20;      // bytes
+constexpr size_t kAlignment = 64;       // bytes, as torch's
+constexpr size_t kSmallest = 64 << 10;  // bytes; smaller tensors are left to torch's allocator
+constexpr size_t kHugePage = 2 << 20;   // bytes
 
 class Region {
  public:
-  // Reserves addresses, not memory: twice what the machine has, so that holes between blocks have room.
+  // Reserves address space, not memory: twice what the machine has, which leaves room for fragmentation.
   bool reserve() {
     rlimit limit;
-    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;  // it would count in full
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;  // the reservation would count in full
     const size_t bytes = 2 * static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
     void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return false;
@@ -41,10 +41,10 @@ class Region {
     return true;
   }
 
-  bool has(const void* pointer) const { return start_ <= pointer && pointer < end_; }
+  bool contains(const void* pointer) const { return start_ <= pointer && pointer < end_; }
 
   // Returns a block of at least this many bytes; nullptr if the region has no room left.
-  char* take(size_t bytes) {
+  char* allocate(size_t bytes) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto found = free_by_size_.lower_bound({bytes, nullptr});
@@ -66,7 +66,7 @@ class Region {
     return block;
   }
 
-  void give_back(char* block) {
+  void deallocate(char* block) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const auto entry = used_.find(block);
     size_t bytes = entry->second;
@@ -115,15 +115,15 @@ Region& region() {
 }
 
 void free_tensor(void* pointer) {
-  if (!region().has(pointer)) return c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
+  if (!region().contains(pointer)) return c10::GetDefaultCPUAllocator()->raw_deallocate(pointer);
   c10::profiledCPUMemoryReporter().Delete(pointer);
-  region().give_back(static_cast<char*>(pointer));
+  region().deallocate(static_cast<char*>(pointer));
 }
 
 class RegionAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* block = bytes < kSmallest ? nullptr : region().take(bytes);
+    void* block = bytes < kSmallest ? nullptr : region().allocate(bytes);
     if (block == nullptr) {
       block = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);
     } else {
@@ -139,7 +139,7 @@ class RegionAllocator final : public c10::Allocator {
 
 }  // namespace
 
-// Makes torch allocate by a region; returns whether the system gives the addresses.
+// Registers the allocator with torch; returns false if the address space cannot be reserved.
 extern "C" bool use_tensor_region() {
   if (!region().reserve()) return false;
   pthread_atfork([] { region().mutex().lock(); }, [] { region().mutex().unlock(); }, [] { region().mutex().unlock(); });

@@ -1,4 +1,4 @@
-"""Memory of CPU tensors: a region of their own, whose free blocks fit the next step's tensors (tensor_region.cpp)."""
+"""Allocator of CPU tensors that avoids the fragmentation of malloc (tensor_region.cpp)."""
 
 import ctypes
 import logging
@@ -19,9 +19,9 @@ _LIBRARIES = [f"-L{_TORCH / 'lib'}", "-lc10"]
 
 @cache
 def use_tensor_region() -> None:
-    """Allocates large CPU tensors in a region from now on, if the environment does not have ALLOCATOR=default.
+    """Allocates CPU tensors of 64 KiB or more in a region of memory of their own from now on; logs the allocator.
 
-    Logs which allocator is used. It stays malloc where no C++ can be compiled or where addresses are limited.
+    It stays malloc with ALLOCATOR=default, without a compiler of C++, and where address space cannot be reserved.
     """
     logger.info("allocator of CPU tensors: %s", _set_up())
 
@@ -35,5 +35,6 @@ def _set_up() -> str:
         return f"malloc, which needs more memory: {error}"
     library.use_tensor_region.restype = ctypes.c_bool
     if not library.use_tensor_region():
-        return "malloc, which needs more memory: the system limits the addresses of a process (see ulimit -v)"
+        remedy = "see ulimit -v, ulimit -d and vm.overcommit_memory"
+        return f"malloc, which needs more memory: address space cannot be reserved; {remedy}"
     return "a region of their own"
