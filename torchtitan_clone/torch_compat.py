@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     import torchft
+    from torch._inductor.cpu_vec_isa import VecISA
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
     from torch.distributed.tensor import DTensor
@@ -240,23 +241,30 @@ def default_compile_cache() -> str:
 def import_inductor() -> None:
     """Imports what torch.compile calls on a CPU, and skips what a start with a full cache does not use.
 
-    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s). Sizes and modification times
-    of torch's sources identify it in the cache, not their content (0.2 s). torch.nn.functional is not tokenized for the
-    names of functions in a log (0.1 s).
+    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s). networkx is imported when it
+    is used (0.06 s). Sizes and modification times of torch's sources identify it in the cache, not their content
+    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s), and garbage of a compilation waits
+    for the next collection.
     """
-    from torch._dynamo import funcname_cache
+    from torch._dynamo import config, funcname_cache
 
-    is_hidden = sys.modules.setdefault("jinja2", cast("ModuleType", None)) is None
+    config.run_gc_after_compile = False
+    funcname_cache._add_file = lambda path: funcname_cache.cache.update({path: {}})
+    networkx = ModuleType("networkx")
+    vars(networkx)["DiGraph"] = object  # in annotations, which are evaluated
+    hidden = {"jinja2": cast("ModuleType", None), "networkx": networkx}
+    hidden = {name: module for name, module in hidden.items() if sys.modules.setdefault(name, module) is module}
     try:
         from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
         from torch._inductor.codegen.common import jinja2_env
     finally:
-        if is_hidden:
-            del sys.modules["jinja2"]
+        for name in hidden:
+            del sys.modules[name]
+    del vars(networkx)["DiGraph"]
+    networkx.__getattr__ = lambda name: getattr(import_module("networkx"), name)
     jinja2_env.cache_clear()
     with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
         cast("Any", codecache.torch_key).set(identify_torch(TORCH))
-    funcname_cache.cache.setdefault(cast("str", F.__file__), {})
 
 
 @cache
@@ -290,29 +298,30 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
     header of kernels to see whether the precompiled one is current: 0.8 s of a core with a full cache. A result holds
     for a compiler (path, size, time of modification), the instructions of a processor, and torch.
     """
-    from torch._inductor import codecache, config, cpu_vec_isa
+    from torch._inductor import codecache, cpu_vec_isa
 
     stat, instructions = compiler.stat(), cpu_vec_isa.x86_isa_checker()
     checked = (identify_torch(TORCH), str(compiler), stat.st_size, stat.st_mtime_ns, platform.machine(), instructions)
     results = folder / hashlib.sha256(repr(checked).encode()).hexdigest()
     results.mkdir(parents=True, exist_ok=True)
-    codecache._precompile_header = cache(partial(_precompile_once, codecache._precompile_header, results))
-    kinds = [isa for isa in cpu_vec_isa.supported_vec_isa_list if {*str(isa).split()} <= {*instructions}]
-    if config.cpp.vec_isa_ok is None and ((results / "vector_instructions").exists() or all(kinds)):
-        (results / "vector_instructions").touch()
-        config.cpp.vec_isa_ok = True
+    precompile, check_build = codecache._precompile_header, cpu_vec_isa.VecISA.check_build
 
+    @cache
+    def precompile_once(header: str, command: str, **options: object) -> str:
+        result = results / hashlib.sha256(f"{header} {command}".encode()).hexdigest()
+        path = result.read_text() if result.exists() else ""
+        if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
+            path = precompile(header, command, **options)
+            result.write_text(path)
+        return path
 
-def _precompile_once(
-    precompile: Callable[..., str], results: Path, header: str, command: str, **options: object
-) -> str:
-    """Returns the path of a precompiled header without its suffix, by torch's function unless the result is known."""
-    result = results / hashlib.sha256(f"{header} {command}".encode()).hexdigest()
-    path = result.read_text() if result.exists() else ""
-    if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
-        path = precompile(header, command, **options)
-        result.write_text(path)
-    return path
+    def check_build_once(self: "VecISA", code: str) -> bool:
+        result = results / hashlib.sha256(f"{self.build_arch_flags()} {code}".encode()).hexdigest()
+        if not result.exists() and check_build(self, code):
+            result.touch()
+        return result.exists()
+
+    codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, check_build_once
 
 
 def log_compilation() -> None:

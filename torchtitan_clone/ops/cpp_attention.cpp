@@ -14,13 +14,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16, ROWS = 8;
-#elif defined(__AVX2__)
-constexpr int64_t LANES = 8, ROWS = 4;
-#else
-constexpr int64_t LANES = 4, ROWS = 8;
-#endif
+constexpr int64_t LANES = FLOATS_OF_VECTOR, ROWS = LANES == 8 ? 4 : 8;
 constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together; ROWS x PANEL sums fit into registers
 constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines

@@ -19,7 +19,8 @@ from torchtitan_clone.files import user_cache_folder
 logger = logging.getLogger("torchtitan_clone")
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("cpp_attention.cpp", "cpp_product.cpp")]
-_FLAGS = {"AVX512": "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma", "AVX2": "-mavx2 -mfma"}
+_WIDTH = "-DFLOATS_OF_VECTOR="
+_FLAGS = {"AVX512": f"-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma {_WIDTH}16", "AVX2": f"-mavx2 -mfma {_WIDTH}8"}
 """Flags of compilers by what torch calls the capability of a processor."""
 _TIMEOUT_SECONDS = 300
 
@@ -40,7 +41,7 @@ def start_compiling() -> Future[ctypes.CDLL | None]:
 
 
 def _load_kernels() -> ctypes.CDLL | None:
-    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), "").split()
+    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), f"{_WIDTH}4").split()
     try:
         return load_cpp(_SOURCES, flags=["-O3", *flags, "-fopenmp"])
     except CompilationError as error:

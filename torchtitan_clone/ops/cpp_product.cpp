@@ -16,13 +16,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16, VECTORS = 4;
-#elif defined(__AVX2__)
-constexpr int64_t LANES = 8, VECTORS = 2;
-#else
-constexpr int64_t LANES = 4, VECTORS = 2;
-#endif
+constexpr int64_t LANES = FLOATS_OF_VECTOR, VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
 constexpr int64_t DEPTH = 1024, HEIGHT = 12, WIDTH = 768;  // of blocks, which stay in the caches; heights in tiles
 constexpr int64_t FEW = 4;                                 // columns of a that are packed at a time
