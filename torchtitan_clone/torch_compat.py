@@ -243,12 +243,10 @@ def import_inductor() -> None:
 
     Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s). networkx is imported when it
     is used (0.06 s). Sizes and modification times of torch's sources identify it in the cache, not their content
-    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s), and garbage of a compilation waits
-    for the next collection.
+    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s).
     """
-    from torch._dynamo import config, funcname_cache
+    from torch._dynamo import funcname_cache
 
-    config.run_gc_after_compile = False
     funcname_cache._add_file = lambda path: funcname_cache.cache.update({path: {}})
     networkx = ModuleType("networkx")
     vars(networkx)["DiGraph"] = object  # in annotations, which are evaluated
