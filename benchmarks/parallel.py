@@ -6,12 +6,12 @@
 Two ranks and one rank live at the same time and train their steps in turn. One rank is measured as two runs that begin
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
-pipeline and the time of its collectives: their number and bytes at the latency and bandwidth that are measured first,
-the best of 20, as if nothing overlapped; those of FSDP on a CPU are messages (parallel/messages.py). Times and ratios
-are medians, with quartiles. "busy" is the ratio of processor seconds of a rank: what the time exceeds it by are ranks
-that wait for each other. The last table measures training.freeze_schedule. Arguments after `--` are options of all
-runs. With fewer than two GPUs the ranks run on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain
-compiled loop.
+pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
+latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; those of FSDP on a CPU are
+messages (parallel/messages.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds
+of a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
+training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
+CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -37,10 +37,11 @@ import torch.distributed as dist
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.messages import GatherByMessages, SumByMessages
-from torchtitan_clone.parallel.pipeline import bubble_fraction
+from torchtitan_clone.parallel.pipeline import schedule_seconds
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run import preflight
+from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.testing.harness import collect, start_ranks
 from torchtitan_clone.testing.runs import make_corpus
 from torchtitan_clone.testing.trainers import open_trainer
@@ -162,14 +163,25 @@ def serve(argv: list[str]) -> None:
             trainer.train_step(next(numbers))
         with CollectiveTrace(trainer.engine.mesh.group_axes()) as trace:
             trainer.train_step(next(numbers))
-        rows = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        idle = 0.0
-        if config.parallelism.pipeline_parallel_degree > 1:
-            idle = bubble_fraction(config.parallelism, stages=plan.stages, microbatches=rows)
-        turn(collectives=trace.rows(), idle=idle)
+        turn(collectives=trace.rows(), idle=_idle_share(plan) if plan.degrees.pp > 1 else 0.0)
         while True:
             trainer.train_step(next(numbers))
             turn()
+
+
+def _idle_share(plan: RunPlan) -> float:
+    """Returns the share of a pass through the pipeline in which its ranks wait for each other."""
+    options, training = plan.config.parallelism, plan.config.training
+    count = training.local_batch_size // options.pipeline_parallel_microbatch_size
+    layers = plan.spec.layer_flops(plan.model_args, parameters=plan.parameters, seq_len=training.seq_len)
+    flops = {f"layers.{index}": layer for index, layer in enumerate(layers)}
+    flops["output"] = 6.0 * plan.parameters["output.weight"].numel()
+    stages = [sum(flops.get(name, 0.0) for name in modules) for modules in plan.stages.modules]
+    shares = {"F": 1 / 3, "B": 2 / 3}  # of the FLOPs of a stage, in 1F1B
+    seconds = schedule_seconds(
+        options, stages=plan.stages, microbatches=count, cost=lambda kind, stage: shares[kind] * stages[stage], delay=0
+    )
+    return 1 - count * sum(stages) / (plan.degrees.pp * seconds)
 
 
 def measure_links() -> dict:

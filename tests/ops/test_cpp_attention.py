@@ -124,7 +124,10 @@ def test_values_that_are_no_numbers_stay_visible():
     assert torch.equal(lse.isnan(), wrong.transpose(1, 2))
 
 
-@pytest.mark.parametrize("change", ["dtype", "head size", "heads", "values", "keys", "starts", "dtype of starts"])
+WRONG = ["dtype", "head size", "heads", "values", "keys", "starts", "dtype of starts", "ends", "end", "start"]
+
+
+@pytest.mark.parametrize("change", WRONG)
 def test_tensors_that_it_does_not_take_are_an_error(change):
     q, k, v, *_ = triple_heads(8)
     starts = torch.zeros(2, 8, dtype=torch.int32)
@@ -136,8 +139,11 @@ def test_tensors_that_it_does_not_take_are_an_error(change):
         "keys": (q, k[:, :7], v[:, :7], None),
         "starts": (q, k, v, starts[:, :7]),
         "dtype of starts": (q, k, v, starts.long()),
+        "ends": (q, k[:, :7], v[:, :7], starts, starts[:, :7]),
+        "end": (q, k[:, :7], v[:, :7], starts, starts + 8),
+        "start": (q, k, v, starts - 1),
     }[change]
-    with pytest.raises(ValueError, match="does not take"):
+    with pytest.raises(ValueError, match=r"attention by C\+\+.*(does not take|must be within 0 and [78])"):
         attend(*tensors)
 
 

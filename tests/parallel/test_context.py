@@ -12,11 +12,20 @@ from tests.marks import marked
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import Runs
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.parallel.context import CompleteRows, HeadExchange, KeyExchange, LocalStarts, local_tokens
+from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, use_cpp
+from torchtitan_clone.parallel.context import (
+    CompleteRows,
+    HeadExchange,
+    KeyExchange,
+    LocalStarts,
+    context_attention,
+    local_tokens,
+)
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 
 METHODS = ["allgather", "alltoall", "ring"]
+BY_CPP = {"allgather by C++": "allgather", "ring by C++": "ring"}
 
 
 # What limits attention besides documents; every layer of a kind has one of them.
@@ -25,7 +34,11 @@ REACHES = {"": {}, "window": {"window": 37}, "chunk": {"chunk": 100}}
 
 def exchanged(method, documents, positions, *, group, **reach):
     """Returns this rank's attention by a method, for its shard of q, k and v, and the sinks of all heads."""
-    split = {"rank": group.rank(), "degree": group.size(), "method": method}
+    split = {"rank": group.rank(), "degree": group.size(), "method": BY_CPP.get(method, method)}
+    if method in BY_CPP:
+        starts = LocalStarts(**split)(documents, positions, **reach)
+        options = True, BY_CPP[method], group.group_name
+        return lambda *x: context_attention(*x[:3], starts, x[3] if x[3:] else None, *options)[0]
     if method == "alltoall":
         core = HeadExchange(CoreAttention(), group=group)
         build_mask = CompleteRows(DocumentMask(), degree=group.size())
@@ -53,7 +66,7 @@ def attention_distances(cases):
         T, _, name, _ = case
         (*qkv, grad, documents), sinks, right = dense_attention(*case)
         reach = REACHES[name]
-        pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=method)
+        pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=BY_CPP.get(method, method))
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         attention = exchanged(method, documents, own.expand(2, -1), group=group, **reach)
         got = result_and_gradients(attention, *(x[:, own] for x in qkv), *sinks, grad[:, own])
@@ -65,12 +78,35 @@ def attention_distances(cases):
 
 
 def test_every_exchange_equals_dense_attention():
-    cases = list(itertools.product(METHODS, [64, 1200], [None, 20, 900], [""], [False]))
-    cases += itertools.product(METHODS, [320], [None, 90], REACHES, [True])
-    cases += itertools.product(METHODS, [320], [90], ["window"], [False])
+    methods = [*METHODS, *BY_CPP]
+    cases = list(itertools.product(methods, [64, 1200], [None, 20, 900], [""], [False]))
+    cases += itertools.product(methods, [320], [None, 90], REACHES, [True])
+    cases += itertools.product(methods, [320], [90], ["window"], [False])
     for found in run_ranks(attention_distances, 4, cases):
         wrong = {case: error for case, error in zip(cases, found, strict=True) if max(error) > 1e-6}
         assert not wrong
+
+
+def kernels_of_training():
+    """Returns whether an exchange of keys has the bits of C++ after use_cpp(), and whether it has them before."""
+    dist.init_process_group("gloo")
+    group, found = dist.group.WORLD, []
+    *qkv, grad, _ = inputs(64, document_length=None)
+
+    def by_cpp(*qkv):
+        return context_attention(*qkv, None, None, True, "ring", group.group_name)[0]
+
+    for trained in (True, False):
+        core = KeyExchange(group_name=group.group_name, exchange="ring")
+        if trained:
+            use_cpp(core)
+        got = result_and_gradients(lambda *x, core=core: core(*x, None), *qkv, grad)
+        found.append(all(map(torch.equal, got, result_and_gradients(by_cpp, *qkv, grad))))
+    return found
+
+
+def test_training_attends_by_cpp_as_one_rank_does():
+    assert run_ranks(kernels_of_training, 2) == [[IS_FASTER_IN_EAGER, False]] * 2
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])

@@ -124,12 +124,12 @@ def attend_(
     """
     out_BTNH, lse_BTN = attention
     if segments is not None and list(keys) == list(queries):
-        _merge_(out_BTNH, lse_BTN, *varlen.attend_within(qkv, segments))
+        merge_(out_BTNH, lse_BTN, *varlen.attend_within(qkv, segments))
     for block, bias in _biased_blocks(queries, keys, starts_BT, segments, like=qkv[0]):
         q_BNtH, k_BKsH, v_BKsH = _cut(block, qkv)
         out_BNtH, lse_BNt = _forward(q_BNtH, k_BKsH, v_BKsH, bias=bias, causal=block.is_triangle)
         place = block.queries.rows, block.queries.place
-        _merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
+        merge_(out_BTNH[place], lse_BTN[place], out_BNtH.transpose(1, 2), lse_BNt.transpose(1, 2))
 
 
 def attend_backward_(
@@ -151,7 +151,15 @@ def attend_backward_(
             total[rows, where] += gradient.transpose(1, 2)
 
 
-def _merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: Tensor) -> None:
+def ranges_of_keys(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, rows: int) -> list[Tensor | None]:
+    """Returns which keys each query sees, from start to end in memory order, int32 [B, T]; starts if there are any."""
+    q_T, k_S = (torch.cat([torch.arange(x.start, x.stop, dtype=torch.int32) for x in of]) for of in (queries, keys))
+    starts = None if starts_BT is None else torch.searchsorted(k_S, starts_BT.contiguous(), out_int32=True)
+    return [starts, torch.searchsorted(k_S, q_T, right=True, out_int32=True).expand(rows, -1)]
+
+
+def merge_(out_BTNH: Tensor, lse_BTN: Tensor, more_BTNH: Tensor, more_lse_BTN: Tensor) -> None:
+    """Adds attention over more keys in place."""
     lse = torch.logaddexp(lse_BTN, more_lse_BTN)
     out_BTNH.mul_((lse_BTN - lse).exp_()[..., None])
     out_BTNH.addcmul_(more_BTNH.float(), (more_lse_BTN - lse).exp_()[..., None])

@@ -1,9 +1,10 @@
-// Causal attention within documents in fp32 on a CPU; cpp_attention.py compiles this file and calls it.
+// Attention to a range of keys in fp32 on a CPU; cpp_library.py compiles this file, and cpp_attention.py calls it.
 //
 // FlashAttention (arXiv 2205.14135, 2307.08691): no row of scores is ever in memory as a whole, and backward computes
 // them again. Keys are packed so that one vector has the same feature of several keys. Tensors are contiguous:
-//   queries [B, T, N, H], keys and values [B, T, K, H], logarithms of sums of exponentials [B, N, T],
-//   starts [B, T]: the first token that each one attends to, or null if that is the first of the row.
+//   queries [B, T, N, H], keys and values [B, S, K, H], logarithms of sums of exponentials [B, N, T],
+//   starts [B, T]: the first key that each query sees, or null if that is the first of the row,
+//   ends [B, T]: the one after its last key, or null if that is the one after itself, where S is T.
 // H is a multiple of LANES, N one of K.
 
 #include <algorithm>
@@ -19,12 +20,13 @@ constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together;
 constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
 constexpr float MASKED = -INFINITY;
+constexpr float NO_KEYS = -1e30f;  // logarithm of the sum of a query that sees no key; finite, so that it can be merged
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 
 struct Sizes {
-  int64_t B, T, N, K, H;
+  int64_t B, T, S, N, K, H;
 };
 
 Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
@@ -113,17 +115,20 @@ void multiply_packed(int64_t rows, int64_t H, const float* x, int64_t x_row, con
 // A block of queries of one head, and the keys that they see.
 struct Block {
   int64_t first_query, rows, first_key, end;
-  const int32_t* starts;  // of its queries
+  const int32_t *starts, *ends;  // of its queries
 
-  Block(const int32_t* row_starts, int64_t first, int64_t T)
+  Block(const int32_t* row_starts, const int32_t* row_ends, int64_t first, int64_t T)
       : first_query(first), rows(std::min(QUERIES, T - first)), first_key(0), end(first + rows),
-        starts(row_starts == nullptr ? nullptr : row_starts + first) {
+        starts(row_starts == nullptr ? nullptr : row_starts + first),
+        ends(row_ends == nullptr ? nullptr : row_ends + first) {
     if (starts != nullptr) first_key = *std::min_element(starts, starts + rows) / PANEL * PANEL;
+    if (ends != nullptr) end = *std::max_element(ends, ends + rows);
   }
 
   // Masks the keys from `first` on that the query does not see.
   void mask(int64_t query, int64_t first, int64_t width, float* scores) const {
-    const int64_t after = first_query + query + 1 - first, before = starts == nullptr ? 0 : starts[query] - first;
+    const int64_t before = starts == nullptr ? 0 : starts[query] - first;
+    const int64_t after = (ends == nullptr ? first_query + query + 1 : ends[query]) - first;
     std::fill(scores, scores + std::clamp<int64_t>(before, 0, width), MASKED);
     std::fill(scores + std::clamp<int64_t>(after, 0, width), scores + padded(width), MASKED);
   }
@@ -131,7 +136,7 @@ struct Block {
 
 void attend_block(const Block& block, const Sizes& size, const float* queries, const float* panels, const float* values,
                   float scale, float* scores, float* out, float* logs) {
-  const auto [B, T, N, K, H] = size;
+  const auto [B, T, S, N, K, H] = size;
   float maxima[QUERIES], totals[QUERIES];
   std::fill(maxima, maxima + QUERIES, MASKED);
   std::fill(totals, totals + QUERIES, 0.0f);
@@ -166,8 +171,9 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
         block.rows, H, width, scores, WIDTH, 1, values + first * K * H, K * H, out, N * H);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
-    for (int64_t h = 0; h < H; h += LANES) store(out + i * N * H + h, load(out + i * N * H + h) / totals[i]);
-    logs[i] = maxima[i] * scale + std::log(totals[i]);
+    const bool sees = totals[i] != 0.0f;  // also if it is no number
+    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) store(out + h, sees ? load(out + h) / totals[i] : Vector{});
+    logs[i] = sees ? maxima[i] * scale + std::log(totals[i]) : NO_KEYS;
   }
 }
 
@@ -180,10 +186,12 @@ struct Scratch {
 void attend_block_backward(const Block& block, const Sizes& size, const float* grad, const float* queries,
                            const float* keys, const float* out, const float* logs, float scale, Scratch& scratch,
                            float* q_grad) {
-  const auto [B, T, N, K, H] = size;
+  const auto [B, T, S, N, K, H] = size;
   float* scores = scratch.scores.data();
   float* grads = scratch.grads.data();
   float products[QUERIES];  // of each result and its gradient
+  if (block.end <= block.first_key)
+    for (int64_t i = 0; i < block.rows; ++i) std::fill_n(q_grad + i * N * H, H, 0.0f);
   for (int64_t i = 0; i < block.rows; ++i) {
     Vector product = {};
     for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) product += load(grad + h) * load(out + h);
@@ -212,51 +220,52 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
 
 }  // namespace
 
-extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, float* out, float* logs,
-                       const Sizes* size, float scale) {
-  const auto [B, T, N, K, H] = *size;
+const int32_t* row_of(const int32_t* x, int64_t b, int64_t T) { return x == nullptr ? nullptr : x + b * T; }
+
+extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, const int32_t* ends,
+                       float* out, float* logs, const Sizes* size, float scale) {
+  const auto [B, T, S, N, K, H] = *size;
 #pragma omp parallel
   {
-    std::vector<float> panels(padded(T) * H), scores(QUERIES * WIDTH);
+    std::vector<float> panels(padded(S) * H), scores(QUERIES * WIDTH);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
-      const int64_t b = head / N, n = head % N, place = (b * T * K + n / (N / K)) * H;
-      pack(k + place, K * H, T, H, panels.data());
+      const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
+      pack(k + place, K * H, S, H, panels.data());
       for (int64_t t = 0; t < T; t += QUERIES) {
         const int64_t first = ((b * T + t) * N + n) * H;
-        attend_block(Block(starts == nullptr ? nullptr : starts + b * T, t, T), *size, q + first, panels.data(),
-                     v + place, scale, scores.data(), out + first, logs + head * T + t);
+        attend_block(Block(row_of(starts, b, T), row_of(ends, b, T), t, T), *size, q + first, panels.data(), v + place,
+                     scale, scores.data(), out + first, logs + head * T + t);
       }
     }
   }
 }
 
 extern "C" void attend_backward(const float* grad, const float* q, const float* k, const float* v,
-                                const int32_t* starts, const float* out, const float* logs, float* q_grad,
-                                float* k_grad, float* v_grad, const Sizes* size, float scale) {
-  const auto [B, T, N, K, H] = *size;
+                                const int32_t* starts, const int32_t* ends, const float* out, const float* logs,
+                                float* q_grad, float* k_grad, float* v_grad, const Sizes* size, float scale) {
+  const auto [B, T, S, N, K, H] = *size;
   const int64_t groups = N / K;
 #pragma omp parallel
   {
-    const auto scores = std::vector<float>(QUERIES * WIDTH), panels = std::vector<float>(padded(T) * H);
+    const auto scores = std::vector<float>(QUERIES * WIDTH), panels = std::vector<float>(padded(S) * H);
     Scratch scratch = {panels, panels, scores, scores, panels, panels};
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
-      const int64_t b = kv_head / K, place = (b * T * K + kv_head % K) * H;
-      pack(k + place, K * H, T, H, scratch.keys.data());
-      pack(v + place, K * H, T, H, scratch.values.data());
+      const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
+      pack(k + place, K * H, S, H, scratch.keys.data());
+      pack(v + place, K * H, S, H, scratch.values.data());
       std::fill(scratch.k_grad.begin(), scratch.k_grad.end(), 0.0f);
       std::fill(scratch.v_grad.begin(), scratch.v_grad.end(), 0.0f);
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
         for (int64_t t = 0; t < T; t += QUERIES) {
           const int64_t first = ((b * T + t) * N + n) * H;
-          attend_block_backward(Block(starts == nullptr ? nullptr : starts + b * T, t, T), *size, grad + first,
-                                q + first, k + place, out + first, logs + (b * N + n) * T + t, scale, scratch,
-                                q_grad + first);
+          attend_block_backward(Block(row_of(starts, b, T), row_of(ends, b, T), t, T), *size, grad + first, q + first,
+                                k + place, out + first, logs + (b * N + n) * T + t, scale, scratch, q_grad + first);
         }
-      for (int64_t t = 0; t < T; ++t) {
-        std::copy_n(scratch.k_grad.data() + t * H, H, k_grad + place + t * K * H);
-        std::copy_n(scratch.v_grad.data() + t * H, H, v_grad + place + t * K * H);
+      for (int64_t s = 0; s < S; ++s) {
+        std::copy_n(scratch.k_grad.data() + s * H, H, k_grad + place + s * K * H);
+        std::copy_n(scratch.v_grad.data() + s * H, H, v_grad + place + s * K * H);
       }
     }
   }

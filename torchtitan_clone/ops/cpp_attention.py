@@ -1,7 +1,7 @@
-"""Causal attention within documents on a CPU, in fp32 by C++ that is compiled when a run starts.
+"""Attention to ranges of keys on a CPU, in fp32 by C++ that is compiled when a run starts.
 
 torch's kernels of a CPU spend most of their time between the products of short rows, and know no documents.
-Legend: B batch, T tokens, N heads, K kv heads, H head dim.
+Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim.
 """
 
 import ctypes
@@ -61,25 +61,31 @@ def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: c
     getattr(loaded_library(), name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
 
 
-def _sizes(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
-    """Returns B, T, N, K and H; ValueError if the library would read other memory than that of these tensors."""
-    (B, T, N, H), K = q_BTNH.shape, k_BTKH.shape[2]
-    fits = k_BTKH.shape == v_BTKH.shape == (B, T, K, H) and N % K == 0 and H % _lanes() == 0
-    kinds = {(x.device.type, x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH)}
-    is_of_rows = starts_BT is None or (starts_BT.shape == (B, T) and starts_BT.dtype == torch.int32)
-    if not (fits and is_of_rows and kinds <= _TAKEN):
-        shapes = [tuple(x.shape) for x in (q_BTNH, k_BTKH, v_BTKH, starts_BT) if x is not None]
+def _sizes(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *ranges: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
+    """Returns B, T, S, N, K and H; ValueError if the library would read other memory than that of these tensors."""
+    (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    fits = k_BSKH.shape == v_BSKH.shape == (B, S, K, H) and N % K == 0 and H % _lanes() == 0
+    kinds = {(x.device.type, x.dtype) for x in (q_BTNH, k_BSKH, v_BSKH)}
+    given = [x for x in ranges if x is not None]
+    are_ranges = all(x.shape == (B, T) and x.dtype == torch.int32 for x in given) and (S == T or ranges[1] is not None)
+    if not (fits and are_ranges and kinds <= _TAKEN):
+        shapes = [tuple(x.shape) for x in (q_BTNH, k_BSKH, v_BSKH, *given)]
         raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
-    return (ctypes.c_int64 * 5)(B, T, N, K, H)
+    if any(len(x) and not 0 <= x.min() <= x.max() <= S for x in given):
+        raise ValueError(f"attention by C++: ranges of keys must be within 0 and {S}")
+    return (ctypes.c_int64 * 6)(B, T, S, N, K, H)
 
 
 @torch.library.custom_op("torchtitan_clone::attend", mutates_args=())
-def attend(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns attention of each token over those from its start (int32) until itself: out [B, T, N, H], lse [B, N, T].
+def attend(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, starts_BT: Tensor | None, ends_BT: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns attention of each query over the keys from its start to its end: out [B, T, N, H], lse [B, N, T].
 
-    Computes in fp32; lse is in fp32. Without starts a row is seen from its first token on. Of lse there is no gradient.
+    Starts and ends are int32. Without starts a row is seen from its first key on, and without ends, of as many keys as
+    queries, until the query itself. Computes in fp32; lse is in fp32. Of lse there is no gradient.
     """
-    inputs = (q_BTNH, k_BTKH, v_BTKH, starts_BT)
+    inputs = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
     sizes = _sizes(*inputs)
     B, T, N, _ = q_BTNH.shape
     out_BTNH, lse_BNT = torch.empty(q_BTNH.shape, dtype=torch.float32), torch.empty(B, N, T, dtype=torch.float32)
@@ -94,18 +100,19 @@ def _fake_results(q_BTNH: Tensor, *_others: Tensor | None) -> tuple[Tensor, Tens
 
 
 @torch.library.custom_op("torchtitan_clone::attend_backward", mutates_args=())
-def _attend_backward(
-    grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
-    lse_BNT: Tensor,
+def attend_backward(
+    grad_BTNH: Tensor, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, starts_BT: Tensor | None,
+    ends_BT: Tensor | None, out_BTNH: Tensor, lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs = (grad_BTNH, q_BTNH, k_BTKH, v_BTKH, starts_BT, out_BTNH, lse_BNT)
-    results = [torch.empty(x.shape, dtype=torch.float32) for x in (q_BTNH, k_BTKH, v_BTKH)]
-    _call("attend_backward", *inputs, results=results, sizes=_sizes(q_BTNH, k_BTKH, v_BTKH, starts_BT))
+    """Returns the gradients by queries, keys and values of attend(), whose results may be merged with others."""
+    inputs = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
+    results = [torch.empty(x.shape, dtype=torch.float32) for x in inputs[:3]]
+    _call("attend_backward", grad_BTNH, *inputs, out_BTNH, lse_BNT, results=results, sizes=_sizes(*inputs))
     q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in results)
     return q_grad, k_grad, v_grad
 
 
-@_attend_backward.register_fake
+@attend_backward.register_fake
 def _fake_gradients(_grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (x.new_empty(x.shape) for x in cast("Sequence[Tensor]", tensors[:3]))
     return q, k, v
@@ -117,7 +124,7 @@ def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor | None, ...], outp
 
 
 def _backward(ctx: BackwardCFunction, grad_BTNH: Tensor, _grad_of_lse: Tensor) -> tuple[Tensor | None, ...]:
-    return *_attend_backward(grad_BTNH, *cast("Sequence[Tensor]", ctx.saved_tensors)), None
+    return *attend_backward(grad_BTNH, *cast("Sequence[Tensor]", ctx.saved_tensors)), None, None
 
 
 attend.register_autograd(_backward, setup_context=_save_for_backward)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.cpp_attention import CppAttention, attend, attend_backward
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
 from torchtitan_clone.torch_compat import all_to_all_with_gradient, process_group_of
 
@@ -107,7 +108,7 @@ class HeadExchange(nn.Module):
         return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-class KeyExchange(nn.Module):
+class KeyExchange(CppAttention):
     """Attention of this rank's queries over the keys and values of all ranks."""
 
     def __init__(self, *, group_name: str, exchange: Method):
@@ -118,7 +119,8 @@ class KeyExchange(nn.Module):
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, sinks_N: Tensor | None = None
     ) -> Tensor:
-        return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, self._exchange, self._group_name)[0]
+        options = self.takes_cpp(q_BTNH), self._exchange, self._group_name
+        return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
 
 
 def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -186,8 +188,8 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
 def context_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, exchange: str,
-    group_name: str,
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, by_cpp: bool,
+    exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
@@ -200,14 +202,19 @@ def context_attention(
     attention = blockwise.empty_attention(q_BTNH, sinks_N)
     for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
-        blockwise.attend_(attention, (q_BTNH, k, v), queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
+        if by_cpp:
+            out_BTNH, lse_BNT = attend(q_BTNH, k, v, *blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k)))
+            blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
+        else:
+            qkv = (q_BTNH, k, v)
+            blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
     return attention[0].to(q_BTNH.dtype), attention[1]
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention_backward", mutates_args=())
 def context_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
-    lse_BTN: Tensor, exchange: str, group_name: str,
+    lse_BTN: Tensor, by_cpp: bool, exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of `context_attention` by q, k and v."""
     group = process_group_of(group_name)
@@ -218,8 +225,14 @@ def context_attention_backward(
 
     def kv_gradients() -> Iterator[tuple[int, Tensor]]:
         for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
-            kv_grad = torch.zeros(2, *k.shape, device=k.device)
             keys = _pieces(q_BTNH, group, rank)
+            if by_cpp:
+                ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
+                q_grad, *by_kv = attend_backward(grad_BTNH, q_BTNH, k, v, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
+                q_grad_BTNH.add_(q_grad)
+                yield rank, torch.stack(by_kv).float()
+                continue
+            kv_grad = torch.zeros(2, *k.shape, device=k.device)
             gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
             blockwise.attend_backward_(
                 gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT,
@@ -233,7 +246,7 @@ def context_attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.exchange, ctx.group_name = inputs
+    *tensors, ctx.by_cpp, ctx.exchange, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -241,8 +254,10 @@ def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | 
     *inputs, sinks_N, out_BTNH, lse_BTN = ctx.saved_tensors
     attention = (out_BTNH, lse_BTN)
     sinks_grad_N = None if sinks_N is None else blockwise.sink_gradients(grad_BTNH, attention, sinks_N)
-    gradients = context_attention_backward(grad_BTNH, *inputs, *attention, ctx.exchange, ctx.group_name)
-    return *gradients, None, sinks_grad_N, None, None
+    gradients = context_attention_backward(
+        grad_BTNH, *inputs, *attention, ctx.by_cpp, ctx.exchange, ctx.group_name
+    )  # fmt: skip
+    return *gradients, None, sinks_grad_N, None, None, None
 
 
 context_attention.register_fake(blockwise.fake_attention)
