@@ -74,6 +74,7 @@ foreach_mul_ = torch._foreach_mul_
 wait_tensor = torch.ops._c10d_functional.wait_tensor
 # Functional collectives, which a compiled region can contain, without the tensor class that postpones the wait.
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor
+all_to_all = torch.ops._c10d_functional.all_to_all_single
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
 
 

@@ -42,4 +42,4 @@ def test_they_equal_a_redistribution_and_so_do_their_gradients():
             assert len(pairs) == 4
             for found, expected in pairs:
                 assert found.abs().max() > 0
-                assert torch.equal(found, expected)
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums in another order

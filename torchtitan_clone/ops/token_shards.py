@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_clone.torch_compat import all_gather, reduce_scatter, wait_tensor
+from torchtitan_clone.torch_compat import all_gather, all_to_all, is_fake, reduce_scatter, wait_tensor
 
 
 def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -23,7 +23,11 @@ def sum_and_shard_tokens(part_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
 def _exchange(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
     if gathers:
         return torch.cat(wait_tensor(all_gather(x.contiguous(), ranks, group_name)).chunk(ranks), dim=1)
-    return wait_tensor(reduce_scatter(torch.cat(x.chunk(ranks, dim=1)), "sum", ranks, group_name))
+    parts = torch.cat(x.chunk(ranks, dim=1))
+    if x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x)):  # gloo's is an all-reduce
+        sizes = [len(x)] * ranks
+        return wait_tensor(all_to_all(parts, sizes, sizes, group_name)).unflatten(0, (ranks, -1)).sum(0)
+    return wait_tensor(reduce_scatter(parts, "sum", ranks, group_name))
 
 
 class _Exchange(torch.autograd.Function):
