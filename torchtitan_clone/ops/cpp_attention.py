@@ -71,7 +71,7 @@ def _sizes(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *ranges: Tensor | Non
     if not (fits and are_ranges and kinds <= _TAKEN):
         shapes = [tuple(x.shape) for x in (q_BTNH, k_BSKH, v_BSKH, *given)]
         raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
-    if any(len(x) and not 0 <= x.min() <= x.max() <= S for x in given):
+    if any(x.numel() and not 0 <= x.min() <= x.max() <= S for x in given):
         raise ValueError(f"attention by C++: ranges of keys must be within 0 and {S}")
     return (ctypes.c_int64 * 6)(B, T, S, N, K, H)
 
