@@ -42,6 +42,6 @@ def result_and_gradients(attention, *tensors):
 
 
 def distance(got, expected):
-    """Returns the norm of the difference over the norm; infinity if there is no such number."""
+    """Returns the norm of the difference over the norm; infinity for NaN."""
     found = (got.double() - expected.double()).norm() / expected.double().norm()
     return found.nan_to_num(nan=torch.inf).item()

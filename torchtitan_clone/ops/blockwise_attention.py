@@ -152,7 +152,7 @@ def attend_backward_(
 
 
 def ranges_of_keys(queries: Pieces, keys: Pieces, starts_BT: Tensor | None, *, rows: int) -> list[Tensor | None]:
-    """Returns which keys each query sees, from start to end in memory order, int32 [B, T]; starts if there are any."""
+    """Returns starts and ends [B, T], int32, of the keys that each query sees, in memory order; starts may be None."""
     q_T, k_S = (torch.cat([torch.arange(x.start, x.stop, dtype=torch.int32) for x in of]) for of in (queries, keys))
     starts = None if starts_BT is None else torch.searchsorted(k_S, starts_BT.contiguous(), out_int32=True)
     return [starts, torch.searchsorted(k_S, q_T, right=True, out_int32=True).expand(rows, -1)]

@@ -171,7 +171,7 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
         block.rows, H, width, scores, WIDTH, 1, values + first * K * H, K * H, out, N * H);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
-    const bool sees = totals[i] != 0.0f;  // also if it is no number
+    const bool sees = totals[i] != 0.0f;  // true for NaN
     for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) store(out + h, sees ? load(out + h) / totals[i] : Vector{});
     logs[i] = sees ? maxima[i] * scale + std::log(totals[i]) : NO_KEYS;
   }
@@ -218,9 +218,9 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
   }
 }
 
-}  // namespace
-
 const int32_t* row_of(const int32_t* x, int64_t b, int64_t T) { return x == nullptr ? nullptr : x + b * T; }
+
+}  // namespace
 
 extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, const int32_t* ends,
                        float* out, float* logs, const Sizes* size, float scale) {

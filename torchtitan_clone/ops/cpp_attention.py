@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.ops.cpp_library import is_loaded, loaded_library
+from torchtitan_clone.ops.cpp_library import FLOATS_OF_VECTOR, is_loaded, loaded_library
 from torchtitan_clone.ops.linear import IS_AMD
 from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
-_LANES = {"AVX512": 16, "AVX2": 8}
-"""Numbers of a vector by what torch calls the capability of a processor."""
-IS_FASTER_IN_EAGER = IS_AMD and torch.backends.cpu.get_cpu_capability() in _LANES
+IS_FASTER_IN_EAGER = IS_AMD and FLOATS_OF_VECTOR >= 8
 """Measured on these processors; on others torch's kernel may be as fast, and eager training uses it."""
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 
@@ -39,7 +37,8 @@ class CppAttention(nn.Module):
             return False
         is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
         is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
-        return is_taken and q_BTNH.shape[-1] % _lanes() == 0 and (is_compiling or not is_fake(q_BTNH)) and is_loaded()
+        fits = is_taken and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0
+        return fits and (is_compiling or not is_fake(q_BTNH)) and is_loaded()
 
 
 def use_cpp(model: nn.Module) -> None:
@@ -47,11 +46,6 @@ def use_cpp(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, CppAttention):
             module._in_eager = True
-
-
-@torch.compiler.assume_constant_result
-def _lanes() -> int:
-    return _LANES.get(torch.backends.cpu.get_cpu_capability(), 4)
 
 
 def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]) -> None:
@@ -64,15 +58,16 @@ def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: c
 def _sizes(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *ranges: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
     """Returns B, T, S, N, K and H; ValueError if the library would read other memory than that of these tensors."""
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
-    fits = k_BSKH.shape == v_BSKH.shape == (B, S, K, H) and N % K == 0 and H % _lanes() == 0
+    fits = k_BSKH.shape == v_BSKH.shape == (B, S, K, H) and N % K == 0 and H % FLOATS_OF_VECTOR == 0
     kinds = {(x.device.type, x.dtype) for x in (q_BTNH, k_BSKH, v_BSKH)}
     given = [x for x in ranges if x is not None]
     are_ranges = all(x.shape == (B, T) and x.dtype == torch.int32 for x in given) and (S == T or ranges[1] is not None)
     if not (fits and are_ranges and kinds <= _TAKEN):
         shapes = [tuple(x.shape) for x in (q_BTNH, k_BSKH, v_BSKH, *given)]
         raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
-    if any(x.numel() and not 0 <= x.min() <= x.max() <= S for x in given):
-        raise ValueError(f"attention by C++: ranges of keys must be within 0 and {S}")
+    bounds = [bound.item() for x in given for bound in x.aminmax()]
+    if wrong := [bound for bound in bounds if not 0 <= bound <= S]:
+        raise ValueError(f"attention by C++: a range of keys has the bound {wrong[0]}; 0 to {S} exist")
     return (ctypes.c_int64 * 6)(B, T, S, N, K, H)
 
 

@@ -19,9 +19,9 @@ from torchtitan_clone.files import user_cache_folder
 logger = logging.getLogger("torchtitan_clone")
 
 _SOURCES = [Path(__file__).with_name(name) for name in ("cpp_attention.cpp", "cpp_product.cpp")]
-_WIDTH = "-DFLOATS_OF_VECTOR="
-_FLAGS = {"AVX512": f"-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma {_WIDTH}16", "AVX2": f"-mavx2 -mfma {_WIDTH}8"}
-"""Flags of compilers by what torch calls the capability of a processor."""
+_VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), "AVX2": (8, "-mavx2 -mfma")}
+"""Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
+FLOATS_OF_VECTOR, _FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
 _TIMEOUT_SECONDS = 300
 
 
@@ -41,9 +41,8 @@ def start_compiling() -> Future[ctypes.CDLL | None]:
 
 
 def _load_kernels() -> ctypes.CDLL | None:
-    flags = _FLAGS.get(torch.backends.cpu.get_cpu_capability(), f"{_WIDTH}4").split()
     try:
-        return load_cpp(_SOURCES, flags=["-O3", *flags, "-fopenmp"])
+        return load_cpp(_SOURCES, flags=["-O3", *_FLAGS.split(), f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"])
     except CompilationError as error:
         logger.warning("a CPU uses torch's kernels, which are slower: %s", error)
     return None

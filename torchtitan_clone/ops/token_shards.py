@@ -24,7 +24,8 @@ def _exchange(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
     if gathers:
         return torch.cat(wait_tensor(all_gather(x.contiguous(), ranks, group_name)).chunk(ranks), dim=1)
     parts = torch.cat(x.chunk(ranks, dim=1))
-    if x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x)):  # gloo's is an all-reduce
+    # gloo implements reduce-scatter by an all-reduce, of twice the bytes. Simulated runs are of a GPU.
+    if x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x)):
         sizes = [len(x)] * ranks
         return wait_tensor(all_to_all(parts, sizes, sizes, group_name)).unflatten(0, (ranks, -1)).sum(0)
     return wait_tensor(reduce_scatter(parts, "sum", ranks, group_name))

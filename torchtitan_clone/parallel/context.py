@@ -193,8 +193,8 @@ def context_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    `starts_BT` is on the CPU, where it says which blocks to compute. Saves only this rank's tensors for backward, which
-    receives the keys and values of other ranks again.
+    `starts_BT` is on the CPU, where it says which blocks to compute; `by_cpp` computes by ops/cpp_attention.py. Saves
+    only this rank's tensors for backward, which receives the keys and values of other ranks again.
     """
     group = process_group_of(group_name)
     queries = _pieces(q_BTNH, group, group.rank())
@@ -203,7 +203,8 @@ def context_attention(
     for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
         keys = _pieces(q_BTNH, group, rank)
         if by_cpp:
-            out_BTNH, lse_BNT = attend(q_BTNH, k, v, *blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k)))
+            ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
+            out_BTNH, lse_BNT = attend(q_BTNH.float(), k.float(), v.float(), *ranges)  # merged in fp32
             blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
         else:
             qkv = (q_BTNH, k, v)
@@ -228,9 +229,10 @@ def context_attention_backward(
             keys = _pieces(q_BTNH, group, rank)
             if by_cpp:
                 ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
-                q_grad, *by_kv = attend_backward(grad_BTNH, q_BTNH, k, v, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
+                qkv = (q_BTNH.float(), k.float(), v.float())  # whose gradients are summed in fp32
+                q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
                 q_grad_BTNH.add_(q_grad)
-                yield rank, torch.stack(by_kv).float()
+                yield rank, torch.stack(by_kv)
                 continue
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
