@@ -7,11 +7,11 @@ Two ranks and one rank live at the same time and train their steps in turn. One 
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
-latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; those of FSDP on a CPU are
-messages (parallel/messages.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds
-of a rank: what the time exceeds it by are ranks that wait for each other. The last table measures
-training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
-CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU those of FSDP and of
+context parallelism are messages (parallel/messages.py). Times and ratios are medians, with quartiles. "busy" is the
+ratio of processor seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last table
+measures training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run
+on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -233,7 +233,8 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
 }
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 if not CUDA:
-    COLLECTIVES |= {"fsdp all_gather": _gather_by_messages, "fsdp reduce_scatter": _sum_by_messages}
+    for axis in ("fsdp", "cp"):
+        COLLECTIVES |= {f"{axis} all_gather": _gather_by_messages, f"{axis} reduce_scatter": _sum_by_messages}
 
 
 def _compare(first: Running, second: Running, two: Running, *, rounds: int, links: dict) -> dict[str, Any]:

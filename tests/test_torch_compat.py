@@ -271,8 +271,7 @@ PUBLIC_WHEN_PRESENT = [
     ("torch.utils", "TorchDispatchMode"),
     ("torch.overrides", "TorchDispatchMode"),
     ("torch.utils", "pytree"),
-    # all_to_all_with_gradient, wait_tensor
-    ("torch.distributed", "all_to_all_single_autograd"),
+    # wait_tensor
     ("torch.distributed", "wait_tensor"),
     # foreach_norms, foreach_mul_
     ("torch", "foreach_norm"),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce, all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -326,11 +326,6 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
 def log_compilation() -> None:
     """Lets torch.compile log graph breaks and recompilations with their reasons, as $TORCH_LOGS does at the start."""
     torch._logging.set_logs(graph_breaks=True, recompiles=True)
-
-
-def all_to_all_with_gradient(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Sends slice r of dim 0 to rank r, and gradients back. torch.compile cannot trace the one of distributed.nn."""
-    return all_to_all_single_autograd(x, None, None, group)
 
 
 def sum_over_group(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:

@@ -7,7 +7,7 @@ Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks
 Source: arXiv 2411.01783 (gathered, balanced), 2309.14509 (heads), 2310.01889 (ring).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,10 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_clone import torch_compat
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.blockwise_attention import Pieces
 from torchtitan_clone.ops.cpp_attention import CppAttention, attend, attend_backward
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
-from torchtitan_clone.torch_compat import all_to_all_with_gradient, process_group_of
+from torchtitan_clone.parallel.messages import all_gather, reduce_scatter
+from torchtitan_clone.torch_compat import process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
 
@@ -95,17 +98,32 @@ class HeadExchange(nn.Module):
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object, sinks_N: Tensor | None = None
     ) -> Tensor:
-        slices = [x.unflatten(2, (self._degree, -1)) for x in (q_BTNH, k_BTKH, v_BTKH)]
-        heads = [x.shape[3] for x in slices]
         # One exchange for all three: rank r receives the r-th slice of the heads of each.
-        packed_RBThH = torch.cat(slices, dim=3).permute(2, 0, 1, 3, 4)
-        exchange = partial(all_to_all_with_gradient, group=self._group)
-        sequences = exchange(packed_RBThH.contiguous()).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        slices = [x.unflatten(2, (self._degree, -1)).permute(2, 0, 1, 3, 4) for x in (q_BTNH, k_BTKH, v_BTKH)]
+        received_RBThH = all_to_all(torch.cat(slices, dim=3), group=self._group)
+        parts = received_RBThH.split([x.shape[3] for x in slices], dim=3)
         if sinks_N is not None:
             sinks_N = sinks_N.unflatten(0, (self._degree, -1))[self._group.rank()]
-        out = self.core(*sequences.split(heads, dim=2), mask, sinks_N)
-        out_RBThH = exchange(out.unflatten(1, (self._degree, -1)).transpose(0, 1).contiguous())
+        out = self.core(*(x.transpose(0, 1).flatten(1, 2) for x in parts), mask, sinks_N)
+        out_RBThH = all_to_all(out.unflatten(1, (self._degree, -1)).transpose(0, 1), group=self._group)
         return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def all_to_all(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Sends slice r of dim 0 to rank r, and gradients back; compiled blocks can contain it."""
+    return _AllToAll.apply(x, group.size(), group.group_name)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: int, group_name: str) -> Tensor:
+        ctx.arguments = ranks, group_name
+        sizes = [1] * ranks
+        return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        return _AllToAll.apply(grad_outputs[0], *ctx.arguments), None, None
 
 
 class KeyExchange(CppAttention):
@@ -125,8 +143,8 @@ class KeyExchange(CppAttention):
 
 def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yields the keys and values of all ranks, each with its rank."""
-    received = [torch.empty_like(kv) for _ in range(group.size())]
-    dist.all_gather(received, kv, group=group)
+    received = kv.new_empty(group.size(), *kv.shape)
+    all_gather(received, kv, group=group)
     return iter(enumerate(received))
 
 
@@ -156,10 +174,10 @@ def _wait(works: list[dist.Work]) -> None:
 
 def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
     """Returns the sum over ranks of their gradients for this rank's keys and values."""
-    by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
-    total = torch.empty_like(by_rank[0])
-    dist.reduce_scatter(total, by_rank, group=group)
-    return total
+    by_rank = torch.stack([gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])])
+    total = torch.empty_like(by_rank[:1])
+    reduce_scatter(total, by_rank, group=group)
+    return total[0]
 
 
 def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
@@ -181,9 +199,31 @@ _FETCH = {"allgather": _all_gather, "ring": _pass_around}
 _RETURN = {"allgather": _reduce_scatter, "ring": _send_back}
 
 
-def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup, rank: int) -> list[range]:
-    seq_len = x_BTNH.shape[1] * group.size()
-    return local_tokens(seq_len, rank=rank, degree=group.size(), method="ring")
+def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
+    """Returns the tokens of each rank."""
+    degree = group.size()
+    return [local_tokens(x_BTNH.shape[1] * degree, rank=rank, degree=degree, method="ring") for rank in range(degree)]
+
+
+def _received(
+    kv: Tensor, pieces: Sequence[Pieces], group: dist.ProcessGroup, *, exchange: str, by_cpp: bool
+) -> Iterator[tuple[Pieces, Tensor]]:
+    """Yields tokens, and their keys and values, which come from a rank; C++ takes those of all ranks at once."""
+    received = _FETCH[exchange](kv, group)
+    if by_cpp and exchange == "allgather":
+        parts = {x.start: part for rank, kv in received for x, part in zip(pieces[rank], kv.chunk(2, 2), strict=True)}
+        yield [range(kv.shape[2] * group.size())], torch.cat([parts[start] for start in sorted(parts)], dim=2)
+    else:
+        yield from ((pieces[rank], kv) for rank, kv in received)
+
+
+def _by_rank(gradients: Iterator[tuple[Pieces, Tensor]], pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
+    """Yields the gradients of the keys and values of each rank."""
+    for tokens, gradient in gradients:
+        if tokens in pieces:
+            yield pieces.index(tokens), gradient
+        else:
+            yield from enumerate(torch.cat([gradient[:, :, x.start : x.stop] for x in of], dim=2) for of in pieces)
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
@@ -197,11 +237,12 @@ def context_attention(
     only this rank's tensors for backward, which receives the keys and values of other ranks again.
     """
     group = process_group_of(group_name)
-    queries = _pieces(q_BTNH, group, group.rank())
+    pieces = _pieces(q_BTNH, group)
+    queries = pieces[group.rank()]
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = blockwise.empty_attention(q_BTNH, sinks_N)
-    for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
-        keys = _pieces(q_BTNH, group, rank)
+    kv_BTKH = torch.stack((k_BTKH, v_BTKH))
+    for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
         if by_cpp:
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
             out_BTNH, lse_BNT = attend(q_BTNH.float(), k.float(), v.float(), *ranges)  # merged in fp32
@@ -219,20 +260,21 @@ def context_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of `context_attention` by q, k and v."""
     group = process_group_of(group_name)
-    queries = _pieces(q_BTNH, group, group.rank())
+    pieces = _pieces(q_BTNH, group)
+    queries = pieces[group.rank()]
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = (out_BTNH, lse_BTN)
     q_grad_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32)
 
-    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
-        for rank, (k, v) in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
-            keys = _pieces(q_BTNH, group, rank)
+    def kv_gradients() -> Iterator[tuple[Pieces, Tensor]]:
+        kv_BTKH = torch.stack((k_BTKH, v_BTKH))
+        for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
             if by_cpp:
                 ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
                 qkv = (q_BTNH.float(), k.float(), v.float())  # whose gradients are summed in fp32
                 q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
                 q_grad_BTNH.add_(q_grad)
-                yield rank, torch.stack(by_kv)
+                yield keys, torch.stack(by_kv)
                 continue
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
@@ -240,10 +282,10 @@ def context_attention_backward(
                 gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT,
                 segments=segments,
             )  # fmt: skip
-            yield rank, kv_grad
+            yield keys, kv_grad
 
     # Copies, because outputs of an operator must not share memory.
-    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](kv_gradients(), group))
+    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](_by_rank(kv_gradients(), pieces), group))
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
 
 

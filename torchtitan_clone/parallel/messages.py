@@ -1,4 +1,4 @@
-"""Collectives of FSDP on a CPU, in the background: FSDP2 waits for those of a device without streams.
+"""Collectives by messages on a CPU. Those of FSDP run in the background: FSDP2 waits for a device without streams.
 
 All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
 1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring.
@@ -103,6 +103,22 @@ class SumByMessages:
             complete()
         else:
             self._pending.add(complete, modules=self._modules)
+
+
+def all_gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Gathers the part [...] of each rank to the output [ranks, ...]."""
+    if dist.get_backend(group) == "gloo":
+        GatherByMessages()(output_tensor=output, input_tensor=part, group=group).wait()
+    else:
+        dist.all_gather_into_tensor(output, part, group=group)
+
+
+def reduce_scatter(output: Tensor, parts: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Sums the parts [ranks, ...] of all ranks that belong to this rank to the output [1, ...]."""
+    if dist.get_backend(group) == "gloo":
+        SumByMessages([], pending=None)(output_tensor=output, input_tensor=parts, group=group)
+    else:
+        dist.reduce_scatter_tensor(output, parts, group=group)
 
 
 class PendingSums:

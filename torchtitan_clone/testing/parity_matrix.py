@@ -201,6 +201,7 @@ def all_cases() -> dict[str, Case]:
         option = {"parallelism__context_parallel_rotate_method": method}
         for name in ("masked", "unmasked", "full ac"):
             cases[f"context, {method}, {name}"] = axes_case(("context",), **option, **FEATURES[name])
+        cases[f"context, {method}, compiled"] = axes_case(("context",), **option, **COMPILED)
         cases[f"shard x context, {method}"] = axes_case(("shard", "context"), **option)
         cases[f"context, experts over 2, {method}"] = axes_case(("context",), **option, **MOE, **{EXPERT: 2})
     for axis in DEGREES:

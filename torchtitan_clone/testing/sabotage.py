@@ -104,18 +104,17 @@ def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) ->
     return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
-@_mistake("context", dist, "reduce_scatter")
-def _gradients_of_keys_are_not_returned(_: object, total: Tensor, by_rank: list[Tensor], **__: object) -> None:
+@_mistake("context", context, "reduce_scatter")
+def _gradients_of_keys_are_not_returned(_: object, total: Tensor, by_rank: Tensor, **__: object) -> None:
     total.copy_(by_rank[_rank()])
 
 
-@_mistake("context", dist, "all_gather")
-def _keys_of_other_ranks_are_ones_own(_: object, received: list[Tensor], kv: Tensor, **__: object) -> None:
-    for each in received:
-        each.copy_(kv)
+@_mistake("context", context, "all_gather")
+def _keys_of_other_ranks_are_ones_own(_: object, received: Tensor, kv: Tensor, **__: object) -> None:
+    received.copy_(kv)
 
 
-@_mistake("context, alltoall, masked", context, "all_to_all_with_gradient")
+@_mistake("context, alltoall, masked", context, "all_to_all")
 def _heads_are_not_exchanged_for_tokens(_: object, x: Tensor, **__: object) -> Tensor:
     return x
 
