@@ -8,6 +8,7 @@ random tokens, which costs no time to read; ours and the plain loop read text.
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
@@ -36,12 +37,14 @@ MANY_STEPS = 1_000_000
 class Work:
     """What every program does: a size, its precision, eager or compiled, on which device.
 
-    Only ours takes other than all rows of a step at once, or computes blocks again in backward.
+    `micro_batches`, `activation_checkpoint` and `tied` (one weight for the embedding and the output) are options of
+    ours alone.
     """
 
     size: str
-    rows_at_once: int
-    recomputes: bool = False
+    micro_batches: int = 1
+    activation_checkpoint: str = "none"
+    tied: bool = False
     dtype: str = "float32"
     compile: bool = False
     device: str = "cpu"
@@ -71,14 +74,15 @@ class Work:
 def _options(work: Work, folder: str) -> list[str]:
     size = work.of
     values = {
-        "job.dump_folder": folder, "training.seq_len": size.tokens, "training.local_batch_size": work.rows_at_once,
-        "training.global_batch_size": size.rows, "training.steps": MANY_STEPS, "training.document_masking": "false",
+        "job.dump_folder": folder, "training.seq_len": size.tokens, "training.global_batch_size": size.rows,
+        "training.local_batch_size": size.rows // work.micro_batches,
+        "training.steps": MANY_STEPS, "training.document_masking": "false",
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
-        "activation_checkpoint.mode": "full" if work.recomputes else "none",
+        "activation_checkpoint.mode": work.activation_checkpoint,
         "checkpoint.enable": "false", "validation.enable": "false",
         "model.args.dim": size.dim, "model.args.n_layers": size.layers, "model.args.n_heads": size.heads,
         "model.args.n_kv_heads": size.heads, "model.args.vocab_size": size.vocab,
-        "model.args.hidden_dim": size.hidden,
+        "model.args.hidden_dim": size.hidden, "model.args.tied_embeddings": str(work.tied).lower(),
     }  # fmt: skip
     return [f"--{key}={value}" for key, value in values.items()]
 
@@ -368,8 +372,15 @@ def _addmm_flops(_: torch.Size, a_shape: torch.Size, b_shape: torch.Size, **__: 
     return 2 * a_shape.numel() * b_shape[1]
 
 
+def _count_parameters() -> int:
+    """Returns how many parameters this process's optimizers have."""
+    optimizers = [item for item in gc.get_objects() if isinstance(item, torch.optim.Optimizer)]
+    parameters = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return sum(p.numel() for p in parameters)
+
+
 def count_flops(turn: Turn) -> Turn:
-    """Returns a turn() that counts the products of the second step and then reports them instead of a third step."""
+    """Returns a turn() that counts the products of the second step and prints them, with the number of parameters."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from torchtitan_clone.ops import linear  # noqa: F401, registers operators
@@ -391,6 +402,7 @@ def count_flops(turn: Turn) -> Turn:
             products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, *formulas}
             counts = counter.get_flop_counts()["Global"]
             sys.stderr.write(f"flops {sum(flops for op, flops in counts.items() if op in products)}\n")
+            sys.stderr.write(f"parameters {_count_parameters()}\n")
         turn()
         if number == 1:
             counter.__enter__()

@@ -7,13 +7,14 @@
 
 Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have blocks
-of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. "products" is their
-products alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half
-of the rows at a time and sums gradients, "ours, recomputation" computes all blocks again in backward, with more FLOPs;
-both take less memory. Programs live at once and take their steps in turn. "time" is the ratio to ours in the same
-round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator
-to the peers too. The first step is timed from the start of the process; with --compile once with empty caches ("cold")
-and once with full ones.
+of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. nanoGPT's embedding is
+also its output weight: "ours, tied" has as many parameters. "products" is their products alone: its time over ours is
+the share of their speed that ours reaches. "ours, micro-batches" trains on half of the rows at a time and sums
+gradients, "ours, selective" computes every second block again in backward, as the package's default does, with more
+FLOPs; both take less memory. Programs live at once and take their steps in turn. "time" is the ratio to the first of
+--only in the same round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator
+gives our allocator to the peers too. The first step is timed from the start of the process; with --compile once with
+empty caches ("cold") and once with full ones.
 """
 
 import argparse
@@ -36,8 +37,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
 
-OURS, BARE, SPLIT, RECOMPUTED = "ours", "ours, default malloc", "ours, micro-batches", "ours, recomputation"
-NAMES = [OURS, BARE, SPLIT, RECOMPUTED, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+OURS, BARE = "ours", "ours, default malloc"
+OPTIONS = {
+    OURS: {},
+    BARE: {},
+    "ours, micro-batches": {"micro_batches": 2},
+    "ours, tied": {"tied": True},
+    "ours, selective": {"activation_checkpoint": "selective"},
+    "ours, tied, selective": {"activation_checkpoint": "selective", "tied": True},
+}
+"""What the programs of this package do differently from the others, by name."""
+NAMES = [*OPTIONS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
 INSTALLED = {
     "HF Trainer": ["accelerate>=1.1", "psutil"],
     "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse", "psutil"],
@@ -80,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         programs = list(_programs(options, work, folder=Path(folder)))
         print(f"{processor_name()}; {options.threads} threads; {json.dumps(work)}", flush=True)
-        flops = _count_flops(programs, folder=Path(folder))
+        parameters, flops = _count(programs, folder=Path(folder))
         cold = _first_steps(programs) if options.compile else {}
         with ExitStack() as stack:
             running, first = [], {}
@@ -91,7 +101,8 @@ def main() -> None:
             take_turns(running, rounds=WARM_UP_STEPS)
             steps = take_turns(running, rounds=options.rounds)
     size = SIZES[options.size]
-    rows = [_row(name, steps, cold=cold, first=first, tokens=size.rows * size.tokens) for name in steps]
+    tokens = size.rows * size.tokens
+    rows = [_row(name, steps, cold=cold, first=first, parameters=parameters, tokens=tokens) for name in steps]
     _print_table(rows)
     print(f"FLOPs of the products of a step, equal in all programs: {flops:,}")
     if options.json:
@@ -108,12 +119,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="programs to run, among them ours")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="programs to run, first one of ours")
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "torchtitan_clone" / "peers")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
-    if OURS not in options.only or options.rounds < 2:
-        parser.error("--only must include ours, and --rounds must be at least 2")
+    if options.only[0] not in OPTIONS or options.rounds < 2:
+        parser.error("--only must begin with a program of this package (ours ...), and --rounds must be at least 2")
     return options
 
 
@@ -123,7 +134,7 @@ def _parse() -> argparse.Namespace:
 def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder: Path) -> Iterator[Program]:
     python = _prepare_environment(options.environment, names=options.only)
     for name in options.only:
-        is_ours = name.startswith(OURS)
+        is_ours = name in OPTIONS
         with_allocator = name != BARE and (is_ours or options.allocator)
         environment = {
             "OMP_NUM_THREADS": str(options.threads),
@@ -132,10 +143,8 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
             "ALLOCATOR": "" if with_allocator else "default",
         }
-        rows = max(1, SIZES[options.size].rows // 2) if name == SPLIT else SIZES[options.size].rows
-        key = OURS if is_ours else name
-        own = {"rows_at_once": rows, "recomputes": name == RECOMPUTED}
-        command = [python, "benchmarks/peer_programs.py", key, json.dumps({**work, **own})]
+        work_of_program = json.dumps({**work, **OPTIONS.get(name, {})})
+        command = [python, "benchmarks/peer_programs.py", OURS if is_ours else name, work_of_program]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 
 
@@ -167,46 +176,61 @@ def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
     return seconds
 
 
-def _count_flops(programs: Sequence[Program], *, folder: Path) -> int:
-    """Returns the FLOPs of the products of a step, which must be the same in all programs; counted in eager mode."""
-    flops = {}
-    for program in (program for program in programs if program.name not in (BARE, RECOMPUTED)):
+def _count(programs: Sequence[Program], *, folder: Path) -> tuple[dict[str, int], int]:
+    """Returns the parameters of each program, and the FLOPs of the products of a step; counted in eager mode.
+
+    The FLOPs must be the same in all programs that do not recompute.
+    """
+    parameters, flops = {}, {}
+    for program in programs:
         options = {**json.loads(program.command[-1]), "compile": False, "count_flops": True}
         command = [*program.command[:-1], json.dumps(options)]
         counting = replace(program, command=command, log=folder / "flops.log")
         with Running(counting) as running:
             running.step()
             running.step()
-        flops[program.name] = int(re.findall(r"^flops (\d+)$", counting.log.read_text(), re.MULTILINE)[-1])
-    if len(set(flops.values())) != 1:
+        counts = dict(re.findall(r"^(flops|parameters) (\d+)$", counting.log.read_text(), re.MULTILINE))
+        parameters[program.name] = int(counts["parameters"])
+        if "activation_checkpoint" not in options:
+            flops[program.name] = int(counts["flops"])
+    if len(set(flops.values())) > 1:
         raise SystemExit(f"error: the programs do not compute the same; FLOPs of the products of a step: {flops}")
-    return flops[OURS]
+    return parameters, next(iter(flops.values()), 0)
 
 
 # ---------------------------------------------------------------- results
 
 
 def _row(
-    name: str, steps: Mapping[str, list[Step]], *, cold: Mapping[str, float], first: Mapping[str, float], tokens: int
+    name: str,
+    steps: Mapping[str, list[Step]],
+    *,
+    cold: Mapping[str, float],
+    first: Mapping[str, float],
+    parameters: Mapping[str, int],
+    tokens: int,
 ) -> dict[str, object]:
+    ours = next(iter(steps.values()))
     return {
         "name": name,
-        "time": str(ratio_of(steps[name], steps[OURS])),
-        "CPU time": str(ratio_of(steps[name], steps[OURS], clock="cpu")),
+        "time": str(ratio_of(steps[name], ours)),
+        "CPU time": str(ratio_of(steps[name], ours, clock="cpu")),
         "tokens/s": tokens / statistics.median(step["wall"] for step in steps[name]),
         "cold": cold.get(name),
         "first": first[name],
         "gib": steps[name][-1]["gib"],
+        "parameters": parameters[name],
     }
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"{'':22}{'time / ours':>20}{'CPU time / ours':>20}{'tokens/s':>10}{'cold s':>8}{'first s':>8}{'GiB':>7}")
+    columns = f"{'tokens/s':>10}{'cold s':>8}{'first s':>8}{'GiB':>7}{'parameters':>14}"
+    print(f"{'':22}{'time':>20}{'CPU time':>20}{columns}")
     for row in rows:
         cold = "" if row["cold"] is None else f"{row['cold']:.1f}"
         print(
             f"{row['name']:22}{row['time']:>20}{row['CPU time']:>20}{row['tokens/s']:10,.0f}"
-            f"{cold:>8}{row['first']:8.1f}{row['gib']:7.2f}"
+            f"{cold:>8}{row['first']:8.1f}{row['gib']:7.2f}{row['parameters']:14,}"
         )
 
 

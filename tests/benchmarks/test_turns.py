@@ -72,7 +72,7 @@ def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
     result = tmp_path / "result.json"
     command = [python, "benchmarks/peers.py", "--size=tiny", "--rounds=2", "--threads=1", f"--json={result}", "--only"]
     done = subprocess.run(
-        [*command, "ours", "ours, micro-batches", "products", "nanoGPT"],
+        [*command, "ours", "ours, micro-batches", "ours, tied, selective", "products", "nanoGPT"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -80,6 +80,14 @@ def test_peers_compute_the_same_and_are_compared_with_ours(python, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
-    assert [row["name"] for row in found["rows"]] == ["ours", "ours, micro-batches", "products", "nanoGPT"]
+    parameters = {row["name"]: row["parameters"] for row in found["rows"]}
+    blocks, embedding = 2 * (4 * 64**2 + 3 * 64 * 192 + 2 * 64) + 64, 2048 * 64
+    assert parameters == {
+        "ours": blocks + 2 * embedding,
+        "ours, micro-batches": blocks + 2 * embedding,
+        "ours, tied, selective": blocks + embedding,
+        "products": 0,
+        "nanoGPT": blocks + embedding + 64 * 64,  # positions
+    }
     assert found["flops"] == 6 * 128 * (2 * (4 * 64**2 + 3 * 64 * 192) + 64 * 2048)
     assert found["processor"] in done.stdout
