@@ -4,6 +4,7 @@ Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configura
 75 stopped on request with steps left, if `preemption.requeue` is set.
 """
 
+import faulthandler
 import logging
 import math
 import os
@@ -15,7 +16,7 @@ from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
-from torchtitan_clone.observe.outputs import guard_outputs, print_error
+from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
 from torchtitan_clone.run.gc_control import importing
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
@@ -213,6 +214,7 @@ def _exit_code(config: Config, *, complete: bool) -> int:
 def exit_process(argv: list[str]) -> None:
     """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order."""
     guard_outputs()
+    faulthandler.enable(STDERR)  # prints what runs in each thread if a library aborts
     try:
         code = main(argv)
     except Exception:

@@ -8,6 +8,20 @@ import pytest
 from torchtitan_clone.testing.harness import RankFailed, run_ranks
 
 
+def abort():
+    """Ends rank 1 as glibc does when it finds its heap corrupted."""
+    if os.environ["RANK"] == "1":
+        os.abort()
+
+
+def test_a_rank_that_aborts_prints_what_its_threads_ran(capfd):
+    with pytest.raises(RankFailed, match=f"with exit code {-signal.SIGABRT}$"):
+        run_ranks(abort, 2)
+    _, error = capfd.readouterr()
+    assert "Fatal Python error: Aborted" in error
+    assert "in abort\n" in error
+
+
 def end(number):
     """Ends rank 1 by a signal, or with an exit code."""
     if os.environ["RANK"] == "1":

@@ -4,6 +4,7 @@ They come from a forkserver that has torch loaded, which saves seconds; the pare
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -126,6 +127,7 @@ def _rank_main(
 ) -> None:
     from torchtitan_clone.testing import buffered_model
 
+    faulthandler.enable(2)
     os.environ.update(env)
     torch.set_num_threads(1)
     buffered_model.register()
