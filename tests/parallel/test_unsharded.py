@@ -94,6 +94,26 @@ def test_modules_hold_plain_parameters_from_forward_to_the_end_of_backward(corpu
     assert shares == (dtype == torch.float32)  # no copy
 
 
+def distributed_weights_of_a_forward(argv):
+    """Returns the names of the first layer's weights that are DTensors while it computes."""
+    found = []
+    with open_trainer(argv) as trainer:
+        layer = trainer.engine.model_parts[0].layers["0"]
+
+        def note(*_):
+            found.append([name for name, weight in layer.named_parameters() if isinstance(weight, DTensor)])
+
+        layer.register_forward_pre_hook(note)
+        trainer.train_step(1)
+    return found[0]
+
+
+def test_linear_layers_hold_the_shards_of_a_rank_under_tensor_parallelism(corpus, tmp_path):
+    argv = options(corpus, tmp_path, parallelism__tensor_parallel_degree=2)
+    norms = ["attention_norm.weight", "ffn_norm.weight"]
+    assert run_ranks(distributed_weights_of_a_forward, 2, argv) == [norms, norms]
+
+
 def test_offloading_and_another_reduction_type_use_fsdp(corpus, tmp_path):
     runs = [
         options(corpus, tmp_path / "a", training__enable_cpu_offload=True),

@@ -149,6 +149,8 @@ class Columns(ModuleStyle, ParallelStyle):
         module.register_forward_pre_hook(gather)
         for layer in layers:
             parallelize_module(layer, device_mesh, Distributed(Shard(0)) if is_plain else ColwiseParallel())
+            if isinstance(layer, Linear):
+                layer.takes_shard = is_plain and layer.bias is None
         return module
 
 
@@ -159,6 +161,7 @@ class Rows(ModuleStyle, ParallelStyle):
         if type(module) is not Linear:
             return parallelize_module(module, device_mesh, RowwiseParallel(output_layouts=Shard(1)))
         distribute_parameters(module, device_mesh, lambda name: Shard(1) if name == "weight" else Replicate())
+        module.takes_shard = module.bias is None
         # torch's annotations lack the result of the hook.
         return distribute_module(module, device_mesh, output_fn=cast("Callable[..., None]", _sum_and_shard))
 

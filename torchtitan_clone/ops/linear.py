@@ -185,6 +185,9 @@ class Linear(nn.Linear):
     Of a weight that is a DTensor each rank computes with its shard, if the input is a plain tensor.
     """
 
+    takes_shard = False
+    """Whether the weight may be replaced by this rank's shard, a plain tensor, while the module computes."""
+
     def forward(self, input: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns the result for `input` or, with a gate, for silu(gate) * input, which is not kept for backward."""
         weight, bias = self.weight, self.bias

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.torch_compat import after_backward
 
 _ALONE = 2**16
@@ -29,8 +30,8 @@ def apply_unsharded(model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: Devic
 
     `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
     end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
-    tp only: the same memory if `dtype` is that of the parameters, else copies. Gradients are summed over replicas and
-    added to those of the DTensors, in their data type.
+    tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies. Gradients
+    are summed over replicas and added to those of the DTensors, in their data type.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -121,7 +122,7 @@ class _Exchange:
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in list(_parameters(model)):
             if parameter not in plain:
-                plain[parameter] = self._plain(parameter)
+                plain[parameter] = self._plain(parameter, is_local=isinstance(module, Linear) and module.takes_shard)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]
 
@@ -158,9 +159,9 @@ class _Exchange:
             if plain.grad is not None:
                 self._add(parameter, plain)
 
-    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _plain(self, parameter: nn.Parameter, *, is_local: bool) -> nn.Parameter:
         local = local_shard(parameter.detach()).to(self._dtype)
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > self._mesh.ndim:
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > self._mesh.ndim and not is_local:
             assert self._tp is not None
             local = _distributed(local, like=parameter, mesh=self._tp, placements=parameter.placements[-1:])
         plain = nn.Parameter(local, requires_grad=parameter.requires_grad)
