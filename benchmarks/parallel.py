@@ -45,6 +45,7 @@ from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.testing.harness import collect, start_ranks
 from torchtitan_clone.testing.runs import make_corpus
 from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.torch_compat import all_gather_single, reduce_scatter_single
 
 SERVE = "serve"
 WARM_UP_STEPS = 2
@@ -225,8 +226,8 @@ def _sum_by_messages(whole: torch.Tensor, rank: int) -> Callable[[], object]:
 
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
-    "all_gather": lambda whole, rank: lambda: dist.all_gather_into_tensor(whole, whole.chunk(2)[rank].clone()),
-    "reduce_scatter": lambda whole, rank: lambda: dist.reduce_scatter_tensor(whole.chunk(2)[rank].clone(), whole),
+    "all_gather": lambda whole, rank: lambda: all_gather_single(whole, whole.chunk(2)[rank].clone()),
+    "reduce_scatter": lambda whole, rank: lambda: reduce_scatter_single(whole.chunk(2)[rank].clone(), whole),
     "all_reduce": lambda whole, _: lambda: dist.all_reduce(whole),
     "all_to_all": lambda whole, _: lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
     "send": _send_or_receive,

@@ -104,7 +104,7 @@ def main() -> None:
     tokens = size.rows * size.tokens
     rows = [_row(name, steps, cold=cold, first=first, parameters=parameters, tokens=tokens) for name in steps]
     _print_table(rows)
-    print(f"FLOPs of the products of a step, equal in all programs: {flops:,}")
+    print(f"FLOPs of the products of a step, equal in all programs that do not recompute: {flops:,}")
     if options.json:
         result = {"processor": processor_name(), "threads": options.threads, "flops": flops, **work}
         options.json.write_text(json.dumps({**result, "rows": rows, "steps": steps}, indent=1))

@@ -76,6 +76,9 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor
 all_to_all = torch.ops._c10d_functional.all_to_all_single
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
+# Their names since torch 2.13, where the older ones, which torch 2.11 has, warn.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:

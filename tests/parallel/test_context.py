@@ -88,29 +88,28 @@ def test_every_exchange_equals_dense_attention():
 
 
 def errors_in_bf16(methods):
-    """Returns for each method the error of result and of gradients on this rank, over that of one device."""
+    """Returns for each method the error of result and of gradients on this rank, over that of rounding them once."""
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, []
     *low, documents = inputs(640, document_length=200, dtype=torch.bfloat16)
     exact = result_and_gradients(lambda *x: dense(*x, documents), *(x.double() for x in low))
-    usual = result_and_gradients(lambda *x: dense(*x, documents), *low)
     for method in methods:
         pieces = local_tokens(640, rank=group.rank(), degree=group.size(), method=BY_CPP.get(method, method))
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         attention = exchanged(method, documents, own.expand(2, -1), group=group)
         got = result_and_gradients(attention, *(x[:, own] for x in low))
-        of_one = zip(usual, exact, strict=True)
-        rights = [(one[:, own], right[:, own]) for one, right in of_one]
-        found.append([distance(x, right) / distance(one, right) for x, (one, right) in zip(got, rights, strict=True)])
+        rights = [right[:, own] for right in exact]
+        pairs = zip(got, rights, strict=True)
+        found.append([distance(x, right) / distance(right.bfloat16(), right) for x, right in pairs])
     return found
 
 
 def test_results_and_gradients_of_bfloat16_are_summed_in_fp32():
-    """Rounding each rank's share to bfloat16 makes errors of ring 1.03 (result) and 0.71 (keys, values) here."""
-    for found in zip(*run_ranks(errors_in_bf16, 4, list(BY_CPP)), strict=True):
-        of_results, _, *of_keys = zip(*found, strict=True)
-        assert max(of_results) < 0.93
-        assert max(map(max, of_keys)) < 0.62
+    """Errors are 1.00 to 1.21; rounding each rank's share makes them 1.25 (result), 1.8 (keys) and 1.7 (values)."""
+    for of_methods in run_ranks(errors_in_bf16, 4, list(BY_CPP)):
+        for result, _, of_keys, of_values in of_methods:
+            assert max(result, of_values) < 1.02
+            assert of_keys < 1.3
 
 
 def kernels_of_training():

@@ -39,12 +39,14 @@ def test_a_run_asks_to_be_requeued_until_it_is_complete(corpus, tmp_path):
 def test_a_run_that_a_library_aborts_prints_what_its_threads_ran(corpus, tmp_path):
     command = [sys.executable, "-m", "torchtitan_clone.train", *options(corpus, tmp_path, training__steps=1000)]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as run:
-        wait_for_step(tmp_path, 2)
-        run.send_signal(signal.SIGABRT)
+        try:
+            wait_for_step(tmp_path, 2)
+        finally:
+            run.send_signal(signal.SIGABRT)
         _, error = run.communicate(timeout=60)
     assert run.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in error
-    assert "in train_step\n" in error
+    assert "in exit_process\n" in error
 
 
 def test_a_signal_ends_a_validation(corpus, tmp_path):

@@ -6,20 +6,21 @@ import signal
 import pytest
 
 from torchtitan_clone.testing.harness import RankFailed, run_ranks
+from torchtitan_clone.testing.runs import redirect_output
 
 
-def abort():
-    """Ends rank 1 as glibc does when it finds its heap corrupted."""
-    if os.environ["RANK"] == "1":
-        os.abort()
+def abort(log):
+    """Ends as glibc does when it finds its heap corrupted."""
+    redirect_output(log)
+    os.abort()
 
 
-def test_a_rank_that_aborts_prints_what_its_threads_ran(capfd):
+def test_a_rank_that_aborts_prints_what_its_threads_ran(tmp_path):
+    log = tmp_path / "output"
     with pytest.raises(RankFailed, match=f"with exit code {-signal.SIGABRT}$"):
-        run_ranks(abort, 2)
-    _, error = capfd.readouterr()
-    assert "Fatal Python error: Aborted" in error
-    assert "in abort\n" in error
+        run_ranks(abort, 1, log)
+    assert "Fatal Python error: Aborted" in log.read_text()
+    assert "in abort\n" in log.read_text()
 
 
 def end(number):

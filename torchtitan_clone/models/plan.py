@@ -149,8 +149,8 @@ class Columns(ModuleStyle, ParallelStyle):
         module.register_forward_pre_hook(gather)
         for layer in layers:
             parallelize_module(layer, device_mesh, Distributed(Shard(0)) if is_plain else ColwiseParallel())
-            if isinstance(layer, Linear):
-                layer.takes_shard = is_plain and layer.bias is None
+            if is_plain:
+                cast("Linear", layer).takes_shard = layer.bias is None
         return module
 
 

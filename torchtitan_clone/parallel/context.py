@@ -118,12 +118,16 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, ranks: int, group_name: str) -> Tensor:
         ctx.arguments = ranks, group_name
-        sizes = [1] * ranks
-        return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))
+        return _exchange_slices(x, ranks, group_name)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        return _AllToAll.apply(grad_outputs[0], *ctx.arguments), None, None
+        return _exchange_slices(grad_outputs[0], *ctx.arguments), None, None
+
+
+def _exchange_slices(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    sizes = [1] * ranks
+    return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))
 
 
 class KeyExchange(CppAttention):
@@ -208,13 +212,18 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
 def _received(
     kv: Tensor, pieces: Sequence[Pieces], group: dist.ProcessGroup, *, exchange: str, by_cpp: bool
 ) -> Iterator[tuple[Pieces, Tensor]]:
-    """Yields tokens, and their keys and values, which come from a rank; C++ takes those of all ranks at once."""
-    received = _FETCH[exchange](kv, group)
+    """Yields tokens with their keys and values: of one rank after another or, for C++ after a gather, of whole rows."""
+    received = ((pieces[rank], kv) for rank, kv in _FETCH[exchange](kv, group))
     if by_cpp and exchange == "allgather":
-        parts = {x.start: part for rank, kv in received for x, part in zip(pieces[rank], kv.chunk(2, 2), strict=True)}
-        yield [range(kv.shape[2] * group.size())], torch.cat([parts[start] for start in sorted(parts)], dim=2)
+        yield [range(kv.shape[2] * group.size())], _in_order(received)
     else:
-        yield from ((pieces[rank], kv) for rank, kv in received)
+        yield from received
+
+
+def _in_order(received: Iterator[tuple[Pieces, Tensor]]) -> Tensor:
+    """Returns the keys and values of rows in the order of their tokens."""
+    parts = {x.start: part for tokens, kv in received for x, part in zip(tokens, kv.chunk(2, dim=2), strict=True)}
+    return torch.cat([parts[start] for start in sorted(parts)], dim=2)
 
 
 def _by_rank(gradients: Iterator[tuple[Pieces, Tensor]], pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:

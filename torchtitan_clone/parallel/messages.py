@@ -64,7 +64,7 @@ class Messages(dist.Work):
 
 
 class GatherByMessages:
-    """Gathers the weights of modules."""
+    """Gathers a tensor of each rank, as FSDP's weights."""
 
     allocate = staticmethod(_allocate)
 
@@ -110,7 +110,7 @@ def all_gather(output: Tensor, part: Tensor, *, group: dist.ProcessGroup) -> Non
     if dist.get_backend(group) == "gloo":
         GatherByMessages()(output_tensor=output, input_tensor=part, group=group).wait()
     else:
-        dist.all_gather_into_tensor(output, part, group=group)
+        torch_compat.all_gather_single(output, part, group=group)
 
 
 def reduce_scatter(output: Tensor, parts: Tensor, *, group: dist.ProcessGroup) -> None:
@@ -118,7 +118,7 @@ def reduce_scatter(output: Tensor, parts: Tensor, *, group: dist.ProcessGroup) -
     if dist.get_backend(group) == "gloo":
         SumByMessages([], pending=None)(output_tensor=output, input_tensor=parts, group=group)
     else:
-        dist.reduce_scatter_tensor(output, parts, group=group)
+        torch_compat.reduce_scatter_single(output, parts, group=group)
 
 
 class PendingSums:

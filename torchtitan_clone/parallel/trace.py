@@ -182,9 +182,12 @@ class CollectiveTrace(TorchDispatchMode):
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += size
-        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same.
+        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same. Messages that
+        # are parts of a collective do not tell whether it is waited for.
         is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
-        is_unknown = is_of_fsdp and not torch.cuda.is_initialized()
+        is_unknown = (
+            is_of_fsdp or collective_of_message(_name(func).rstrip("_"), args)
+        ) and not torch.cuda.is_initialized()
         is_waited_for = None if is_unknown else _is_waited_for(func, args)
         self.exposed[call] += bool(is_waited_for)
         if is_waited_for is None:

@@ -127,7 +127,7 @@ def _rank_main(
 ) -> None:
     from torchtitan_clone.testing import buffered_model
 
-    faulthandler.enable(2)
+    faulthandler.enable(2)  # the descriptor, which redirect_output() changes
     os.environ.update(env)
     torch.set_num_threads(1)
     buffered_model.register()
