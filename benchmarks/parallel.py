@@ -234,8 +234,8 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
 }
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
 if not CUDA:
-    for axis in ("fsdp", "cp"):
-        COLLECTIVES |= {f"{axis} all_gather": _gather_by_messages, f"{axis} reduce_scatter": _sum_by_messages}
+    COLLECTIVES |= {f"{axis} all_gather": _gather_by_messages for axis in ("fsdp", "cp")}
+    COLLECTIVES |= {f"{axis} reduce_scatter": _sum_by_messages for axis in ("fsdp", "cp")}
 
 
 def _compare(first: Running, second: Running, two: Running, *, rounds: int, links: dict) -> dict[str, Any]:

@@ -8,13 +8,13 @@
 Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, torchtitan 0.2.2 and our model in a plain
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have blocks
 of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. nanoGPT's embedding is
-also its output weight: "ours, tied" has as many parameters. "products" is their products alone: its time over ours is
-the share of their speed that ours reaches. "ours, micro-batches" trains on half of the rows at a time and sums
-gradients, "ours, selective" computes every second block again in backward, as the package's default does, with more
-FLOPs; both take less memory. Programs live at once and take their steps in turn. "time" is the ratio to the first of
---only in the same round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator
-gives our allocator to the peers too. The first step is timed from the start of the process; with --compile once with
-empty caches ("cold") and once with full ones.
+also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
+alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half of the
+rows at a time and sums gradients, "ours, selective" computes every second block again in backward, as the package's
+default does, with more FLOPs; both take less memory. Programs live at once and take their steps in turn. "time" is the
+ratio to the first of --only in the same round, with quartiles. On a CPU ours allocates tensors in a region, the peers
+by malloc; --allocator gives our allocator to the peers too. The first step is timed from the start of the process; with
+--compile once with empty caches ("cold") and once with full ones.
 """
 
 import argparse
@@ -104,7 +104,8 @@ def main() -> None:
     tokens = size.rows * size.tokens
     rows = [_row(name, steps, cold=cold, first=first, parameters=parameters, tokens=tokens) for name in steps]
     _print_table(rows)
-    print(f"FLOPs of the products of a step, equal in all programs that do not recompute: {flops:,}")
+    if flops:
+        print(f"FLOPs of the products of a step, equal in all programs that do not recompute: {flops:,}")
     if options.json:
         result = {"processor": processor_name(), "threads": options.threads, "flops": flops, **work}
         options.json.write_text(json.dumps({**result, "rows": rows, "steps": steps}, indent=1))
@@ -123,8 +124,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "torchtitan_clone" / "peers")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
-    if options.only[0] not in OPTIONS or options.rounds < 2:
-        parser.error("--only must begin with a program of this package (ours ...), and --rounds must be at least 2")
+    if options.only[0] not in OPTIONS:
+        parser.error(
+            f"--only {options.only[0]!r}: the first program must be one of ours, which others are compared with"
+        )
+    if options.rounds < 2:
+        parser.error(f"--rounds {options.rounds}: must be at least 2")
     return options
 
 
@@ -143,8 +148,8 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
             "ALLOCATOR": "" if with_allocator else "default",
         }
-        work_of_program = json.dumps({**work, **OPTIONS.get(name, {})})
-        command = [python, "benchmarks/peer_programs.py", OURS if is_ours else name, work_of_program]
+        own_work = json.dumps({**work, **OPTIONS.get(name, {})})
+        command = [python, "benchmarks/peer_programs.py", OURS if is_ours else name, own_work]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 
 
@@ -177,9 +182,9 @@ def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
 
 
 def _count(programs: Sequence[Program], *, folder: Path) -> tuple[dict[str, int], int]:
-    """Returns the parameters of each program, and the FLOPs of the products of a step; counted in eager mode.
+    """Returns the number of parameters of each program, and the FLOPs of the products of a step; counted in eager mode.
 
-    The FLOPs must be the same in all programs that do not recompute.
+    The FLOPs must be the same in all programs that do not recompute; 0 if all do.
     """
     parameters, flops = {}, {}
     for program in programs:
@@ -210,11 +215,11 @@ def _row(
     parameters: Mapping[str, int],
     tokens: int,
 ) -> dict[str, object]:
-    ours = next(iter(steps.values()))
+    first_steps = next(iter(steps.values()))
     return {
         "name": name,
-        "time": str(ratio_of(steps[name], ours)),
-        "CPU time": str(ratio_of(steps[name], ours, clock="cpu")),
+        "time": str(ratio_of(steps[name], first_steps)),
+        "CPU time": str(ratio_of(steps[name], first_steps, clock="cpu")),
         "tokens/s": tokens / statistics.median(step["wall"] for step in steps[name]),
         "cold": cold.get(name),
         "first": first[name],

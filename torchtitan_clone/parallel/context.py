@@ -145,7 +145,7 @@ class KeyExchange(CppAttention):
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
 
 
-def _all_gather(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
+def _gather_keys(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yields the keys and values of all ranks, each with its rank."""
     received = kv.new_empty(group.size(), *kv.shape)
     all_gather(received, kv, group=group)
@@ -176,7 +176,7 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def _reduce_scatter(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
+def _sum_gradients(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
     """Returns the sum over ranks of their gradients for this rank's keys and values."""
     by_rank = torch.stack([gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])])
     total = torch.empty_like(by_rank[:1])
@@ -199,8 +199,8 @@ def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup
 
 
 # How keys and values of other ranks are received, and how their gradients are sent back.
-_FETCH = {"allgather": _all_gather, "ring": _pass_around}
-_RETURN = {"allgather": _reduce_scatter, "ring": _send_back}
+_FETCH = {"allgather": _gather_keys, "ring": _pass_around}
+_RETURN = {"allgather": _sum_gradients, "ring": _send_back}
 
 
 def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
@@ -227,7 +227,7 @@ def _in_order(received: Iterator[tuple[Pieces, Tensor]]) -> Tensor:
 
 
 def _by_rank(gradients: Iterator[tuple[Pieces, Tensor]], pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
-    """Yields the gradients of the keys and values of each rank."""
+    """Yields the gradients by the keys and values of each rank, of which gradients of whole rows have all."""
     for tokens, gradient in gradients:
         if tokens in pieces:
             yield pieces.index(tokens), gradient
@@ -254,7 +254,7 @@ def context_attention(
     for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
         if by_cpp:
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
-            out_BTNH, lse_BNT = attend(q_BTNH.float(), k.float(), v.float(), *ranges)  # merged in fp32
+            out_BTNH, lse_BNT = attend(q_BTNH.float(), k, v, *ranges)  # in fp32, as it is merged
             blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
         else:
             qkv = (q_BTNH, k, v)
@@ -280,7 +280,7 @@ def context_attention_backward(
         for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
             if by_cpp:
                 ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
-                qkv = (q_BTNH.float(), k.float(), v.float())  # whose gradients are summed in fp32
+                qkv = (q_BTNH.float(), k, v)  # gradients in fp32, as they are summed
                 q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
                 q_grad_BTNH.add_(q_grad)
                 yield keys, torch.stack(by_kv)

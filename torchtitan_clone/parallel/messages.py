@@ -1,4 +1,4 @@
-"""Collectives by messages on a CPU. Those of FSDP run in the background: FSDP2 waits for a device without streams.
+"""Collectives by messages on a CPU, those of FSDP in the background: FSDP2 waits for them where there are no streams.
 
 All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
 1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring.

@@ -165,7 +165,8 @@ class CollectiveTrace(TorchDispatchMode):
             if whole := collective_of_message(collective, args):
                 (group,) = process_groups(args)
                 if is_last_message(collective, args, group=group):
-                    self._count(func, args, collective=whole, size=_num_bytes(args[0]) * group.size())
+                    size = _num_bytes(args[0]) * group.size()
+                    self._count(func, args, collective=whole, size=size, is_message=True)
             elif all(group.size() > 1 for group in process_groups(args)):  # FSDP sums over one replica on a CPU
                 size = max(map(_num_bytes, (*args, result)), default=0)
                 call = self._count(func, args, collective=collective, size=size)
@@ -177,17 +178,15 @@ class CollectiveTrace(TorchDispatchMode):
             self._count_exposed(name, args)
         return result
 
-    def _count(self, func: Operator, args: tuple, *, collective: str, size: int) -> Call:
+    def _count(self, func: Operator, args: tuple, *, collective: str, size: int, is_message: bool = False) -> Call:
         implicit = called_from("redistribute_local_args")
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += size
-        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same. Messages that
-        # are parts of a collective do not tell whether it is waited for.
+        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same. A message
+        # does not tell whether its collective is waited for.
         is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
-        is_unknown = (
-            is_of_fsdp or collective_of_message(_name(func).rstrip("_"), args)
-        ) and not torch.cuda.is_initialized()
+        is_unknown = (is_of_fsdp or is_message) and not torch.cuda.is_initialized()
         is_waited_for = None if is_unknown else _is_waited_for(func, args)
         self.exposed[call] += bool(is_waited_for)
         if is_waited_for is None:
