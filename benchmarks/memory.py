@@ -54,12 +54,16 @@ TINY = {
     "model.args.dim": 64, "model.args.n_layers": 2, "model.args.n_heads": 8, "training.local_batch_size": 2,
     "training.seq_len": 16,
 }  # fmt: skip
+FAMILIES: dict[str, Options] = {
+    "llama3": {},
+    **{name: {"debug.moe_force_load_balance": "true"} for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")},
+}
 GPU_RUNS: dict[str, tuple[int, Options]] = {
-    f"{family}, {mode}": (1, {"model.name": family, **BF16, **recomputation})
-    for family in ("llama3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    f"{family}, {mode}": (1, {"model.name": family, **options, **BF16, **recomputation})
+    for family, options in FAMILIES.items()
     for mode, recomputation in (("none", NONE), ("selective per operation", PER_OP), ("full", FULL))
 }
-GPU_SIZES = {"training.local_batch_size": 64, "training.seq_len": 2048, "debug.moe_force_load_balance": "true"}
+GPU_SIZES = {"training.local_batch_size": 64, "training.seq_len": 2048}
 
 
 def plan_of(options: Options, *, world_size: int, device_type: str) -> RunPlan:
@@ -96,6 +100,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=8)
     choices = parser.parse_args()
     is_cpu = choices.device == "cpu"
+    visible = {} if is_cpu else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
     runs, sizes = (CPU_RUNS, CPU_SIZES) if is_cpu else (GPU_RUNS, GPU_SIZES)
     os.environ |= {"ALLOCATOR": "default", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
     print(f"{processor_name()}, torch {torch.__version__}" if is_cpu else torch.cuda.get_device_name())
@@ -106,7 +111,8 @@ def main() -> int:
             continue
 
         def measured(sizes: Options, world_size: int = world_size, options: Options = options) -> float:
-            return max(run_ranks(run_steps, world_size, {**sizes, **options}, choices.device, timeout=300)) / 2**20
+            argv = ({**sizes, **options}, choices.device)
+            return max(run_ranks(run_steps, world_size, *argv, env=visible, timeout=300)) / 2**20
 
         sizes = {**sizes, "model.args.n_layers": choices.layers}
         grown, libraries = measured(sizes), measured(TINY) if is_cpu else 0.0

@@ -368,7 +368,7 @@ def _add_product_flops(_: torch.Size, x_shape: torch.Size, weight_shape: torch.S
     return _linear_flops(x_shape, weight_shape)
 
 
-def _addmm_flops(_: torch.Size, a_shape: torch.Size, b_shape: torch.Size, **__: object) -> int:
+def _addmm_flops(_: torch.Size, a_shape: torch.Size, b_shape: torch.Size, *__: object, **___: object) -> int:
     return 2 * a_shape.numel() * b_shape[1]
 
 
@@ -390,7 +390,8 @@ def count_flops(turn: Turn) -> Turn:
         ours.faster_linear: _linear_flops,
         ours.add_product_: _add_product_flops,
         torch.ops.aten.addmm_: _addmm_flops,
-    }  # torch knows addmm alone
+        torch.ops.aten.addmm: _addmm_flops,  # torch's formula does not take the overload with a dtype
+    }
     counter = FlopCounterMode(display=False, custom_mapping=formulas)
     turns = itertools.count()
 

@@ -91,7 +91,7 @@ def main() -> None:
         programs = list(_programs(options, work, folder=Path(folder)))
         print(f"{processor_name()}; {options.threads} threads; {json.dumps(work)}", flush=True)
         parameters, flops = _count(programs, folder=Path(folder))
-        cold = _first_steps(programs) if options.compile else {}
+        cold = _first_steps(programs) if options.compile and not options.skip_cold else {}
         with ExitStack() as stack:
             running, first = [], {}
             for program in programs:  # one after another, so that first steps do not disturb one another
@@ -117,6 +117,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--skip-cold", action="store_true", help="do not time first steps with empty caches")
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

@@ -31,7 +31,7 @@ mkdir -p "$FOLDER"
 FOLDER="$(readlink -f "$FOLDER")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
-RIVALS=(--compile --only ours products torchtitan)
+RIVALS=(--compile --skip-cold --only ours products torchtitan)
 WIDE=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
     --model.args.vocab_size=32768 --compile.enable=true --training.mixed_precision_param=bfloat16)
 FLOAT8="'--model.converters=[\"float8\"]'"
@@ -46,7 +46,7 @@ fi
 run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its output in a file of the section
     local section="$1" seconds="$2" code
     shift 2
-    timeout "$seconds" "$PYTHON" "$@" >>"$FOLDER/$section.txt" 2>>"$FOLDER/$section.err"
+    timeout --signal=INT --kill-after=5 "$seconds" "$PYTHON" "$@" >>"$FOLDER/$section.txt" 2>>"$FOLDER/$section.err"
     code=$?
     [ $code != 124 ] || echo "stopped after $seconds s" >>"$FOLDER/$section.txt"
     return $code
@@ -58,7 +58,7 @@ skip() { # SECTION REASON
 
 run_section() {
     case "$1" in
-    tests) run tests 150 -m pytest tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
+    tests) run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
     layers) run layers 190 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
     model) run model 200 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
     peers)
@@ -67,8 +67,8 @@ run_section() {
         ;;
     long)
         run long 110 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=5 \
-            --json="$FOLDER/long.json" -- "${WIDE[@]}" --training.seq_len=131072 --training.local_batch_size=1 \
-            --activation_checkpoint.mode=full
+            --json="$FOLDER/long.json" -- "${WIDE[@]}" --training.seq_len=131072 --model.args.max_seq_len=131072 \
+            --training.local_batch_size=1 --activation_checkpoint.mode=full
         ;;
     float8)
         if ! "$PYTHON" -c "import torchao" 2>/dev/null; then
@@ -80,7 +80,7 @@ run_section() {
             --json="$FOLDER/float8.json" -- "${WIDE[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
     memory) run memory 180 benchmarks/memory.py --device=cuda ;;
-    checkpoint) run checkpoint 90 benchmarks/checkpoint.py --rows=4096 ;;
+    checkpoint) run checkpoint 90 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
     attention)
         run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
             run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000

@@ -10,8 +10,10 @@ from torchtitan_clone.testing.runs import make_corpus, make_short_documents
 from torchtitan_clone.testing.warm_python import WarmPython
 
 torch.set_num_threads(1)  # threads of two workers on two cores would wait for one another, which doubles their time
-# Each takes up to two seconds, in every rank that compiles, streams, has replica groups, or whose file imports it.
-PRELOADED[:0] = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets", "torchft"]
+# Each takes up to two seconds, in every rank that compiles, streams, has replica groups, or whose file imports it. They
+# ask torch whether there is a GPU: ranks forked after that could not use one.
+SLOW_IMPORTS = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets", "torchft"]
+PRELOADED[:0] = [] if torch.cuda.is_available() else SLOW_IMPORTS
 
 
 @pytest.fixture(autouse=True, scope="module")
