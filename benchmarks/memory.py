@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.turns import processor_name
 from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine
 from torchtitan_clone.run.plan import RunPlan
@@ -74,7 +74,8 @@ def plan_of(options: Options, *, world_size: int, device_type: str) -> RunPlan:
 
 def run_steps(options: Options, device_type: str) -> int:
     """Returns the bytes by which max RSS grows on this rank, or on CUDA those that torch reserves."""
-    launch, device = Launch.from_environment(), torch.device(device_type)
+    launch = Launch.from_environment()
+    device = pick_device(launch)
     plan = plan_of(options, world_size=launch.world_size, device_type=device_type)
     training = plan.config.training
     with process_group(plan.config.comm, launch=launch, device=device):
@@ -84,8 +85,8 @@ def run_steps(options: Options, device_type: str) -> int:
             engine.begin_step(step)
             batch = fake_batch(plan).to(device)
             engine.forward_backward([batch], num_targets=training.local_batch_size * training.seq_len)
-            engine.clip_gradients()
-            engine.optimizer.step()
+            engine.gradient_norm()
+            engine.optimizer.step(factor=0.5)
             engine.optimizer.zero_grad()
         if device_type == "cuda":
             return torch.cuda.max_memory_reserved()

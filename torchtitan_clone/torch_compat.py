@@ -69,6 +69,10 @@ def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
 
 # Multiplies all tensors by a number in place; clip_grads_with_norm_() has parameters and a norm of its own.
 foreach_mul_ = torch._foreach_mul_
+# Adds a number to all tensors in place; there is no public function.
+foreach_add_ = torch._foreach_add_
+# Copies all tensors of a list to those of another, whose data types may differ; there is no public function.
+foreach_copy_ = torch._foreach_copy_
 
 # Waits for the result of a functional collective and returns it; a compiled region does not do so by itself.
 wait_tensor = torch.ops._c10d_functional.wait_tensor
@@ -79,6 +83,13 @@ reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor
 # Their names since torch 2.13, where the older ones, which torch 2.11 has, warn.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def with_shard(tensor: "DTensor", local: Tensor) -> "DTensor":
+    """Returns a DTensor that differs in this rank's shard. DTensor.from_local() takes 10 times as long."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:

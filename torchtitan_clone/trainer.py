@@ -249,7 +249,7 @@ class Trainer:
         engine.begin_step(step)
         output = engine.forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
         replicas.sum_gradients(engine.parameters.values())
-        norm = engine.clip_gradients()
+        norm = engine.gradient_norm()
         # The step's host sync: whether it counts must be known before the weights change.
         grad_norm, *own = engine.read(norm, output)
         is_overdue = self._launch.rank == 0 and self._checkpoints.is_overdue()
@@ -261,7 +261,7 @@ class Trainer:
             state.count_skip(step, loss=totals.loss, grad_norm=grad_norm)
         elif committed:
             self._checkpoints.wait_for_staging()
-            engine.optimizer_step(totals)
+            engine.optimizer_step(totals, grad_norm=grad_norm)
         engine.optimizer.zero_grad()
         if committed:
             state.advance(step=step, tokens=engine.plan.tokens_per_step, skipped=not healthy)

@@ -9,11 +9,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.varlen_attention import OnHost
-from torchtitan_clone.parallel.gradients import clip_gradients
+from torchtitan_clone.optim import build_optimizer
+from torchtitan_clone.parallel.gradients import gradient_norm
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
@@ -161,15 +163,26 @@ def test_the_loss_in_bf16_follows_fp32_without_a_host_sync(backend):
         assert (ours - exact).norm() < 0.01 * exact.norm()
 
 
-def test_clipping_does_not_wait_for_the_device():
-    parameters = [torch.nn.Parameter(torch.ones(size, device="cuda")) for size in (7, 4096)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
+def test_norms_and_clipped_updates_do_not_wait_for_the_device():
+    sizes = (7, 2**17)  # the second one is updated by a kernel of its own
+    parameters = {f"{size}.weight": torch.nn.Parameter(torch.ones(size, device="cuda")) for size in sizes}
+    optimizer = build_optimizer(Optimizer(lr=0.5, weight_decay=0.1), named_parameters=parameters)
+    expected = torch.nn.Parameter(torch.ones(1))
+    on_cpu = torch.optim.AdamW([expected], lr=0.5, betas=(0.9, 0.95), weight_decay=0.0)  # as for vectors
     init_fake_process_group(rank=0, world_size=1)
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        norm = clip_gradients(parameters, max_norm=1.0)
+        for gradient, mode in ((1.0, "default"), (2.0, "error")):  # the first step compiles and allocates
+            for parameter in parameters.values():
+                parameter.grad = torch.full_like(parameter, gradient)
+            torch.cuda.set_sync_debug_mode(mode)
+            norm = gradient_norm(parameters.values())
+            optimizer.step(factor=0.25)
+            torch.cuda.set_sync_debug_mode("default")
+            expected.grad = torch.full_like(expected, gradient / 4)
+            on_cpu.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
-    assert norm.item() == pytest.approx(4103**0.5)
+    assert norm.item() == pytest.approx(2 * sum(sizes) ** 0.5)
+    for parameter in parameters.values():
+        torch.testing.assert_close(parameter.detach().cpu(), expected.detach().expand(parameter.shape))

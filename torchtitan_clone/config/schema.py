@@ -136,8 +136,9 @@ class Training:
     """Total number of optimizer steps."""
     max_norm: AboveZero = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
-    loss_chunk_tokens: Size = 1024
-    """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster."""
+    loss_chunk_tokens: AutoOrSize = -1
+    """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster. -1:
+    1,024, or on a GPU as many as have logits of 256 MiB."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.optim.groups import ResolvedGroup, find_unknown_optimizers, resolve_groups
-from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup
 
 
 class OptimizerContainer:
@@ -30,9 +29,10 @@ class OptimizerContainer:
             for group in torch_optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-    def step(self) -> None:
+    def step(self, *, factor: float = 1.0) -> None:
+        """Updates the parameters by their gradients times `factor`."""
         for torch_optimizer in self.torch_optimizers.values():
-            torch_optimizer.step()
+            torch_optimizer.step(factor=factor)
 
     def zero_grad(self) -> None:
         for torch_optimizer in self.torch_optimizers.values():
@@ -68,7 +68,7 @@ def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.P
     return OptimizerContainer(optimizer, named_parameters=trainable)
 
 
-def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, torch.optim.Optimizer]:
+def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, Adam]:
     by_name: dict[str, list[ParamGroup]] = {}
     for group in groups:
         arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)

@@ -2,21 +2,54 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 
 from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, is_fake
 
-ParamGroup = dict[str, object]
+ParamGroup = dict[str, Any]
+_OPTIONS = ("lr", "eps", "weight_decay", "foreach", "fused")
+_LARGE = 2**16
+"""Elements from which on a launch of its own for a weight costs less than it saves."""
+
+
+class _Shards(NamedTuple):
+    """This rank's shards of a parameter and of what its update reads."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    step: Tensor
+
+
+def _is_large(x: _Shards) -> bool:
+    """Whether a kernel of this package updates a weight: a large one in fp32 on a GPU, or a simulated one there."""
+    if is_fake(x.weight):
+        return x.gradient.dtype != x.weight.dtype
+    is_taken = x.weight.is_cuda and x.weight.dtype == torch.float32 and x.weight.numel() >= _LARGE
+    return is_taken and all(tensor.is_contiguous() for tensor in x) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
     """How one optimizer is built."""
 
-    build: Callable[[list[ParamGroup]], torch.optim.Optimizer]
-    """Builds the torch optimizer from param groups, each with all arguments."""
+    build: Callable[[list[ParamGroup]], "Adam"]
+    """Builds the optimizer from param groups, each with all arguments."""
     arguments: Callable[[Optimizer], ParamGroup]
     """Returns the arguments of one param group by torch's names; they include "lr", which the schedule scales."""
     init_state: Callable[[Tensor, Optimizer], dict[str, Tensor]]
@@ -37,16 +70,74 @@ def _adam_arguments(settings: Optimizer) -> ParamGroup:
 
 
 def _adam_state(parameter: Tensor, settings: Optimizer) -> dict[str, Tensor]:
+    return _zero_state(parameter, fused=settings.implementation == "fused")
+
+
+def _zero_state(parameter: Tensor, *, fused: bool) -> dict[str, Tensor]:
     # Only the fused kernel reads the step on the device; elsewhere it would cost a host sync per parameter.
-    step_device = parameter.device if settings.implementation == "fused" else torch.device("cpu")
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=step_device),
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if fused else "cpu"),
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
 
 
+class Adam(torch.optim.Adam):
+    """torch's Adam, on this rank's shards: of each DTensor torch would derive how the results are sharded.
+
+    Large weights on a GPU are updated by a kernel of this package, which takes gradients in bfloat16 too.
+    """
+
+    update = staticmethod(adam)
+    is_decoupled = False
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, factor: float = 1.0) -> None:
+        """Updates the parameters by their gradients times `factor`, of which a CPU keeps the products."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(_zero_state(parameter.detach(), fused=group["fused"]))
+            states = [self.state[parameter] for parameter in parameters]
+            shards = [
+                _Shards(*map(local_shard, (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])))
+                for p, state in zip(parameters, states, strict=True)
+            ]
+            self._update_large([x for x in shards if group["fused"] and _is_large(x)], group, factor=factor)
+            if rest := [x for x in shards if not (group["fused"] and _is_large(x))]:
+                self._update(rest, group, factor=factor)
+
+    def _update_large(self, shards: list["_Shards"], group: ParamGroup, *, factor: float) -> None:
+        if not shards or is_fake(shards[0].weight):
+            return
+        from torchtitan_clone.ops.adam_kernel import update_
+
+        options: Any = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        foreach_add_([x.step for x in shards], 1)
+        for x in shards:
+            update_(*x, factor=factor, decoupled=self.is_decoupled, **options)
+
+    def _update(self, shards: list["_Shards"], group: ParamGroup, *, factor: float) -> None:
+        weights, gradients, first, second, steps = map(list, zip(*shards, strict=True))
+        gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
+        if factor != 1.0:
+            foreach_mul_(gradients, factor)
+        (beta1, beta2), options = group["betas"], {key: group[key] for key in _OPTIONS}
+        type(self).update(
+            weights, gradients, first, second, [], steps, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False,
+            **options,
+        )  # fmt: skip
+
+
+class AdamW(Adam):
+    """torch's AdamW, on this rank's shards."""
+
+    update = staticmethod(adamw)
+    is_decoupled = True
+
+
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "AdamW": OptimizerKind(build=torch.optim.AdamW, arguments=_adam_arguments, init_state=_adam_state),
-    "Adam": OptimizerKind(build=torch.optim.Adam, arguments=_adam_arguments, init_state=_adam_state),
+    "AdamW": OptimizerKind(build=AdamW, arguments=_adam_arguments, init_state=_adam_state),
+    "Adam": OptimizerKind(build=Adam, arguments=_adam_arguments, init_state=_adam_state),
 }

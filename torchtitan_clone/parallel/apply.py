@@ -43,8 +43,8 @@ M = TypeVar("M", bound=ParallelModel)
 
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
-    kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, parallelism: Parallelism,
-    activation_checkpoint: ActivationCheckpoint, compile: Compile,
+    kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, keeps_gradients: bool,
+    parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint, compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
@@ -76,7 +76,7 @@ def apply_parallelism(
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
         model, groups=model.fsdp_groups(), mesh=mesh.fsdp, parameter_mesh=mesh.parameters, experts=experts,
-        expert_mesh=mesh.expert_fsdp, training=training, parallelism=parallelism,
+        expert_mesh=mesh.expert_fsdp, training=training, keeps_gradients=keeps_gradients, parallelism=parallelism,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.torch_compat import foreach_mul_, foreach_norms, is_fake
+from torchtitan_clone.torch_compat import foreach_norms, is_fake
 
 _PIECE = 2**17
 """Elements that a CPU converts to float64 at a time."""
@@ -17,14 +17,15 @@ FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of P100, V100, A100, H100 or H200, and B200: float64 at a half of the speed of fp32."""
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Tensor:
-    """Scales all gradients in place so that their norm over the model is at most `max_norm`; returns the norm before.
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Returns the norm [] of all gradients of the model, fp32.
 
     A collective over all ranks: a parameter may be replicated, sharded over any axes, or on some pipeline stages only.
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [local_shard(gradient) for gradient in gradients]
+    with torch.no_grad():  # else each shard would be the result of a function of autograd
+        local = [local_shard(gradient) for gradient in gradients]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if local:  # empty on a rank whose blocks are all frozen
         norms = norms_of(local).double()
@@ -33,10 +34,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> Te
         squares = (norms.square() / replicas.to(norms.device, non_blocking=True)).sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
-    norm = squares.sqrt().float()
-    if local:
-        foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    return squares.sqrt().float()
+
+
+def clipping_factor(norm: float, *, max_norm: float) -> float:
+    """Returns what gradients of a norm are multiplied by: min(1, max_norm / (norm + 1e-6)), computed in fp32."""
+    return (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0).item()
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

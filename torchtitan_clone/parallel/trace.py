@@ -239,7 +239,7 @@ class CollectiveTrace(TorchDispatchMode):
         of_fsdp = [axis for axis in axes if axis in ("dp_replicate", "fsdp")]
         if of_fsdp and self._fsdp_modules() is not None:
             return of_fsdp[-1]
-        is_of_all_ranks = any(map(called_from, ("clip_gradients", "sum_over_ranks")))
+        is_of_all_ranks = any(map(called_from, ("gradient_norm", "sum_over_ranks")))
         return "world" if is_of_all_ranks and "world" in axes else axes[-1]
 
     def _fsdp_modules(self) -> str | None:

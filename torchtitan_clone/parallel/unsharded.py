@@ -1,4 +1,4 @@
-"""Data parallelism on a CPU where no parameter is sharded over it: what FSDP does, without its copies."""
+"""Data parallelism where no parameter is sharded over it: what FSDP does, without its copies."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
-from torchtitan_clone.torch_compat import after_backward
+from torchtitan_clone.torch_compat import after_backward, foreach_copy_, with_shard
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
@@ -25,13 +25,16 @@ Those of the first of several backwards are in the data type of the sum, also wh
 _exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
 
 
-def apply_unsharded(model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def apply_unsharded(
+    model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype, keeps_gradients: bool = False
+) -> None:
     """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
 
     `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
     end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
     tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies. Gradients
-    are summed over replicas and added to those of the DTensors, in their data type.
+    are summed over replicas and added to those of the DTensors, in their data type; with `keeps_gradients` those of a
+    single backward stay in `dtype`.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -46,7 +49,7 @@ def apply_unsharded(model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: Devic
             )  # fmt: skip
             distributed[parameter] = nn.Parameter(both, requires_grad=parameter.requires_grad)
         module._parameters[name] = distributed[parameter]
-    exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp)
+    exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp, keeps_gradients=keeps_gradients)
     model.register_forward_pre_hook(exchange.begin_forward)
     model.register_forward_hook(exchange.end_forward)
 
@@ -82,8 +85,9 @@ def collect_gradients(model: nn.Module) -> None:
 class _Exchange:
     """Exchanges the DTensors of a model with plain parameters and back."""
 
-    def __init__(self, dtype: torch.dtype, *, mesh: DeviceMesh, tp: DeviceMesh | None):
+    def __init__(self, dtype: torch.dtype, *, mesh: DeviceMesh, tp: DeviceMesh | None, keeps_gradients: bool):
         self.is_last = True
+        self._keeps_gradients = keeps_gradients
         self._dtype = dtype
         self._mesh = mesh
         self._tp = tp
@@ -119,10 +123,15 @@ class _Exchange:
         self.restore()  # after a forward without a backward
         self._is_held = is_held
         self.is_last = not is_held
+        parameters = list(_parameters(model))
+        with torch.no_grad():  # else each shard would be the result of a function of autograd
+            shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
+        shards = dict(zip(shards, copies_of_weights([*shards.values()], self._dtype), strict=True))
         plain: dict[nn.Parameter, nn.Parameter] = {}
-        for module, name, parameter in list(_parameters(model)):
+        for module, name, parameter in parameters:
             if parameter not in plain:
-                plain[parameter] = self._plain(parameter, is_local=isinstance(module, Linear) and module.takes_shard)
+                is_local = isinstance(module, Linear) and module.takes_shard
+                plain[parameter] = self._plain(parameter, shards[parameter], is_local=is_local)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]
 
@@ -159,8 +168,7 @@ class _Exchange:
             if plain.grad is not None:
                 self._add(parameter, plain)
 
-    def _plain(self, parameter: nn.Parameter, *, is_local: bool) -> nn.Parameter:
-        local = local_shard(parameter.detach()).to(self._dtype)
+    def _plain(self, parameter: nn.Parameter, local: Tensor, *, is_local: bool) -> nn.Parameter:
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > self._mesh.ndim and not is_local:
             assert self._tp is not None
             local = _distributed(local, like=parameter, mesh=self._tp, placements=parameter.placements[-1:])
@@ -185,7 +193,9 @@ class _Exchange:
             total.add_(local_shard(gradient))
         else:
             # Pipelines assign gradients that may be transposed; optimizers take all for contiguous.
-            self._sums[parameter] = local_shard(gradient).to(parameter.dtype).contiguous()
+            keeps = self._keeps_gradients and self.is_last and parameter.grad is None
+            (total,) = _converted([local_shard(gradient)], gradient.dtype if keeps else parameter.dtype)
+            self._sums[parameter] = total.contiguous()
             if _KEEPS_DTYPE:
                 plain.grad_dtype = None
         if self.is_last and self._mesh.ndim > 1 and parameter not in self._parts and parameter.numel() >= _ALONE:
@@ -209,6 +219,20 @@ class _Exchange:
             self._sums[parameter] = piece.view_as(total)
 
 
+def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the tensors in a data type: themselves, or copies."""
+    return _converted(tensors, dtype)
+
+
+def _converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    # By the kernel of a GPU for many tensors, which is twice as fast as to(), also for one.
+    if all(x.dtype == dtype for x in tensors):
+        return tensors
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    foreach_copy_(copies, tensors)
+    return copies
+
+
 def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """Returns a DTensor of the global shape of another; its shards may differ in size."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
@@ -218,8 +242,9 @@ def _add_gradient(parameter: nn.Parameter, local: Tensor) -> None:
     """Adds this rank's shard of a gradient to that of a DTensor."""
     assert isinstance(parameter, DTensor)
     if parameter.grad is None:
-        mesh, placements = parameter.device_mesh, parameter.placements
-        parameter.grad = _distributed(local, like=parameter, mesh=mesh, placements=placements)
+        if local.dtype != parameter.dtype:
+            parameter.grad_dtype = None  # any
+        parameter.grad = with_shard(parameter, local)
     else:
         local_shard(parameter.grad).add_(local)
 

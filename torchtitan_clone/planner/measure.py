@@ -19,7 +19,7 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.data import Batch
 from torchtitan_clone.ops.tensor_region import use_tensor_region
-from torchtitan_clone.parallel.gradients import sum_over_ranks
+from torchtitan_clone.parallel.gradients import clipping_factor, sum_over_ranks
 from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware
 from torchtitan_clone.planner.time_model import predict_step_time
 from torchtitan_clone.run import preflight
@@ -211,8 +211,9 @@ def _train_step(engine: Engine, batches: Sequence[Batch], *, step: int) -> None:
     engine.begin_step(step)
     (num_targets,) = sum_over_ranks([sum(batch.num_targets for batch in batches)])
     output = engine.forward_backward(batches, num_targets=int(num_targets))
-    sum_over_ranks(engine.read(engine.clip_gradients(), output))
-    engine.optimizer.step()
+    norm, *sums = engine.read(engine.gradient_norm(), output)
+    sum_over_ranks(sums)
+    engine.optimizer.step(factor=clipping_factor(norm, max_norm=engine.plan.config.training.max_norm))
     engine.optimizer.zero_grad()
 
 

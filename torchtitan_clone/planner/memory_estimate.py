@@ -87,7 +87,7 @@ def _microbatches(plan: RunPlan) -> int:
 def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:
     """Returns the bytes of the weight's gradient in fp32, and of the logits of a chunk or that gradient once more."""
     columns = plan.model_args.vocab_size / plan.degrees.tp
-    chunk = min(shape.tokens, plan.config.training.loss_chunk_tokens)
+    chunk = min(shape.tokens, plan.loss_chunk_tokens)
     logits = (8 + shape.itemsize) * chunk  # and twice in fp32
     return columns * (4 * plan.model_args.dim + max(logits, shape.itemsize * (chunk + plan.model_args.dim)))
 

@@ -21,7 +21,7 @@ from torchtitan_clone.ops.tensor_region import use_tensor_region
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
-from torchtitan_clone.parallel.gradients import clip_gradients
+from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_up_compile
@@ -90,9 +90,9 @@ class Engine:
         self._loads.reset()
         self.source_sums.reset()
 
-    def clip_gradients(self) -> Tensor:
-        """Scales the gradients to at most training.max_norm; returns their norm before, fp32. A collective."""
-        return clip_gradients(self.parameters.values(), max_norm=self.plan.config.training.max_norm)
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm [] of the gradients, fp32. A collective."""
+        return gradient_norm(self.parameters.values())
 
     def read(self, norm: Tensor, output: StepOutput) -> list[float]:
         """Returns the gradient norm, and this rank's share of what a step computed; one host sync for all of it."""
@@ -121,10 +121,13 @@ class Engine:
             by_source=self.source_sums.by_source(others[ends[1] :]),
         )
 
-    def optimizer_step(self, totals: StepTotals) -> None:
-        """Updates the bias of routers, the parameters and what else the family changes once a committed step."""
+    def optimizer_step(self, totals: StepTotals, *, grad_norm: float) -> None:
+        """Updates the bias of routers, the parameters and what else the family changes once a committed step.
+
+        Gradients, whose norm is given, are scaled to at most training.max_norm.
+        """
         self._loads.update(totals.loads)  # first: its copies from the host would wait for the optimizer
-        self.optimizer.step()
+        self.optimizer.step(factor=clipping_factor(grad_norm, max_norm=self.plan.config.training.max_norm))
         if self.plan.spec.after_step is not None:
             with torch.no_grad():
                 self.plan.spec.after_step(self.model_parts)
@@ -199,6 +202,7 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
         kept_operations=plan.spec.kept_operations,
         convert=partial(_convert, plan=plan),
         training=config.training,
+        keeps_gradients=plan.keeps_gradients,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
@@ -235,7 +239,7 @@ def build_plan_forward_backward(
     # Eager passes over a CPU's logits reuse their memory and take rows that stay in the cache; compiled ones do not.
     compiled = config.compile.enable and "loss" in config.compile.components and device.type != "cpu"
     loss_fn = loss_fn or build_loss(
-        chunk_tokens=config.training.loss_chunk_tokens,
+        chunk_tokens=plan.loss_chunk_tokens,
         compile_backend=config.compile.backend if compiled else None,
         sums=source_sums,
     )

@@ -2,12 +2,13 @@
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone import torch_compat
@@ -56,6 +57,7 @@ class MemoryTrace(TorchDispatchMode):
         self._annotations: list[str] = []
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self._loss_nodes: list[range] = []
+        self._is_sharded = True
 
     def __enter__(self) -> "MemoryTrace":
         torch_compat.on_resize(self._update)
@@ -74,14 +76,15 @@ class MemoryTrace(TorchDispatchMode):
         if func.namespace == "profiler":
             self._annotate(func, args)
         elif not called_from("_propagate_tensor_meta_non_cached"):
-            part = "buffers" if collective_name(func) else None
-            inputs = _tensors(args) if self.step_phase == "optimizer" else []
+            is_copy = called_from("copies_of_weights")
+            part = "gathered" if is_copy else "buffers" if collective_name(func) else None
+            inputs = _tensors(args) if self.step_phase == "optimizer" or is_copy else []
             for index, value in enumerate(_tensors(result)):
                 if index < len(inputs) and (source := self._index_of(inputs[index])) is not None:
                     self.layer = self.events[source].layer
                 self._update(value.untyped_storage(), part=part)
             if self._running_part() == "buffers":
-                self._name_gradients(args)
+                self.name_gradients(_tensors(args))
         return result
 
     def enter(self, part: str) -> None:
@@ -98,6 +101,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def follow(self, model: nn.Module, *, loss: nn.Module | None) -> None:
         """Books what a module of the model allocates, in its backward too, as that of the loss."""
+        self._is_sharded = isinstance(model, FSDPModule)
         starts: list[tuple[int, str]] = []
 
         def enter(*_: object) -> None:
@@ -115,6 +119,8 @@ class MemoryTrace(TorchDispatchMode):
         if loss is not None:
             loss.register_forward_pre_hook(enter)
             loss.register_forward_hook(leave)
+        if not self._is_sharded:
+            _follow_layers(self, model)
 
     def _annotate(self, func: Operator, args: tuple) -> None:
         """Follows record_function(), with which FSDP names the modules that it works for."""
@@ -135,9 +141,9 @@ class MemoryTrace(TorchDispatchMode):
         block, _ = self._blocks.get(id(torch_compat.local_storage(x)), (None, None))
         return None if block is None else self._allocations[block]
 
-    def _name_gradients(self, args: tuple) -> None:
-        """Books what FSDP reduces as gradients."""
-        for x in _tensors(args):
+    def name_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Books tensors as gradients, such as those that FSDP reduces, which were booked as activations."""
+        for x in tensors:
             index = self._index_of(x)
             if index is not None and self.events[index].part == "activations":
                 self.events[index] = self.events[index]._replace(part="gradients")
@@ -178,8 +184,30 @@ class MemoryTrace(TorchDispatchMode):
 
     def _free(self, block: int) -> None:
         event = self.events[self._allocations[block]]
-        layer = event.layer if self.step_phase in ("start", "optimizer") else self.layer
+        is_own = self.step_phase in ("start", "optimizer") or (event.part == "gathered" and not self._is_sharded)
+        layer = event.layer if is_own else self.layer
         self.events.append(event._replace(size=0, step_phase=self.step_phase, layer=layer))
+
+
+def _follow_layers(trace: MemoryTrace, model: nn.Module) -> None:
+    """Notes which layer runs, of a model without FSDP, whose records say so."""
+    for name, module in (*model.named_children(), *model.get_submodule("layers").named_children()):
+        layer = int(name) if name.isdecimal() else None
+
+        def begin(_module: nn.Module, _inputs: object, layer: int | None = layer) -> None:
+            trace.layer = layer
+            trace.step_phase = "forward" if torch_compat.running_autograd_node() is None else "backward"
+
+        def begin_backward(_gradient: Tensor, layer: int | None = layer) -> None:
+            trace.layer, trace.step_phase = layer, "backward"
+
+        def end(_module: nn.Module, _inputs: object, output: object, begin_backward=begin_backward) -> None:
+            for x in _tensors(output):
+                if x.requires_grad:
+                    x.register_hook(begin_backward)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
 
 def _tensors(values: object) -> list[Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.checkpoint.commit import Progress
@@ -17,6 +18,9 @@ from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_sta
 from torchtitan_clone.run.phases import phase_of_step, phases
 
 CONFIG_FILE = "config.toml"
+_CHUNK_TOKENS = 1024
+_GPU_LOGITS = 2**28
+"""Bytes of a chunk's logits with which products on a GPU are as fast as with all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,7 @@ class RunPlan:
     spec: ModelSpec
     model_args: ModelArgs
     tokenizer: Tokenizer
+    device_type: str
     degrees: Degrees
     stages: Stages
     pipeline_summary: str
@@ -110,6 +115,23 @@ class RunPlan:
         return self.config.fault_tolerance.group_size if self.config.fault_tolerance.enable else 1
 
     @property
+    def loss_chunk_tokens(self) -> int:
+        """Tokens of a chunk of the loss: training.loss_chunk_tokens, or what suits the device."""
+        training = self.config.training
+        if training.loss_chunk_tokens != -1:
+            return training.loss_chunk_tokens
+        if self.device_type == "cpu":
+            return _CHUNK_TOKENS
+        itemsize = getattr(torch, training.mixed_precision_param).itemsize
+        fitting = _GPU_LOGITS // (itemsize * self.model_args.vocab_size)
+        return max(_CHUNK_TOKENS, 1 << max(0, fitting.bit_length() - 1))
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay in the data type of backward: kernels of a GPU take them, other groups do not."""
+        return self.device_type == "cuda" and not self.config.fault_tolerance.enable
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.global_batch_size * self.config.training.seq_len
@@ -138,8 +160,9 @@ class RunPlan:
 
 
 def build_plan(
-    config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer
-) -> RunPlan:
+    config: Config, *, world_size: int, spec: ModelSpec, model_args: ModelArgs, tokenizer: Tokenizer,
+    device_type: str = "cpu",
+) -> RunPlan:  # fmt: skip
     """Resolves sizes that the configuration leaves open; run/rules.py finds what does not fit."""
     degrees = resolved_degrees(config.parallelism, world_size)
     stages = _stages(config, spec=spec, model_args=model_args)
@@ -151,6 +174,7 @@ def build_plan(
         spec=spec,
         model_args=model_args,
         tokenizer=tokenizer,
+        device_type=device_type,
         degrees=degrees,
         stages=stages,
         pipeline_summary=_describe_pipeline(config, stages=stages),

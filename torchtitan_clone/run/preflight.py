@@ -97,7 +97,9 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
             found += spec.resolve_args(phase.config.model).violations()
     if found:
         raise ConfigError(found)
-    plan = build_plan(config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer)
+    plan = build_plan(
+        config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer, device_type=device_type
+    )
     if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
         raise ConfigError(errors)
     return plan

@@ -26,9 +26,9 @@ KEEPS_ALL_MICROBATCHES = ("GPipe", "LoopedBFS")
 class StepMemory:
     """Bytes that a rank of a pipeline stage needs, by what they are for, at the peak of what is allocated.
 
-    `gathered` are weights that FSDP gathered and what it gathers them with, `buffers` those of other communication, and
-    `activations` all else that forward and backward compute. `allocator` is what CUDA's caching allocator reserves
-    beyond; 0 on CPU.
+    `gathered` are weights that FSDP gathered and what it gathers them with, or copies of weights without FSDP,
+    `buffers` those of other communication, and `activations` all else that forward and backward compute. `allocator` is
+    what CUDA's caching allocator reserves beyond; 0 on CPU.
     """
 
     weights: int
@@ -265,8 +265,9 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
             for _ in range(STEPS):
                 trace.enter("activations")
                 engine.forward_backward([fake_batch(plan)] * microbatches, num_targets=num_targets)
+                trace.name_gradients(p.grad for p in engine.parameters.values() if p.grad is not None)
                 trace.enter("optimizer")
-                engine.clip_gradients()
-                engine.optimizer.step()
+                engine.gradient_norm()
+                engine.optimizer.step(factor=0.5)
                 engine.optimizer.zero_grad()
             return list(trace.events)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
@@ -172,7 +172,7 @@ def _train_in_parallel(trainer: Trainer) -> Trained:
             found = ((name, p.grad) for name, p in trainer.engine.parameters.items())
             gradients.update(full_copies((name, grad) for name, grad in found if grad is not None))
 
-    with_hook = register_optimizer_step_pre_hook(keep_gradients)
+    with_hook = register_optimizer_step_post_hook(keep_gradients)
     trainer.train()
     with_hook.remove()
     return gradients, full_copies(trainer.engine.parameters.items())
