@@ -148,6 +148,12 @@ def is_fake(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def simulates_gpu(x: Tensor) -> bool:
+    """Whether the tensor is one of a simulated GPU: fake, and in bfloat16, in which no CPU is simulated."""
+    is_possible = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16
+    return is_possible and is_fake(getattr(x, "_local_tensor", x))
+
+
 def fake_tensors() -> AbstractContextManager[object]:
     """Returns a context in which new tensors have no data; torch.device("meta") would hide their device type."""
     from torch._subclasses.fake_tensor import FakeTensorMode

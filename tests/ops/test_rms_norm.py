@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_clone.ops.rms_norm import RMSNorm
+from torchtitan_clone.run.memory_trace import MemoryTrace
+from torchtitan_clone.torch_compat import fake_tensors
 
 EPS = 1e-5
 
@@ -38,3 +40,17 @@ def test_compiled_it_has_the_same_gradients():
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(compiled(x), (x, norm.weight), grad)
     torch.testing.assert_close(found, torch.autograd.grad(norm(x), (x, norm.weight), grad))
+
+
+def test_simulated_in_bfloat16_it_allocates_what_the_kernel_of_a_gpu_does():
+    """Results and a scale of each row; for the backward the gradients."""
+    with fake_tensors(), MemoryTrace() as trace:
+        norm = RMSNorm(64, eps=EPS).bfloat16()
+        x = torch.empty(2, 9, 64, dtype=torch.bfloat16, requires_grad=True)
+        start = len(trace.events)
+        out = norm(x)
+        kept = [event.size for event in trace.events[start:]]
+        out.backward(torch.empty_like(out))
+        sizes = [event.size for event in trace.events[start:] if event.size]
+    assert kept == [2 * 9 * 4, 2 * 9 * 64 * 2]
+    assert sorted(sizes[2:]) == [64 * 2, 2 * 9 * 64 * 2, 2 * 9 * 64 * 2]  # of the weight, the input and the result

@@ -7,7 +7,7 @@ from torch import nn
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim import OPTIMIZERS, build_optimizer
-from torchtitan_clone.optim.optimizers import Adam, AdamW
+from torchtitan_clone.optim.optimizers import Adam, AdamW, OptimizerKind
 
 
 def small_model():
@@ -36,6 +36,32 @@ def test_adamw_equals_torchs_with_decay_on_matrices_only(implementation):
     train(theirs, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), weight_decay=0.5), 5)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+def test_gradients_are_scaled_by_a_factor(implementation):
+    weights = []
+    for factor in (1.0, 0.25):
+        model = small_model()
+        settings = Optimizer(lr=0.1, eps=1.0, implementation=implementation)
+        optimizer = build_optimizer(settings, named_parameters=dict(model.named_parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1.0 / factor)
+        optimizer.step(factor=factor)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_registered_optimizer_gets_scaled_gradients_of_the_weights_type(monkeypatch):
+    build = lambda groups: torch.optim.SGD([{"params": group["params"], "lr": 1.0} for group in groups])  # noqa: E731
+    kind = OptimizerKind(build=build, arguments=lambda settings: {"lr": settings.lr}, init_state=lambda *_: {})
+    monkeypatch.setitem(OPTIMIZERS, "SGD", kind)
+    weight = nn.Parameter(torch.ones(3, 3))
+    weight.grad_dtype = None
+    weight.grad = torch.full((3, 3), 2.0, dtype=torch.bfloat16)
+    optimizer = build_optimizer(Optimizer(name="SGD"), named_parameters={"a.weight": weight})
+    optimizer.step(factor=0.25)
+    assert torch.equal(weight.detach(), torch.full((3, 3), 0.5))
 
 
 def test_decay_can_include_vectors():

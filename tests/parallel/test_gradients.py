@@ -18,7 +18,7 @@ from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
-from torchtitan_clone.parallel.gradients import gradient_norm, norm_dtype, norms_of, sum_over_ranks
+from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm, norm_dtype, norms_of, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -221,3 +221,10 @@ def test_norms_of_a_cpu_need_no_memory_of_the_size_of_gradients():
         norms_of([tensor])
     allocated = [event.cpu_memory_usage for event in profiler.events()]
     assert 0 < max(allocated) < tensor.nbytes / 8
+
+
+@pytest.mark.parametrize(("norm", "max_norm", "factor"), [(0.9, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, math.inf, 1.0)])
+def test_gradients_are_scaled_down_to_the_maximum_norm(norm, max_norm, factor):
+    found = clipping_factor(norm, max_norm=max_norm)
+    assert found == pytest.approx(factor, rel=1e-6)
+    assert (found == 1.0) == (factor == 1.0)  # exactly: nothing is scaled

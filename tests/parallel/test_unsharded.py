@@ -1,4 +1,6 @@
-"""Ranks of a CPU that shard nothing train the parameters of FSDP without its copies, and to the same bits."""
+"""Ranks that shard nothing train the parameters of FSDP without its copies, and to the same bits."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_split_backward
+from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import build_engine, parallelize_model_parts
+from torchtitan_clone.run.simulate import fake_batch, fake_ranks
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
@@ -112,6 +119,47 @@ def test_linear_layers_hold_the_shards_of_a_rank_under_tensor_parallelism(corpus
     argv = options(corpus, tmp_path, parallelism__tensor_parallel_degree=2)
     norms = ["attention_norm.weight", "ffn_norm.weight"]
     assert run_ranks(distributed_weights_of_a_forward, 2, argv) == [norms, norms]
+
+
+def steps_of_one_device(argv, device_type):
+    """Returns the data types of gradients, and all tensors after two steps, of a plan for a type of device."""
+    launch = Launch.from_environment()
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    plan = replace(plan, device_type=device_type)
+    training = plan.config.training
+    with process_group(plan.config.comm, launch=launch, device=torch.device("cpu")):
+        engine = build_engine(plan, device=torch.device("cpu"))
+        dtypes = set()
+        for step in (1, 2):
+            engine.begin_step(step)
+            batches = [fake_batch(plan)] * (plan.global_batch_size // training.local_batch_size)
+            engine.forward_backward(batches, num_targets=plan.tokens_per_step)
+            norm = engine.gradient_norm()
+            dtypes |= {parameter.grad.dtype for parameter in engine.parameters.values()}
+            engine.optimizer.step(factor=min(1.0, 0.5 / norm.item()))
+            engine.optimizer.zero_grad()
+        return dtypes, full_copies(engine.state_tensors().items())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_one_gpu_keeps_gradients_of_a_single_backward_in_bf16(corpus, tmp_path, microbatches):
+    """Which changes no bit; those of several are summed in fp32."""
+    sizes = {"training__local_batch_size": 8 // microbatches, "training__loss_chunk_tokens": 64}
+    argv = options(corpus, tmp_path, **BF16, **sizes)
+    dtypes, found = run_ranks(steps_of_one_device, 1, argv, "cuda")[0]
+    assert dtypes == {torch.bfloat16 if microbatches == 1 else torch.float32}
+    dtypes, expected = run_ranks(steps_of_one_device, 1, argv, "cpu")[0]
+    assert dtypes == {torch.float32}
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize(("world_size", "more"), [(1, {}), (2, {}), (2, REPLICAS)], ids=["one", "shard", "replicate"])
+def test_simulated_gpus_use_fsdp_if_there_are_several(corpus, tmp_path, world_size, more):
+    config = load_config(options(corpus, tmp_path, **more))
+    plan = preflight.resolve(config, world_size=world_size, device_type="cuda")
+    with fake_ranks(plan) as mesh:
+        (model,) = parallelize_model_parts(plan, mesh=mesh)
+    assert isinstance(model, FSDPModule) == (world_size > 1)
 
 
 def test_offloading_and_another_reduction_type_use_fsdp(corpus, tmp_path):

@@ -9,6 +9,7 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.plan import CONFIG_FILE, build_plan, replica_identity, write_config
+from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
@@ -16,12 +17,14 @@ FREEZE = "--training.freeze_schedule=[{step = 3, layers = 1}, {step = 5, layers 
 REPLICA = ["--fault_tolerance.enable", "--fault_tolerance.group_size=3", "--fault_tolerance.replica_id=1"]
 
 
-def plan_of(*argv, world_size=1):
+def plan_of(*argv, world_size=1, device_type="cpu"):
     config = load_config([*MODEL, *argv])
     spec = find_model(config.model)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
     model_args = spec.resolve_args(config.model)
-    return build_plan(config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer)
+    return build_plan(
+        config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer, device_type=device_type
+    )
 
 
 def test_sizes_follow_from_the_configuration(tmp_path):
@@ -36,6 +39,28 @@ def test_sizes_follow_from_the_configuration(tmp_path):
     assert plan.folder == plan.output_folder == tmp_path / "a"
     assert plan.checkpoint_folder == tmp_path / "a" / plan.config.checkpoint.folder
     assert plan.later_phases() == []
+
+
+@pytest.mark.parametrize(
+    ("device_type", "options", "expected"),
+    [
+        ("cpu", [], 1024),
+        ("cuda", ["--model.args.vocab_size=32768"], 4096),
+        ("cuda", ["--model.args.vocab_size=32768", "--training.mixed_precision_param=float32"], 2048),
+        ("cuda", ["--model.args.vocab_size=151936"], 1024),
+        ("cuda", ["--training.loss_chunk_tokens=100"], 100),
+    ],
+)
+def test_chunks_of_the_loss_follow_the_device(device_type, options, expected):
+    """On a GPU logits take at most 256 MiB, or are of 1,024 tokens."""
+    plan = plan_of("--training.mixed_precision_param=bfloat16", *options, device_type=device_type)
+    assert loss_chunk_tokens(plan) == expected
+
+
+def test_gradients_keep_their_type_on_gpus_without_replica_groups():
+    assert keeps_gradients(plan_of(device_type="cuda"))
+    assert not keeps_gradients(plan_of(device_type="cpu"))
+    assert not keeps_gradients(plan_of(*REPLICA, device_type="cuda"))
 
 
 def test_a_seed_checkpoint_trains_no_step():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_clone.ops.linear import linear
-from torchtitan_clone.torch_compat import is_fake
+from torchtitan_clone.torch_compat import simulates_gpu
 
 Shard = tuple[Tensor, Tensor]
 """This rank's logits [C, V], and the lse of all ranks [R, C, 1], see logits_and_lse()."""
@@ -93,7 +93,7 @@ def is_overwritten(logits_CV: Tensor) -> bool:
     """Whether results are written over these logits: new memory would cost a CPU more than the computation."""
     if logits_CV.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return logits_CV.dtype == torch.float32 or not is_fake(logits_CV)  # a simulation in bfloat16 predicts a GPU
+    return not simulates_gpu(logits_CV)
 
 
 def pieces_of(logits_CV: Tensor, lse_RC1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:

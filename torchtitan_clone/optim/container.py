@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.optim.groups import ResolvedGroup, find_unknown_optimizers, resolve_groups
 from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup
 
@@ -32,7 +34,11 @@ class OptimizerContainer:
     def step(self, *, factor: float = 1.0) -> None:
         """Updates the parameters by their gradients times `factor`."""
         for torch_optimizer in self.torch_optimizers.values():
-            torch_optimizer.step(factor=factor)
+            if isinstance(torch_optimizer, Adam):
+                torch_optimizer.step(factor=factor)
+            else:
+                _scale_gradients(torch_optimizer, factor)
+                torch_optimizer.step()
 
     def zero_grad(self) -> None:
         for torch_optimizer in self.torch_optimizers.values():
@@ -60,6 +66,16 @@ class OptimizerContainer:
         return state
 
 
+@torch.no_grad()
+def _scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scales gradients in place, after it has converted them to the data type of their parameters."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+        if factor != 1.0:
+            local_shard(parameter.grad).mul_(factor)
+
+
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
     """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name."""
     if unknown := find_unknown_optimizers(optimizer):
@@ -68,7 +84,7 @@ def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.P
     return OptimizerContainer(optimizer, named_parameters=trainable)
 
 
-def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, Adam]:
+def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, torch.optim.Optimizer]:
     by_name: dict[str, list[ParamGroup]] = {}
     for group in groups:
         arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)

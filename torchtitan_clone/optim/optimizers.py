@@ -1,10 +1,11 @@
 """The optimizers that a configuration can name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, is_fake
 
-ParamGroup = dict[str, Any]
-_OPTIONS = ("lr", "eps", "weight_decay", "foreach", "fused")
+ParamGroup = dict[str, object]
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _LARGE = 2**16
 """Elements from which on a launch of its own for a weight costs less than it saves."""
 
@@ -48,7 +49,7 @@ def _has_triton() -> bool:
 class OptimizerKind:
     """How one optimizer is built."""
 
-    build: Callable[[list[ParamGroup]], "Adam"]
+    build: Callable[[list[ParamGroup]], torch.optim.Optimizer]
     """Builds the optimizer from param groups, each with all arguments."""
     arguments: Callable[[Optimizer], ParamGroup]
     """Returns the arguments of one param group by torch's names; they include "lr", which the schedule scales."""
@@ -104,29 +105,37 @@ class Adam(torch.optim.Adam):
                 _Shards(*map(local_shard, (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])))
                 for p, state in zip(parameters, states, strict=True)
             ]
-            self._update_large([x for x in shards if group["fused"] and _is_large(x)], group, factor=factor)
-            if rest := [x for x in shards if not (group["fused"] and _is_large(x))]:
-                self._update(rest, group, factor=factor)
+            are_large = [group["fused"] and _is_large(x) for x in shards]
+            options = {key: group[key] for key in _OPTIONS}
+            self._update_large([*compress(shards, are_large)], factor=factor, **options)
+            if others := [x for x, is_large in zip(shards, are_large, strict=True) if not is_large]:
+                self._update(others, factor=factor, foreach=group["foreach"], fused=group["fused"], **options)
 
-    def _update_large(self, shards: list["_Shards"], group: ParamGroup, *, factor: float) -> None:
+    def _update_large(
+        self, shards: "Sequence[_Shards]", *, factor: float, lr: float, betas: tuple[float, float], eps: float,
+        weight_decay: float,
+    ) -> None:  # fmt: skip
         if not shards or is_fake(shards[0].weight):
             return
         from torchtitan_clone.ops.adam_kernel import update_
 
-        options: Any = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         foreach_add_([x.step for x in shards], 1)
         for x in shards:
-            update_(*x, factor=factor, decoupled=self.is_decoupled, **options)
+            update_(
+                *x, factor=factor, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=self.is_decoupled
+            )
 
-    def _update(self, shards: list["_Shards"], group: ParamGroup, *, factor: float) -> None:
+    def _update(
+        self, shards: "Sequence[_Shards]", *, factor: float, lr: float, betas: tuple[float, float], eps: float,
+        weight_decay: float, foreach: bool, fused: bool,
+    ) -> None:  # fmt: skip
         weights, gradients, first, second, steps = map(list, zip(*shards, strict=True))
         gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
         if factor != 1.0:
             foreach_mul_(gradients, factor)
-        (beta1, beta2), options = group["betas"], {key: group[key] for key in _OPTIONS}
         type(self).update(
-            weights, gradients, first, second, [], steps, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False,
-            **options,
+            weights, gradients, first, second, [], steps, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+            weight_decay=weight_decay, foreach=foreach, fused=fused, amsgrad=False, maximize=False,
         )  # fmt: skip
 
 

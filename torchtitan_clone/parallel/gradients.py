@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from math import prod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,10 +29,11 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         local = [local_shard(gradient) for gradient in gradients]
     squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     if local:  # empty on a rank whose blocks are all frozen
-        norms = norms_of(local).double()
-        # Replicas count once, so that one sum over all ranks is enough for every mesh.
-        replicas = torch.tensor([*map(_num_replicas, gradients)], dtype=torch.float64, pin_memory=norms.is_cuda)
-        squares = (norms.square() / replicas.to(norms.device, non_blocking=True)).sum()
+        squares_of_each = norms_of(local).double().square()
+        if dist.get_world_size() > 1:  # Replicas count once, so that one sum over all ranks is enough for every mesh.
+            replicas = torch.tensor([*map(_num_replicas, gradients)], dtype=torch.float64, pin_memory=local[0].is_cuda)
+            squares_of_each /= replicas.to(squares.device, non_blocking=True)
+        squares = squares_of_each.sum()
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     return squares.sqrt().float()
@@ -39,7 +41,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 def clipping_factor(norm: float, *, max_norm: float) -> float:
     """Returns what gradients of a norm are multiplied by: min(1, max_norm / (norm + 1e-6)), computed in fp32."""
-    return (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).clamp(max=1.0).item()
+    inverse = np.float32(1.0) / (np.float32(norm) + np.float32(1e-6))  # without a tensor: as torch divides a number
+    return min(1.0, float(inverse * np.float32(max_norm)))
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,6 +93,7 @@ class _Exchange:
         self._mesh = mesh
         self._tp = tp
         self._is_held = False
+        self._places: list[tuple[nn.Module, str]] = []  # of the parameters: modules of a model stay the same
         self._kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
@@ -123,7 +125,8 @@ class _Exchange:
         self.restore()  # after a forward without a backward
         self._is_held = is_held
         self.is_last = not is_held
-        parameters = list(_parameters(model))
+        self._places = self._places or [(module, name) for module, name, _ in _parameters(model)]
+        parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
         shards = dict(zip(shards, copies_of_weights([*shards.values()], self._dtype), strict=True))

@@ -11,6 +11,7 @@ import torch
 from torchtitan_clone.parallel.pipeline import most_in_flight
 from torchtitan_clone.planner.work import Layer, Shape, fsdp_group, model_work, reshards, shape_of, sharded_groups
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.precision import loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ def _microbatches(plan: RunPlan) -> int:
 def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:
     """Returns the bytes of the weight's gradient in fp32, and of the logits of a chunk or that gradient once more."""
     columns = plan.model_args.vocab_size / plan.degrees.tp
-    chunk = min(shape.tokens, plan.loss_chunk_tokens)
+    chunk = min(shape.tokens, loss_chunk_tokens(plan))
     logits = (8 + shape.itemsize) * chunk  # and twice in fp32
     return columns * (4 * plan.model_args.dim + max(logits, shape.itemsize * (chunk + plan.model_args.dim)))
 
@@ -111,9 +112,9 @@ def saved_bytes(layer: Layer, *, shape: Shape, all_saved: bool = False) -> float
 
 
 def _attention_features(shape: Shape) -> float:
-    """Returns the features per token of queries, keys, values and the result of attention, and of their rotation."""
+    """Returns the features per token of queries, keys, values and the result of attention."""
     args = shape.args
-    return 5.5 * (args.n_heads + args.kv_heads) * args.attention_dim
+    return 2 * (args.n_heads + args.kv_heads) * args.attention_dim
 
 
 def _complete_features(layer: Layer, *, shape: Shape) -> float:
@@ -130,7 +131,7 @@ def _complete_features(layer: Layer, *, shape: Shape) -> float:
             # The result of w1, its activation, of w3, and their product; the rows before and after the exchange.
             features += used * (2 * rows if not weight.name.endswith("w2") else 4 * rows)
         elif weight.name.removesuffix(".weight").endswith(("w1", "w3")):
-            features += 2 * rows
+            features += 1.5 * rows  # of both, and their product
     return features
 
 

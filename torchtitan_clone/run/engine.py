@@ -26,6 +26,7 @@ from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.mesh import Mesh, build_mesh
 from torchtitan_clone.parallel.runtime import set_up_compile
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
         kept_operations=plan.spec.kept_operations,
         convert=partial(_convert, plan=plan),
         training=config.training,
-        keeps_gradients=plan.keeps_gradients,
+        keeps_gradients=keeps_gradients(plan),
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
@@ -239,7 +240,7 @@ def build_plan_forward_backward(
     # Eager passes over a CPU's logits reuse their memory and take rows that stay in the cache; compiled ones do not.
     compiled = config.compile.enable and "loss" in config.compile.components and device.type != "cpu"
     loss_fn = loss_fn or build_loss(
-        chunk_tokens=plan.loss_chunk_tokens,
+        chunk_tokens=loss_chunk_tokens(plan),
         compile_backend=config.compile.backend if compiled else None,
         sums=source_sums,
     )

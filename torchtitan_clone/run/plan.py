@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.checkpoint.commit import Progress
@@ -18,9 +17,6 @@ from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_sta
 from torchtitan_clone.run.phases import phase_of_step, phases
 
 CONFIG_FILE = "config.toml"
-_CHUNK_TOKENS = 1024
-_GPU_LOGITS = 2**28
-"""Bytes of a chunk's logits with which products on a GPU are as fast as with all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,23 +109,6 @@ class RunPlan:
     def num_replica_groups(self) -> int:
         """Number of replica groups when all are alive."""
         return self.config.fault_tolerance.group_size if self.config.fault_tolerance.enable else 1
-
-    @property
-    def loss_chunk_tokens(self) -> int:
-        """Tokens of a chunk of the loss: training.loss_chunk_tokens, or what suits the device."""
-        training = self.config.training
-        if training.loss_chunk_tokens != -1:
-            return training.loss_chunk_tokens
-        if self.device_type == "cpu":
-            return _CHUNK_TOKENS
-        itemsize = getattr(torch, training.mixed_precision_param).itemsize
-        fitting = _GPU_LOGITS // (itemsize * self.model_args.vocab_size)
-        return max(_CHUNK_TOKENS, 1 << max(0, fitting.bit_length() - 1))
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay in the data type of backward: kernels of a GPU take them, other groups do not."""
-        return self.device_type == "cuda" and not self.config.fault_tolerance.enable
 
     @property
     def tokens_per_step(self) -> int:
