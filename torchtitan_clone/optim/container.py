@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer
-from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.optim.groups import ResolvedGroup, find_unknown_optimizers, resolve_groups
-from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup, scale_gradients
 
 
 class OptimizerContainer:
@@ -37,7 +36,7 @@ class OptimizerContainer:
             if isinstance(torch_optimizer, Adam):
                 torch_optimizer.step(factor=factor)
             else:
-                _scale_gradients(torch_optimizer, factor)
+                scale_gradients(torch_optimizer, factor)
                 torch_optimizer.step()
 
     def zero_grad(self) -> None:
@@ -64,16 +63,6 @@ class OptimizerContainer:
         if not state:
             state.update(OPTIMIZERS[settings.name].init_state(parameter.detach(), settings))
         return state
-
-
-@torch.no_grad()
-def _scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Scales gradients in place, after it has converted them to the data type of their parameters."""
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        if parameter.grad.dtype != parameter.dtype:
-            parameter.grad = parameter.grad.to(parameter.dtype)
-        if factor != 1.0:
-            local_shard(parameter.grad).mul_(factor)
 
 
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:

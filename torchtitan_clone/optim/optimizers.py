@@ -146,6 +146,16 @@ class AdamW(Adam):
     is_decoupled = True
 
 
+@torch.no_grad()
+def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Scales gradients in place, after it has converted them to the data type of their parameters."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if parameter.grad.dtype != parameter.dtype:
+            parameter.grad = parameter.grad.to(parameter.dtype)
+        if factor != 1.0:
+            local_shard(parameter.grad).mul_(factor)
+
+
 OPTIMIZERS: dict[str, OptimizerKind] = {
     "AdamW": OptimizerKind(build=AdamW, arguments=_adam_arguments, init_state=_adam_state),
     "Adam": OptimizerKind(build=Adam, arguments=_adam_arguments, init_state=_adam_state),
