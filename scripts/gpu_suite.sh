@@ -32,8 +32,10 @@ FOLDER="$(readlink -f "$FOLDER")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
 RIVALS=(--compile --skip-cold --only ours products torchtitan)
-WIDE=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 --model.args.n_kv_heads=8
-    --model.args.vocab_size=32768 --compile.enable=true --training.mixed_precision_param=bfloat16)
+COMPILED=(--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=true
+    --training.mixed_precision_param=bfloat16)
+WIDE=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 "${COMPILED[@]}")
+WIDEST=(--model.args.dim=4096 --model.args.n_layers=4 --model.args.n_heads=32 "${COMPILED[@]}")
 FLOAT8="'--model.converters=[\"float8\"]'"
 
 if [ -n "${WHEELS:-}" ]; then
@@ -77,7 +79,7 @@ run_section() {
         fi
         run float8 130 benchmarks/variants.py bfloat16= tensorwise="$FLOAT8" \
             rowwise="$FLOAT8 --quantize.linear.float8.recipe_name=rowwise" \
-            --json="$FOLDER/float8.json" -- "${WIDE[@]}" --training.seq_len=4096 --training.local_batch_size=2
+            --json="$FOLDER/float8.json" -- "${WIDEST[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
     memory) run memory 180 benchmarks/memory.py --device=cuda ;;
     checkpoint) run checkpoint 90 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
