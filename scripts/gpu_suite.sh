@@ -60,7 +60,10 @@ skip() { # SECTION REASON
 
 run_section() {
     case "$1" in
-    tests) run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/models/test_attention.py tests/data/test_packing.py ;;
+    tests)
+        run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/ops/test_adam_kernel.py \
+            tests/models/test_attention.py tests/data/test_packing.py
+        ;;
     layers) run layers 190 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
     model) run model 200 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
     peers)

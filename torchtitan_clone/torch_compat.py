@@ -10,7 +10,7 @@ import platform
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -86,7 +86,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def with_shard(tensor: "DTensor", local: Tensor) -> "DTensor":
-    """Returns a DTensor that differs in this rank's shard. DTensor.from_local() takes 10 times as long."""
+    """Returns a DTensor that differs in this rank's shard, whose data type its specification does not name.
+
+    DTensor.from_local() takes 10 times as long.
+    """
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False)
@@ -149,16 +152,28 @@ def is_fake(x: Tensor) -> bool:
 
 
 def simulates_gpu(x: Tensor) -> bool:
-    """Whether the tensor is one of a simulated GPU: fake, and in bfloat16, in which no CPU is simulated."""
-    is_possible = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16
-    return is_possible and is_fake(getattr(x, "_local_tensor", x))
+    """Whether the tensor stands for one of a GPU, see fake_tensors()."""
+    return _fakes_are_of_gpu and not torch.compiler.is_compiling() and is_fake(getattr(x, "_local_tensor", x))
 
 
-def fake_tensors() -> AbstractContextManager[object]:
-    """Returns a context in which new tensors have no data; torch.device("meta") would hide their device type."""
+_fakes_are_of_gpu = False
+
+
+@contextmanager
+def fake_tensors(*, of_gpu: bool = False) -> Iterator[None]:
+    """Lets new tensors have no data inside; torch.device("meta") would hide their device type.
+
+    With `of_gpu` those of a CPU stand for those of a GPU: torch for CPUs has no autograd for fake tensors of CUDA.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    global _fakes_are_of_gpu
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _fakes_are_of_gpu = of_gpu
+        try:
+            yield
+        finally:
+            _fakes_are_of_gpu = False
 
 
 _resize = torch.UntypedStorage.resize_
@@ -341,6 +356,13 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
         return result.exists()
 
     codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, check_build_once
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed and supports this machine's GPU. There is no public function."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
 
 
 def log_compilation() -> None:

@@ -163,26 +163,34 @@ def test_the_loss_in_bf16_follows_fp32_without_a_host_sync(backend):
         assert (ours - exact).norm() < 0.01 * exact.norm()
 
 
-def test_norms_and_clipped_updates_do_not_wait_for_the_device():
-    sizes = (7, 2**17)  # the second one is updated by a kernel of its own
-    parameters = {f"{size}.weight": torch.nn.Parameter(torch.ones(size, device="cuda")) for size in sizes}
-    optimizer = build_optimizer(Optimizer(lr=0.5, weight_decay=0.1), named_parameters=parameters)
-    expected = torch.nn.Parameter(torch.ones(1))
-    on_cpu = torch.optim.AdamW([expected], lr=0.5, betas=(0.9, 0.95), weight_decay=0.0)  # as for vectors
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_norms_and_clipped_updates_do_not_wait_for_the_device(name, dtype):
+    """Nor differ from those of a CPU; a kernel of this package updates the matrix, torch's the vector."""
+    optimizers = {}
+    for device in ("cpu", "cuda"):
+        shapes = {"a.weight": (512, 256), "b.weight": (7,)}
+        parameters = {key: torch.nn.Parameter(torch.ones(shape, device=device)) for key, shape in shapes.items()}
+        settings = Optimizer(name=name, lr=0.5, weight_decay=0.1)
+        optimizers[device] = parameters, build_optimizer(settings, named_parameters=parameters)
     init_fake_process_group(rank=0, world_size=1)
     try:
         for gradient, mode in ((1.0, "default"), (2.0, "error")):  # the first step compiles and allocates
-            for parameter in parameters.values():
-                parameter.grad = torch.full_like(parameter, gradient)
-            torch.cuda.set_sync_debug_mode(mode)
-            norm = gradient_norm(parameters.values())
-            optimizer.step(factor=0.25)
+            for device, (parameters, optimizer) in optimizers.items():
+                for parameter in parameters.values():
+                    parameter.grad_dtype = None
+                    kept = dtype if device == "cuda" else torch.float32
+                    parameter.grad = torch.full_like(parameter, gradient, dtype=kept)
+                torch.cuda.set_sync_debug_mode(mode if device == "cuda" else "default")
+                norm = gradient_norm(parameters.values())
+                optimizer.step(factor=0.25)
             torch.cuda.set_sync_debug_mode("default")
-            expected.grad = torch.full_like(expected, gradient / 4)
-            on_cpu.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
-    assert norm.item() == pytest.approx(2 * sum(sizes) ** 0.5)
-    for parameter in parameters.values():
-        torch.testing.assert_close(parameter.detach().cpu(), expected.detach().expand(parameter.shape))
+    assert norm.item() == pytest.approx(2 * (512 * 256 + 7) ** 0.5)
+    (expected, on_cpu), (found, on_gpu) = optimizers["cpu"], optimizers["cuda"]
+    for key, parameter in expected.items():
+        torch.testing.assert_close(found[key].detach().cpu(), parameter.detach())
+    for key, value in on_cpu.state_dict().items():
+        torch.testing.assert_close(on_gpu.state_dict()[key].cpu(), value)

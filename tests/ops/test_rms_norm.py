@@ -42,10 +42,10 @@ def test_compiled_it_has_the_same_gradients():
     torch.testing.assert_close(found, torch.autograd.grad(norm(x), (x, norm.weight), grad))
 
 
-def test_simulated_in_bfloat16_it_allocates_what_the_kernel_of_a_gpu_does():
+def test_simulated_it_allocates_what_the_kernel_of_a_gpu_does():
     """Results and a scale of each row; for the backward the gradients."""
-    with fake_tensors(), MemoryTrace() as trace:
-        norm = RMSNorm(64, eps=EPS).bfloat16()
+    with fake_tensors(of_gpu=True), MemoryTrace() as trace:
+        norm = RMSNorm(64, eps=EPS, dtype=torch.bfloat16)
         x = torch.empty(2, 9, 64, dtype=torch.bfloat16, requires_grad=True)
         start = len(trace.events)
         out = norm(x)

@@ -24,13 +24,13 @@ SIZES = {"model.args.n_layers": 8, "training.seq_len": 64, "training.local_batch
 FULL = {"activation_checkpoint.mode": "full"}
 
 
-def plan_of(world_size=1, **options):
+def plan_of(world_size=1, device_type="cpu", **options):
     argv = [f"--{key}={value}" for key, value in (SIZES | options).items()]
-    return preflight.resolve(load_config(argv), world_size=world_size, device_type="cpu")
+    return preflight.resolve(load_config(argv), world_size=world_size, device_type=device_type)
 
 
-def predicted(options):
-    return predict_step_memory(plan_of(**options), device_type="cpu")[0]
+def predicted(options, *, device_type="cpu"):
+    return predict_step_memory(plan_of(device_type=device_type, **options), device_type=device_type)[0]
 
 
 def test_allocations_are_traced_until_they_end():
@@ -151,9 +151,11 @@ def test_peak_of_two_layers():
 
 def test_another_recomputed_layer_keeps_its_input():
     sizes = {"training.seq_len": 2048, "model.args.dim": 64, "training.mixed_precision_param": "bfloat16", **FULL}
-    first, second = (predicted({**sizes, "model.args.n_layers": layers}) for layers in (2, 3))
+    first, second = (predicted({**sizes, "model.args.n_layers": layers}, device_type="cuda") for layers in (2, 3))
     assert second.activations - first.activations == 2 * 2048 * 64 * 2
-    assert predicted({**sizes, **NONE, "model.args.n_layers": 2}).activations > 3 * first.activations
+    assert (
+        predicted({**sizes, **NONE, "model.args.n_layers": 2}, device_type="cuda").activations > 3 * first.activations
+    )
 
 
 def test_table_of_a_pipeline():

@@ -138,7 +138,7 @@ class Training:
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
     loss_chunk_tokens: AutoOrSize = -1
     """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster. -1:
-    1,024, or on a GPU as many as have logits of 256 MiB."""
+    1,024, or on a GPU the power of two with logits of at most 256 MiB, at least 1,024."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -269,7 +269,7 @@ class Optimizer:
     decay_all_parameters: bool = False
     """Apply weight decay to vectors (norm weights, biases) too."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Implementation of the PyTorch optimizer."""
+    """Implementation of the PyTorch optimizer. On a GPU a kernel of this package replaces "fused" for large weights."""
     groups: list[OptimizerGroup] = field(default_factory=list[OptimizerGroup])
     """Options by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3}]. The first matching entry
     applies; a pattern without a match is an error; all other parameters use the options of this table."""

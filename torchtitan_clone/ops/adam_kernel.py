@@ -3,7 +3,7 @@
 Importing this module needs Triton. Source of Adam: arXiv 1412.6980; of AdamW: 1711.05101.
 """
 
-from math import log
+from math import inf, log
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -40,6 +40,10 @@ def _update(
     tl.store(second + index, v, mask=is_inside)
 
 
+def _log(beta: float) -> float:
+    return log(beta) if beta else -inf
+
+
 def update_(
     weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, *, factor: float, lr: float,
     betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool,
@@ -51,6 +55,6 @@ def update_(
     size, (beta1, beta2) = weight.numel(), betas
     with torch.cuda.device_of(weight):
         _update[(triton.cdiv(size, _BLOCK),)](  # pyright: ignore[reportIndexIssue]
-            weight, gradient, first, second, step, size, factor, lr, weight_decay, log(beta1), log(beta2), 1 - beta1,
+            weight, gradient, first, second, step, size, factor, lr, weight_decay, _log(beta1), _log(beta2), 1 - beta1,
             1 - beta2, eps, DECOUPLED=decoupled, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """The optimizers that a configuration can name."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import compress
 from typing import NamedTuple
 
@@ -14,12 +14,14 @@ from torch.optim.adamw import adamw
 
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, is_fake
+from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, has_triton, is_fake
+
+logger = logging.getLogger("torchtitan_clone")
 
 ParamGroup = dict[str, object]
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _LARGE = 2**16
-"""Elements from which on a launch of its own for a weight costs less than it saves."""
+"""Elements of the smallest weights that the kernel of this package updates: each takes a launch of its own."""
 
 
 class _Shards(NamedTuple):
@@ -37,12 +39,24 @@ def _is_large(x: _Shards) -> bool:
     if is_fake(x.weight):
         return x.gradient.dtype != x.weight.dtype
     is_taken = x.weight.is_cuda and x.weight.dtype == torch.float32 and x.weight.numel() >= _LARGE
-    return is_taken and all(tensor.is_contiguous() for tensor in x) and _has_triton()
+    return is_taken and all(tensor.is_contiguous() for tensor in x) and _has_kernel()
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _has_kernel() -> bool:
+    """Whether this machine compiles and runs the kernel: Triton needs a compiler of C, and not all GPUs have it."""
+    if not has_triton():
+        return False
+    weight, step = torch.zeros(8, device="cuda"), torch.ones((), device="cuda")
+    options = {"factor": 1.0, "lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0, "decoupled": True}
+    try:
+        from torchtitan_clone.ops.adam_kernel import update_
+
+        update_(weight, weight.clone(), weight.clone(), weight.clone(), step, **options)
+    except Exception as error:  # noqa: BLE001, whatever a compiler raises
+        logger.warning("Triton cannot compile the kernel of Adam (%s): torch updates all weights", error)
+        return False
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +108,7 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, factor: float = 1.0) -> None:
-        """Updates the parameters by their gradients times `factor`, of which a CPU keeps the products."""
+        """Updates the parameters by their gradients times `factor`; what gradients are afterwards is not defined."""
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
@@ -112,7 +126,7 @@ class Adam(torch.optim.Adam):
                 self._update(others, factor=factor, foreach=group["foreach"], fused=group["fused"], **options)
 
     def _update_large(
-        self, shards: "Sequence[_Shards]", *, factor: float, lr: float, betas: tuple[float, float], eps: float,
+        self, shards: Sequence[_Shards], *, factor: float, lr: float, betas: tuple[float, float], eps: float,
         weight_decay: float,
     ) -> None:  # fmt: skip
         if not shards or is_fake(shards[0].weight):
@@ -126,7 +140,7 @@ class Adam(torch.optim.Adam):
             )
 
     def _update(
-        self, shards: "Sequence[_Shards]", *, factor: float, lr: float, betas: tuple[float, float], eps: float,
+        self, shards: Sequence[_Shards], *, factor: float, lr: float, betas: tuple[float, float], eps: float,
         weight_decay: float, foreach: bool, fused: bool,
     ) -> None:  # fmt: skip
         weights, gradients, first, second, steps = map(list, zip(*shards, strict=True))

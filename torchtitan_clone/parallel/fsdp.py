@@ -38,7 +38,7 @@ def apply_fsdp(
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
-    `keeps_gradients` leaves those of a single backward and rank in its data type, if they need no sum.
+    `keeps_gradients` leaves those of a single backward on a single rank in its data type.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
@@ -46,8 +46,9 @@ def apply_fsdp(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     choice = parallelism.fsdp_reshard_after_forward
     if _needs_no_fsdp(mesh, training=training) and choice != "always" and not experts:
-        keeps = keeps_gradients and mesh.size() == 1
-        apply_unsharded(model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps)
+        apply_unsharded(
+            model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients
+        )
         return
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
@@ -82,10 +83,10 @@ def apply_fsdp(
 
 
 def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:
-    """Whether ranks shard nothing, and need nothing else of FSDP; on GPUs replicas need its sums of many gradients."""
+    """Whether ranks shard nothing, and need nothing else of FSDP: ranks of a CPU, or a single one."""
     return (
         mesh.shape[-1] == 1
-        and (mesh.size() == 1 or _is_on_gloo(mesh))
+        and (dist.get_world_size() == 1 or _is_on_gloo(mesh))
         and not training.enable_cpu_offload
         and training.mixed_precision_reduce == training.dtype
     )

@@ -196,7 +196,8 @@ class _Exchange:
             total.add_(local_shard(gradient))
         else:
             # Pipelines assign gradients that may be transposed; optimizers take all for contiguous.
-            keeps = self._keeps_gradients and self.is_last and parameter.grad is None
+            is_complete = self.is_last and parameter.grad is None and parameter not in self._parts
+            keeps = self._keeps_gradients and is_complete
             (total,) = _converted([local_shard(gradient)], gradient.dtype if keeps else parameter.dtype)
             self._sums[parameter] = total.contiguous()
             if _KEEPS_DTYPE:

@@ -57,6 +57,8 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     microbatches = _microbatches(plan)
     gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
+    if plan.world_size == 1:  # without FSDP: copies of all weights
+        gathered = complete
     gathered *= shape.itemsize
     again = max((saved_bytes(layer, shape=shape, all_saved=True) for layer in layers), default=0.0)
     again = again if shape.share_again else 0.0

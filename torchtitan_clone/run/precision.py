@@ -38,4 +38,4 @@ def loss_chunk_tokens(plan: RunPlan) -> int:
 
 def keeps_gradients(plan: RunPlan) -> bool:
     """Returns whether gradients stay in the data type of backward, which no replica group adds up."""
-    return plan.device_type == "cuda" and not plan.config.fault_tolerance.enable
+    return plan.device_type == "cuda" and plan.world_size == 1 and not plan.config.fault_tolerance.enable

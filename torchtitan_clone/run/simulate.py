@@ -100,7 +100,7 @@ def fake_ranks(plan: RunPlan, *, rank: int = 0) -> Iterator[Mesh]:
 def _trace(plan: RunPlan, mesh: Mesh) -> CollectiveTrace:
     training = plan.config.training
     parts = parallelize_model_parts(plan, mesh=mesh)
-    with fake_tensors(), CollectiveTrace(mesh.group_axes()) as trace:
+    with fake_tensors(of_gpu=plan.device_type == "cuda"), CollectiveTrace(mesh.group_axes()) as trace:
         for part in parts:
             part.to_empty(device=CPU)
             part.init_buffers(CPU)

@@ -253,7 +253,7 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     microbatches = min(2, plan.global_batch_size // rows_at_once) if plan.degrees.pp == 1 else 1
     with fake_ranks(plan, rank=pipeline_rank * (plan.world_size // plan.degrees.pp)) as mesh:
         parts = parallelize_model_parts(plan, mesh=mesh)
-        with fake_tensors(), MemoryTrace() as trace:
+        with fake_tensors(of_gpu=plan.device_type == "cuda"), MemoryTrace() as trace:
             for part in parts:
                 part.to_empty(device=CPU)
                 trace.name_layers(part)
