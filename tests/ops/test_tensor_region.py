@@ -103,9 +103,11 @@ def test_threads_get_blocks_of_their_own():
 def test_a_forked_process_can_allocate():
     """Another thread may hold the region at the time of a fork: without a handler, one of 100 forks or so hangs.
 
-    A fork takes 0.04 s, since the thread holds the GIL, and on a loaded machine 0.4.
+    A fork takes 0.04 s, since the thread holds the GIL, and on a loaded machine 0.4. The first call of an operator
+    initializes what torch keeps of it: a process forked meanwhile would wait for that without end.
     """
     code = """
+    torch.empty(1 << 18)
     done = threading.Event()
     def work():
         while not done.is_set():
