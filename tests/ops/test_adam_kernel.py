@@ -24,10 +24,10 @@ def update_(monkeypatch):
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)], ids=str)
 def test_updates_are_those_of_torch_in_float64(update_, kind, betas, dtype):
     generator = torch.Generator().manual_seed(0)
-    options = {"lr": 0.01, "betas": betas, "eps": 1e-8, "weight_decay": 0.3}
+    options = {"lr": 0.01, "eps": 1e-8, "weight_decay": 0.3}
     weight = torch.randn(5000, generator=generator)
     exact = torch.nn.Parameter(weight.double())
-    optimizer = kind([exact], **options)
+    optimizer = kind([exact], betas=betas, **options)
     weight, step = weight.to(DEVICE), torch.zeros((), device=DEVICE)
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     for _ in range(4):
@@ -35,8 +35,13 @@ def test_updates_are_those_of_torch_in_float64(update_, kind, betas, dtype):
         exact.grad = gradient.double() * 0.25
         optimizer.step()
         step += 1
-        how = {"factor": 0.25, "decoupled": kind is torch.optim.AdamW, **options}
-        update_(weight, gradient.to(DEVICE), first, second, step, **how)
+        how = {
+            "factor": 0.25,
+            "beta1": betas[0],
+            "beta2": betas[1],
+            "decoupled_weight_decay": kind is torch.optim.AdamW,
+        }
+        update_(weight, gradient.to(DEVICE), first, second, step, **how, **options)
     state = optimizer.state[exact]
     for found, right in ((weight, exact), (first, state["exp_avg"]), (second, state["exp_avg_sq"])):
         torch.testing.assert_close(found.cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)

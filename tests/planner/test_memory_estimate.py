@@ -10,12 +10,13 @@ LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 409
 PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
 CASES = {
     "full": (8, FULL),
+    "one GPU": (1, FULL),
     "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
     "per operation": (8, PER_OPERATION),
     "pipeline, full": (8, FULL | PIPELINE),
     "pipeline, none": (8, NONE | PIPELINE),
 }
-SLOW = list(CASES)[1:]
+SLOW = list(CASES)[2:]
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

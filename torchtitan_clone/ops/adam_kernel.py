@@ -15,14 +15,14 @@ _BLOCK = 2048
 
 @triton.jit
 def _update(
-    weight, gradient, first, second, step, size, factor, lr, decay, log_beta1, log_beta2, one_minus_beta1,
+    weight, gradient, exp_avg, exp_avg_sq, step, size, factor, lr, decay, log_beta1, log_beta2, one_minus_beta1,
     one_minus_beta2, eps, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < size
     w = tl.load(weight + index, mask=is_inside)
-    m = tl.load(first + index, mask=is_inside)
-    v = tl.load(second + index, mask=is_inside)
+    m = tl.load(exp_avg + index, mask=is_inside)
+    v = tl.load(exp_avg_sq + index, mask=is_inside)
     g = tl.load(gradient + index, mask=is_inside).to(tl.float32) * factor
     # In float64: the powers of beta2 are close to 1 in the first steps.
     steps = tl.load(step).to(tl.float64)
@@ -36,8 +36,8 @@ def _update(
     v += one_minus_beta2 * (g * g - v)
     w -= lr / bias1 * m / (tl.sqrt(v) / tl.sqrt(bias2) + eps)
     tl.store(weight + index, w, mask=is_inside)
-    tl.store(first + index, m, mask=is_inside)
-    tl.store(second + index, v, mask=is_inside)
+    tl.store(exp_avg + index, m, mask=is_inside)
+    tl.store(exp_avg_sq + index, v, mask=is_inside)
 
 
 def _log(beta: float) -> float:
@@ -45,16 +45,17 @@ def _log(beta: float) -> float:
 
 
 def update_(
-    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, *, factor: float, lr: float,
-    betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool,
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, *, factor: float, lr: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, decoupled_weight_decay: float,
 ) -> None:  # fmt: skip
     """Updates an fp32 weight and its moments in place by a gradient in fp32 or bfloat16 times `factor`.
 
-    All are contiguous and of one shape; `step` [] is the number of this step from 1 on, fp32 on the device.
+    All are contiguous and of one shape; `step` [] is the number of this step from 1 on, fp32 on the device. The other
+    arguments are those of torch.optim.Adam.
     """
-    size, (beta1, beta2) = weight.numel(), betas
+    size = weight.numel()
     with torch.cuda.device_of(weight):
         _update[(triton.cdiv(size, _BLOCK),)](  # pyright: ignore[reportIndexIssue]
-            weight, gradient, first, second, step, size, factor, lr, weight_decay, _log(beta1), _log(beta2), 1 - beta1,
-            1 - beta2, eps, DECOUPLED=decoupled, BLOCK=_BLOCK, num_warps=8,
+            weight, gradient, exp_avg, exp_avg_sq, step, size, factor, lr, weight_decay, _log(beta1), _log(beta2),
+            1 - beta1, 1 - beta2, eps, DECOUPLED=bool(decoupled_weight_decay), BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip

@@ -3,14 +3,13 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
@@ -19,7 +18,6 @@ from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, has_triton
 logger = logging.getLogger("torchtitan_clone")
 
 ParamGroup = dict[str, object]
-_OPTIONS = ("lr", "betas", "eps", "weight_decay")
 _LARGE = 2**16
 """Elements of the smallest weights that the kernel of this package updates: each takes a launch of its own."""
 
@@ -29,12 +27,12 @@ class _Shards(NamedTuple):
 
     weight: Tensor
     gradient: Tensor
-    first: Tensor
-    second: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     step: Tensor
 
 
-def _is_large(x: _Shards) -> bool:
+def _takes_kernel(x: _Shards) -> bool:
     """Whether a kernel of this package updates a weight: a large one in fp32 on a GPU, or a simulated one there."""
     if is_fake(x.weight):
         return x.gradient.dtype != x.weight.dtype
@@ -48,11 +46,10 @@ def _has_kernel() -> bool:
     if not has_triton():
         return False
     weight, step = torch.zeros(8, device="cuda"), torch.ones((), device="cuda")
-    options = {"factor": 1.0, "lr": 1.0, "betas": (0.9, 0.9), "eps": 1.0, "weight_decay": 0.0, "decoupled": True}
+    options = {"factor": 1.0, "lr": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1.0, "weight_decay": 0.0}
+    shards = _Shards(weight, weight.clone(), weight.clone(), weight.clone(), step)
     try:
-        from torchtitan_clone.ops.adam_kernel import update_
-
-        update_(weight, weight.clone(), weight.clone(), weight.clone(), step, **options)
+        _update_by_kernel([shards], decoupled_weight_decay=True, **options)
     except Exception as error:  # noqa: BLE001, whatever a compiler raises
         logger.warning("Triton cannot compile the kernel of Adam (%s): torch updates all weights", error)
         return False
@@ -98,13 +95,10 @@ def _zero_state(parameter: Tensor, *, fused: bool) -> dict[str, Tensor]:
 
 
 class Adam(torch.optim.Adam):
-    """torch's Adam, on this rank's shards: of each DTensor torch would derive how the results are sharded.
+    """torch's Adam and AdamW, on this rank's shards: of each DTensor torch would derive how the results are sharded.
 
     Large weights on a GPU are updated by a kernel of this package, which takes gradients in bfloat16 too.
     """
-
-    update = staticmethod(adam)
-    is_decoupled = False
 
     @torch.no_grad()
     def step(self, closure: None = None, *, factor: float = 1.0) -> None:
@@ -119,45 +113,27 @@ class Adam(torch.optim.Adam):
                 _Shards(*map(local_shard, (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])))
                 for p, state in zip(parameters, states, strict=True)
             ]
-            are_large = [group["fused"] and _is_large(x) for x in shards]
-            options = {key: group[key] for key in _OPTIONS}
-            self._update_large([*compress(shards, are_large)], factor=factor, **options)
-            if others := [x for x, is_large in zip(shards, are_large, strict=True) if not is_large]:
-                self._update(others, factor=factor, foreach=group["foreach"], fused=group["fused"], **options)
+            by_kernel = [group["fused"] and _takes_kernel(x) for x in shards]
+            by_torch = [not taken for taken in by_kernel]
+            options = {key: group[key] for key in ("lr", "eps", "weight_decay", "decoupled_weight_decay")}
+            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            _update_by_kernel([*compress(shards, by_kernel)], factor=factor, **options)
+            if others := [*compress(shards, by_torch)]:
+                weights, gradients, *state = map(list, zip(*others, strict=True))
+                gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
+                if factor != 1.0:
+                    foreach_mul_(gradients, factor)
+                options |= {"foreach": group["foreach"], "fused": group["fused"], "amsgrad": False, "maximize": False}
+                adam(weights, gradients, *state[:2], [], state[2], **options)
 
-    def _update_large(
-        self, shards: Sequence[_Shards], *, factor: float, lr: float, betas: tuple[float, float], eps: float,
-        weight_decay: float,
-    ) -> None:  # fmt: skip
-        if not shards or is_fake(shards[0].weight):
-            return
+
+def _update_by_kernel(shards: Sequence[_Shards], **options: float) -> None:
+    if shards and not is_fake(shards[0].weight):
         from torchtitan_clone.ops.adam_kernel import update_
 
         foreach_add_([x.step for x in shards], 1)
         for x in shards:
-            update_(
-                *x, factor=factor, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=self.is_decoupled
-            )
-
-    def _update(
-        self, shards: Sequence[_Shards], *, factor: float, lr: float, betas: tuple[float, float], eps: float,
-        weight_decay: float, foreach: bool, fused: bool,
-    ) -> None:  # fmt: skip
-        weights, gradients, first, second, steps = map(list, zip(*shards, strict=True))
-        gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
-        if factor != 1.0:
-            foreach_mul_(gradients, factor)
-        type(self).update(
-            weights, gradients, first, second, [], steps, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
-            weight_decay=weight_decay, foreach=foreach, fused=fused, amsgrad=False, maximize=False,
-        )  # fmt: skip
-
-
-class AdamW(Adam):
-    """torch's AdamW, on this rank's shards."""
-
-    update = staticmethod(adamw)
-    is_decoupled = True
+            update_(*x, **options)
 
 
 @torch.no_grad()
@@ -171,6 +147,8 @@ def scale_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 OPTIMIZERS: dict[str, OptimizerKind] = {
-    "AdamW": OptimizerKind(build=AdamW, arguments=_adam_arguments, init_state=_adam_state),
+    "AdamW": OptimizerKind(
+        build=partial(Adam, decoupled_weight_decay=True), arguments=_adam_arguments, init_state=_adam_state
+    ),
     "Adam": OptimizerKind(build=Adam, arguments=_adam_arguments, init_state=_adam_state),
 }

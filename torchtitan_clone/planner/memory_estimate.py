@@ -11,7 +11,7 @@ import torch
 from torchtitan_clone.parallel.pipeline import most_in_flight
 from torchtitan_clone.planner.work import Layer, Shape, fsdp_group, model_work, reshards, shape_of, sharded_groups
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import loss_chunk_tokens
+from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,12 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
         # Gradients of several micro-batches are summed before they are reduced over the ranks.
         gathered += complete * reduced + largest * shape.itemsize
         return MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again))
+    gradients, reduction = tensor, largest * (shape.itemsize + reduced)
+    if plan.world_size == 1:
+        gradients, reduction = tensor if not keeps_gradients(plan) else shards * shape.itemsize, 0.0
     return max(
         MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),
-        MemoryEstimate(state=4 * tensor, gathered=gathered + largest * (shape.itemsize + reduced), activations=again),
+        MemoryEstimate(state=3 * tensor + gradients, gathered=gathered + reduction, activations=again),
         key=lambda each: each.total,
     )
 
