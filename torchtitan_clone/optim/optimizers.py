@@ -119,12 +119,12 @@ class Adam(torch.optim.Adam):
             options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
             _update_by_kernel([*compress(shards, by_kernel)], factor=factor, **options)
             if others := [*compress(shards, by_torch)]:
-                weights, gradients, *state = map(list, zip(*others, strict=True))
+                weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*others, strict=True))
                 gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
                 if factor != 1.0:
                     foreach_mul_(gradients, factor)
                 options |= {"foreach": group["foreach"], "fused": group["fused"], "amsgrad": False, "maximize": False}
-                adam(weights, gradients, *state[:2], [], state[2], **options)
+                adam(weights, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 
 def _update_by_kernel(shards: Sequence[_Shards], **options: float) -> None:
