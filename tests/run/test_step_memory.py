@@ -158,6 +158,18 @@ def test_another_recomputed_layer_keeps_its_input():
     )
 
 
+def test_another_layer_of_a_gpu_keeps_what_its_kernels_keep():
+    """Inputs and results of norms with a scale of each row, attention and its lse, gates and their product."""
+    sizes = {
+        "training.seq_len": 2048, "training.document_masking": "false", "training.mixed_precision_param": "bfloat16",
+        "model.args.dim": 64, "model.args.n_heads": 4, "model.args.n_kv_heads": 2, "model.args.hidden_dim": 192, **NONE,
+    }  # fmt: skip
+    first, second = (predicted({**sizes, "model.args.n_layers": layers}, device_type="cuda") for layers in (2, 3))
+    in_bf16 = 4 * 64 + 2 * (4 + 2) * 16 + 3 * 192
+    in_fp32 = 2 + 4
+    assert second.activations - first.activations == 2 * 2048 * (2 * in_bf16 + 4 * in_fp32)
+
+
 def test_table_of_a_pipeline():
     options = {
         **FULL,
