@@ -7,11 +7,11 @@ Two ranks and one rank live at the same time and train their steps in turn. One 
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
-latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU those of FSDP and of
-context parallelism are messages (parallel/messages.py). Times and ratios are medians, with quartiles. "busy" is the
-ratio of processor seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last table
-measures training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run
-on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU those of FSDP, of
+context and of tensor parallelism are messages (ops/messages.py). Times and ratios are medians, with quartiles. "busy"
+is the ratio of processor seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last
+table measures training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the
+ranks run on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -36,7 +36,8 @@ import torch.distributed as dist
 
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.messages import GatherByMessages, SumByMessages
+from torchtitan_clone.ops.messages import all_gather, all_to_all, reduce_scatter
+from torchtitan_clone.ops.shared_memory import connect
 from torchtitan_clone.parallel.pipeline import schedule_seconds
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
@@ -191,6 +192,8 @@ def measure_links() -> dict:
     device = pick_device(launch)
     found = {}
     with process_group(load_config([]).comm, launch=launch, device=device):
+        if not CUDA:
+            connect(dist.GroupMember.WORLD)
         for name, build in COLLECTIVES.items():
             small, large = 2**14, 2**24
             times = []
@@ -215,16 +218,6 @@ def _send_or_receive(whole: torch.Tensor, rank: int) -> Callable[[], object]:
     return lambda: dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
 
 
-def _gather_by_messages(whole: torch.Tensor, rank: int) -> Callable[[], object]:
-    tensors = {"output_tensor": whole, "input_tensor": whole.chunk(2)[rank]}
-    return lambda: GatherByMessages()(**tensors, group=dist.GroupMember.WORLD).wait()
-
-
-def _sum_by_messages(whole: torch.Tensor, rank: int) -> Callable[[], object]:
-    tensors = {"output_tensor": torch.empty_like(whole.chunk(2)[rank]), "input_tensor": whole}
-    return lambda: SumByMessages([], pending=None)(**tensors, group=dist.GroupMember.WORLD)
-
-
 COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_gather": lambda whole, rank: lambda: all_gather_single(whole, whole.chunk(2)[rank].clone()),
     "reduce_scatter": lambda whole, rank: lambda: reduce_scatter_single(whole.chunk(2)[rank].clone(), whole),
@@ -233,9 +226,14 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "send": _send_or_receive,
 }
 """Functions of the larger tensor of a collective and the rank that return a function that runs it, by name."""
+BY_MESSAGES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
+    "all_gather": lambda whole, rank: lambda: all_gather(whole.chunk(2)[rank], group=dist.GroupMember.WORLD),
+    "reduce_scatter": lambda whole, _: lambda: reduce_scatter(whole.chunk(2), group=dist.GroupMember.WORLD),
+    "all_to_all": lambda whole, _: lambda: all_to_all(whole.chunk(2), group=dist.GroupMember.WORLD),
+}
+"""The same for messages, which are those of the axes fsdp, cp and tp on a CPU."""
 if not CUDA:
-    COLLECTIVES |= {f"{axis} all_gather": _gather_by_messages for axis in ("fsdp", "cp")}
-    COLLECTIVES |= {f"{axis} reduce_scatter": _sum_by_messages for axis in ("fsdp", "cp")}
+    COLLECTIVES |= {f"{name} by messages": build for name, build in BY_MESSAGES.items()}
 
 
 def _compare(first: Running, second: Running, two: Running, *, rounds: int, links: dict) -> dict[str, Any]:
@@ -255,7 +253,8 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
     calls = [row for row in two.ready["collectives"] if row["collective"] in links]
     cost = 0.0
     for row in calls:
-        link = links.get(f"{row['axis']} {row['collective']}", links[row["collective"]])
+        by_messages = links.get(f"{row['collective']} by messages") if row["axis"] in ("fsdp", "cp", "tp") else None
+        link = by_messages or links[row["collective"]]
         cost += link["call"] * row["count"] + link["byte"] * row["bytes"]
     return {
         "seconds": seconds,
@@ -272,9 +271,9 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
 
 def _print_links(links: dict) -> None:
     print(processor_name())
-    print(f"{'between two ranks':20}{'microseconds a call':>20}{'MB/s':>10}")
+    print(f"{'between two ranks':27}{'microseconds a call':>20}{'MB/s':>10}")
     for name, link in links.items():
-        print(f"{name:20}{link['call'] * 1e6:20,.0f}{1e-6 / max(link['byte'], 1e-15):10,.0f}")
+        print(f"{name:27}{link['call'] * 1e6:20,.0f}{1e-6 / max(link['byte'], 1e-15):10,.0f}")
 
 
 def _print_case(name: str, case: dict) -> None:

@@ -72,8 +72,7 @@ def test_axes_of_the_same_ranks_keep_their_names(corpus, tmp_path, method):
         "alltoall": {("cp", "all_to_all", core): 12},
     }
     assert of_context == expected[method], output
-    if method == "allgather":  # messages, which do not tell whether they are waited for
-        assert {row["exposed"] for row in found if row["axis"] == "cp"} == {None}
+    assert all(row["exposed"] == row["count"] for row in found if row["axis"] == "cp")
     assert {key[1:]: count for key, count in places.items() if key[0] == "fsdp"} == {
         ("all_gather", "layers.*"): 4, ("all_gather", "norm, output"): 1, ("all_gather", "tok_embeddings"): 1,
         ("reduce_scatter", "layers.*"): 2, ("reduce_scatter", "norm, output"): 1,
@@ -96,9 +95,8 @@ def test_tensor_parallelism_communicates_for_projections(corpus, tmp_path, compi
     places = {(row["collective"], row["layer"]): row["count"] for row in collectives(tmp_path) if row["axis"] == "tp"}
     blocks = 2
     for start, end in (("attention", "attention.wo"), ("feed_forward", "feed_forward.w2")):
-        # On a CPU results are summed after an all-to-all.
-        assert places["all_gather", f"layers.*.{start}"] == places["all_to_all", f"layers.*.{start}"] == blocks
-        assert places["all_gather", f"layers.*.{end}"] == places["all_to_all", f"layers.*.{end}"] == blocks
+        assert places["all_gather", f"layers.*.{start}"] == places["reduce_scatter", f"layers.*.{start}"] == blocks
+        assert places["all_gather", f"layers.*.{end}"] == places["reduce_scatter", f"layers.*.{end}"] == blocks
     assert places["all_gather", "tok_embeddings"] == places["reduce_scatter", "tok_embeddings"] == 1
 
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_clone.torch_compat import all_gather, all_to_all, is_fake, reduce_scatter, wait_tensor
+from torchtitan_clone import torch_compat
+from torchtitan_clone.ops.messages import all_gather, reduce_scatter, takes_messages
+from torchtitan_clone.torch_compat import process_group_of, wait_tensor
 
 
 def gather_tokens(shard_BtD: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -21,14 +23,28 @@ def sum_and_shard_tokens(part_BTD: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _exchange(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
+    if takes_messages(x):
+        exchange = _compiled_exchange if torch.compiler.is_compiling() else _exchange_by_messages
+        return exchange(x, gathers, ranks, group_name)
     if gathers:
-        return torch.cat(wait_tensor(all_gather(x.contiguous(), ranks, group_name)).chunk(ranks), dim=1)
-    parts = torch.cat(x.chunk(ranks, dim=1))
-    # gloo implements reduce-scatter by an all-reduce, of twice the bytes. Simulated runs are of a GPU.
-    if x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x)):
-        sizes = [len(x)] * ranks
-        return wait_tensor(all_to_all(parts, sizes, sizes, group_name)).unflatten(0, (ranks, -1)).sum(0)
-    return wait_tensor(reduce_scatter(parts, "sum", ranks, group_name))
+        return torch.cat(wait_tensor(torch_compat.all_gather(x.contiguous(), ranks, group_name)).chunk(ranks), dim=1)
+    return wait_tensor(torch_compat.reduce_scatter(torch.cat(x.chunk(ranks, dim=1)), "sum", ranks, group_name))
+
+
+def _exchange_by_messages(x: Tensor, gathers: bool, ranks: int, group_name: str) -> Tensor:
+    group = process_group_of(group_name)
+    return torch.cat(all_gather(x, group=group), dim=1) if gathers else reduce_scatter(x.chunk(ranks, 1), group=group)
+
+
+# The same as an operator that a compiled region can contain.
+_compiled_exchange = torch.library.custom_op(
+    "torchtitan_clone::exchange_tokens", _exchange_by_messages, mutates_args=(), tags=(torch.Tag.flexible_layout,)
+)
+
+
+@_compiled_exchange.register_fake
+def _empty(x: Tensor, gathers: bool, ranks: int, _group_name: str) -> Tensor:
+    return x.new_empty(len(x), x.shape[1] * ranks if gathers else x.shape[1] // ranks, *x.shape[2:])
 
 
 class _Exchange(torch.autograd.Function):

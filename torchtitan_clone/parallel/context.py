@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops import messages
 from torchtitan_clone.ops.blockwise_attention import Pieces
 from torchtitan_clone.ops.cpp_attention import CppAttention, attend, attend_backward
+from torchtitan_clone.ops.messages import all_gather, reduce_scatter, takes_messages
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
-from torchtitan_clone.parallel.messages import all_gather, reduce_scatter
 from torchtitan_clone.torch_compat import process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
@@ -126,6 +127,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _exchange_slices(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    if takes_messages(x):
+        is_compiling = torch.compiler.is_compiling()
+        exchange = messages.compiled_exchange_slices if is_compiling else messages.exchange_slices
+        return exchange(x, group_name)
     sizes = [1] * ranks
     return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))
 
@@ -147,9 +152,7 @@ class KeyExchange(CppAttention):
 
 def _gather_keys(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yields the keys and values of all ranks, each with its rank."""
-    received = kv.new_empty(group.size(), *kv.shape)
-    all_gather(received, kv, group=group)
-    return iter(enumerate(received))
+    return iter(enumerate(all_gather(kv, group=group)))
 
 
 def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -166,6 +169,9 @@ def _pass_around(kv: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Te
 
 def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
     arriving = torch.empty_like(x)
+    if takes_messages(x):
+        target, source = to % group.size(), source % group.size()
+        return arriving, [messages.start_exchange({target: x}, {source: arriving}, group=group, collective="send")]
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
@@ -178,10 +184,8 @@ def _wait(works: list[dist.Work]) -> None:
 
 def _sum_gradients(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
     """Returns the sum over ranks of their gradients for this rank's keys and values."""
-    by_rank = torch.stack([gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])])
-    total = torch.empty_like(by_rank[:1])
-    reduce_scatter(total, by_rank, group=group)
-    return total[0]
+    by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
+    return reduce_scatter(by_rank, group=group)
 
 
 def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from torchtitan_clone.ops.messages import others, start_exchange, takes_messages
 from torchtitan_clone.ops.permutation import Permute, inverse
 from torchtitan_clone.parallel.context import Method, local_tokens
 from torchtitan_clone.torch_compat import is_fake, sum_over_group
@@ -53,8 +54,8 @@ class TokenExchange:
 
         The rows are sorted by expert, `counts_E` of each. Waits for the counts of all ranks: a host sync.
         """
-        theirs_We = torch.empty_like(counts_E)
-        dist.all_to_all_single(theirs_We, counts_E, group=self._group)
+        each = [len(counts_E) // self._size] * self._size
+        theirs_We = _all_to_all(counts_E, sent=each, received=each, group=self._group)
         ours_We, theirs_We = (counts.view(self._size, -1) for counts in (counts_E, theirs_We))
         route = _even_route(rows_ND, ranks=self._size) if is_fake(rows_ND) else _route(ours_We, theirs_We)
         received = cast("Tensor", _AllToAll.apply(rows_ND, route.sent, route.received, self._group))
@@ -146,5 +147,12 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, *, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(received), *rows.shape[1:])
+    if takes_messages(rows):
+        rank = group.rank()
+        parts, arriving = rows.contiguous().split(sent), out.split(received)
+        arriving[rank].copy_(parts[rank])
+        to, source = others(parts, group=group), others(arriving, group=group)
+        start_exchange(to, source, group=group, collective="all_to_all").wait()
+        return out
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.parallel.messages import GatherByMessages, PendingSums, SumByMessages
+from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.unsharded import apply_unsharded
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_clone.config import Degrees
+from torchtitan_clone.ops.shared_memory import close_streams, connect
 
 _numbers = count(1)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -51,6 +52,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroys the process groups of all axes; models built on the mesh cannot run any more."""
+        close_streams(group.group_name for group in self.groups)
         for group in self.groups:
             dist.destroy_process_group(group)
 
@@ -115,7 +117,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         groups += experts.get_all_groups()
     fsdp_axes = names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")
     expert_axes = ("dp_replicate", "expert_fsdp") if degrees.dp_replicate > 1 else ("expert_fsdp",)
-    return Mesh(
+    mesh = Mesh(
         world=world,
         parameters=parameters[(*fsdp_axes, *names("tp"))],
         fsdp=parameters[fsdp_axes],
@@ -127,3 +129,8 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
         groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )
+    for axis in (mesh.fsdp, mesh.cp, mesh.tp, mesh.expert_fsdp, mesh.ep):
+        group = None if axis is None else axis.get_group(axis.ndim - 1)
+        if group is not None and group.size() > 1 and dist.get_backend(group) == "gloo":
+            connect(group)
+    return mesh

@@ -21,6 +21,7 @@ from torchtitan_clone.files import user_cache_folder
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
 from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
 from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
+from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
     import_inductor,
@@ -123,6 +124,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device, lighthous
     dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
     # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
+    close_streams([group.group_name for group in process_groups()])
     dist.destroy_process_group()
 
 

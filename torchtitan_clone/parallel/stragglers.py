@@ -13,10 +13,10 @@ from torch import Tensor
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.documents import Value
 from torchtitan_clone.ops.json_collectives import all_gather_json, gather_json
+from torchtitan_clone.ops.messages import is_exchange, messages_of
 from torchtitan_clone.parallel.mesh import Mesh
-from torchtitan_clone.parallel.messages import collective_of_message, is_last_message
 from torchtitan_clone.parallel.runtime import Launch
-from torchtitan_clone.parallel.trace import Kwargs, axes_of, collective_name, process_groups, see_context_attention
+from torchtitan_clone.parallel.trace import Kwargs, axes_of, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
 SLOW_RANK_FACTOR = 1.2  # of the median
@@ -39,8 +39,6 @@ class CollectiveTimer(TorchDispatchMode):
         self._device = device
         self._group_axes = group_axes
         self._created = time.perf_counter()
-        self._messages: list[dist.Work] = []
-        """Of the collective that starts."""
         self.spans: list[Span] = []
 
     @property
@@ -49,19 +47,14 @@ class CollectiveTimer(TorchDispatchMode):
         return sum(seconds for _, _, seconds in self.spans)
 
     def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
-        if (name := collective_name(func)) is None:
+        if (name := collective_name(func, args)) is None:
             return func(*args, **(kwargs or {}))
         _synchronize(self._device)
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         works = [dist.Work.unbox(value) for value in tree_leaves(result) if isinstance(value, torch.ScriptObject)]
-        if whole := collective_of_message(name, args):
-            # The other ranks wait for these messages after they have started all of theirs.
-            self._messages += works
-            (group,) = process_groups(args)
-            if not is_last_message(name, args, group=group):
-                return result
-            name, works, self._messages = whole, self._messages, []
+        if is_exchange(func):
+            works = [messages_of(result)]
         for work in works:
             work.wait()
         for value in tree_leaves(result):

@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
+from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
-from torchtitan_clone.parallel.messages import collective_of_message, is_last_message
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 logger = logging.getLogger("torchtitan_clone")
@@ -53,8 +53,10 @@ def _name(func: Operator) -> str:
     return func.name().partition("::")[2].partition(".")[0]
 
 
-def collective_name(func: Operator) -> str | None:
-    """Returns which collective an operator is; None if it is none."""
+def collective_name(func: Operator, args: tuple = ()) -> str | None:
+    """Returns which collective an operator is; None if it is none. Only the arguments of messages tell."""
+    if is_exchange(func):
+        return args[-1]
     return _COLLECTIVES.get(_name(func).rstrip("_")) if func.namespace in ("c10d", "_c10d_functional") else None
 
 
@@ -161,14 +163,9 @@ class CollectiveTrace(TorchDispatchMode):
             return NotImplemented  # DTensor runs first, and what it communicates for the operator comes here
         name = _name(func)
         result = func(*args, **(kwargs or {}))
-        if collective := collective_name(func):
-            if whole := collective_of_message(collective, args):
-                (group,) = process_groups(args)
-                if is_last_message(collective, args, group=group):
-                    size = _num_bytes(args[0]) * group.size()
-                    self._count(func, args, collective=whole, size=size, is_message=True)
-            elif all(group.size() > 1 for group in process_groups(args)):  # FSDP sums over one replica on a CPU
-                size = max(map(_num_bytes, (*args, result)), default=0)
+        if collective := collective_name(func, args):
+            if all(group.size() > 1 for group in process_groups(args)):  # FSDP sums over one replica on a CPU
+                size = _size(func, args, result)
                 call = self._count(func, args, collective=collective, size=size)
                 if func.namespace == "_c10d_functional":
                     self._in_flight |= dict.fromkeys(_storages(result), call)
@@ -178,15 +175,14 @@ class CollectiveTrace(TorchDispatchMode):
             self._count_exposed(name, args)
         return result
 
-    def _count(self, func: Operator, args: tuple, *, collective: str, size: int, is_message: bool = False) -> Call:
+    def _count(self, func: Operator, args: tuple, *, collective: str, size: int) -> Call:
         implicit = called_from("redistribute_local_args")
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += size
-        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same. A message
-        # does not tell whether its collective is waited for.
+        # A CPU communicates for FSDP in the background, a simulated run does not: both must log the same.
         is_of_fsdp = any(name.startswith("FSDP::") for name in self._annotations)
-        is_unknown = (is_of_fsdp or is_message) and not torch.cuda.is_initialized()
+        is_unknown = is_of_fsdp and not torch.cuda.is_initialized()
         is_waited_for = None if is_unknown else _is_waited_for(func, args)
         self.exposed[call] += bool(is_waited_for)
         if is_waited_for is None:
@@ -289,8 +285,19 @@ def _num_bytes(argument: object) -> int:
     return sum(x.numel() * x.element_size() for x in tree_leaves(argument) if isinstance(x, Tensor))
 
 
+def _size(func: Operator, args: tuple, result: object) -> int:
+    """Returns the bytes of the larger side of a collective."""
+    size = max(map(_num_bytes, (*args, result)), default=0)
+    if is_exchange(func) and args[-1] != "send":
+        others = len(args[0])
+        size = size // others * (others + 1)  # messages lack this rank's own part
+    return size
+
+
 def _is_waited_for(func: Operator, args: tuple) -> bool | None:
     """Whether the stream of the computation is idle until the collective is done; None without CUDA's streams."""
+    if is_exchange(func):
+        return args[-2] or None
     if dict(zip(torch_compat.argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return torch.cuda.current_stream() == torch.cuda.default_stream() if torch.cuda.is_initialized() else None

@@ -23,7 +23,7 @@ from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import context, gradients
-from torchtitan_clone.parallel.messages import SumByMessages
+from torchtitan_clone.parallel.fsdp_messages import SumByMessages
 from torchtitan_clone.run import engine, loaders
 
 Replacement = Callable[..., object]

@@ -5,7 +5,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.parallel.messages import GatherByMessages, PendingSums, SumByMessages, collective_of_message
+from torchtitan_clone.ops.messages import is_exchange
+from torchtitan_clone.ops.shared_memory import connect
+from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders
@@ -15,11 +17,13 @@ from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import TorchDispatchMode
 
 
-def gathers_and_sums(size, dtypes):
+def gathers_and_sums(size, dtypes, connects):
     """Checks several gathers and sums at once, by exact sums of integers."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
+        if connects:
+            connect(group)
         for dtype in dtypes:
             inputs = torch.arange(ranks * ranks * size).view(ranks, -1).to(dtype)  # a row of each rank
             whole = [torch.zeros(ranks * ranks * size, dtype=dtype) for _ in range(2)]
@@ -35,17 +39,20 @@ def gathers_and_sums(size, dtypes):
             assert all(each.equal(inputs.flatten()) for each in whole)
 
 
+@pytest.mark.parametrize("connects", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gathers_and_sums_are_exact(ranks):
-    run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16])
-    run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64])
+def test_gathers_and_sums_are_exact(ranks, connects):
+    run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16], connects)
+    run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64], connects)
 
 
-def start_gather_before_the_other_rank():
+def start_gather_before_the_other_rank(connects):
     """Starts to gather on rank 0; rank 1 starts when rank 0 has told it to, which a gather that waits prevents."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         whole, told = torch.zeros(2 << 20), torch.zeros(1)
+        if connects:
+            connect(dist.GroupMember.WORLD)
         if launch.rank == 1:
             dist.recv(told, src=0)
         part = whole.chunk(2)[launch.rank].fill_(1.0)
@@ -56,8 +63,9 @@ def start_gather_before_the_other_rank():
         return bool(whole.all())
 
 
-def test_a_gather_does_not_wait_for_other_ranks():
-    assert run_ranks(start_gather_before_the_other_rank, 2, timeout=30) == [True, True]
+@pytest.mark.parametrize("connects", [True, False], ids=["shared memory", "gloo"])
+def test_a_gather_does_not_wait_for_other_ranks(connects):
+    assert run_ranks(start_gather_before_the_other_rank, 2, connects, timeout=30) == [True, True]
 
 
 def gather_from_an_ended_rank():
@@ -74,15 +82,15 @@ def test_a_rank_that_has_ended_is_an_error_and_no_wait():
 
 
 class Sums(TorchDispatchMode):
-    """Notes when sums start, by the first of their messages, and when they are computed."""
+    """Notes when sums start, and when they are computed."""
 
     def __init__(self):
         super().__init__()
         self.events = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.c10d.send.default:
-            self.events += "(" * (collective_of_message("send", args) == "reduce_scatter")
+        if is_exchange(func):
+            self.events += "(" * (args[-1] == "reduce_scatter")
         elif func is torch.ops.aten.add.out:
             self.events += ")"
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,157 @@
+"""Tensors of any size pass through shared memory in order, and a rank that ends or is silent is an error."""
+
+import os
+import random
+import socket
+import tempfile
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_clone.config import load_config
+from torchtitan_clone.ops.shared_memory import Stream, close_streams, connect, streams_of, wait_for
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.testing.harness import RankFailed, run_ranks
+
+
+def pair_of_streams(size):
+    """Returns both ends of a stream, each with `size` bytes of memory, in this process."""
+    connections = socket.socketpair()
+    first, second = (np.zeros(size, dtype=np.uint8) for _ in range(2))
+    return Stream(connections[0], own=first, others=second, other=1), Stream(
+        connections[1], own=second, others=first, other=0
+    )
+
+
+@pytest.mark.parametrize("size", [1 << 16, 3 << 16, (5 << 16) + 12345])
+def test_messages_of_any_size_arrive_in_order(size):
+    chance = random.Random(size)
+    ends = pair_of_streams(size)
+    lengths = [chance.choice([0, 1, 77, 1000, 1 << 14, (1 << 16) + 3, 1 << 20]) for _ in range(120)]
+    sent = [torch.randint(256, (length,), dtype=torch.uint8) for length in lengths]
+    received = [[torch.zeros_like(tensor) for tensor in sent] for _ in ends]
+    started = [[0, 0], [0, 0]]  # of each end: sent and received ones
+    while any(count < len(sent) for counts in started for count in counts):
+        end = chance.randrange(2)
+        kind = chance.randrange(2)
+        if (index := started[end][kind]) < len(sent):
+            if kind == 0:
+                ends[end].send(sent[index])
+            else:
+                ends[end].receive(received[end][index])
+            started[end][kind] += 1
+        if chance.random() < 0.7:
+            ends[chance.randrange(2)].advance()
+    while any([end.advance() for end in ends]):  # noqa: C419 - both
+        pass
+    for tensors in received:
+        assert all(map(torch.equal, tensors, sent))
+    for end in ends:
+        end.close()
+
+
+def test_a_socket_that_is_full_delays_and_loses_nothing():
+    """Thousands of messages of a byte, of which the receiver reads none before the end."""
+    first, second = pair_of_streams(1 << 16)
+    sent = [torch.tensor([index % 256], dtype=torch.uint8) for index in range(20_000)]
+    for tensor in sent:
+        first.send(tensor)
+        first.advance()
+    assert first.has_unsent
+    received = [torch.zeros(1, dtype=torch.uint8) for _ in sent]
+    for tensor in received:
+        second.receive(tensor)
+    while any([first.advance(), second.advance()]) or first.has_unsent:
+        pass
+    assert torch.cat(received).equal(torch.cat(sent))
+
+
+def test_messages_of_other_sizes_are_an_error():
+    first, second = pair_of_streams(1 << 16)
+    first.send(torch.zeros(100))
+    first.advance()
+    second.receive(torch.zeros(10))
+    with pytest.raises(RuntimeError, match=r"sent 400 bytes .* at most 40: the ranks do not run the same collectives"):
+        second.advance()
+
+
+def exchange_in_groups():
+    """Returns the machine's ranks of each group, after exchanges that ranks wait for in different orders."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        other = 1 - launch.rank
+        groups = [dist.GroupMember.WORLD, dist.new_group([0, 1])]
+        transfers = []
+        for number, group in enumerate(groups):
+            connect(group)
+            stream = streams_of(group.group_name)[other]
+            # More than a group's memory: the rest moves only while ranks wait.
+            data = torch.full((10 << 20,), float(10 * launch.rank + number))
+            arriving = torch.zeros_like(data)
+            transfers.append((arriving, [(stream, stream.receive(arriving)), (stream, stream.send(data))]))
+            stream.advance()
+        order = [0, 1] if launch.rank == 0 else [1, 0]
+        for number in order:
+            arriving, pair = transfers[number]
+            wait_for(pair, seconds=60)
+            assert (arriving == 10 * other + number).all()
+        names = [group.group_name for group in groups]
+        close_streams(names)
+        return [dict(streams_of(name)) for name in names]
+
+
+def test_ranks_may_wait_for_groups_in_different_orders():
+    assert run_ranks(exchange_in_groups, 2, timeout=90) == [[{}, {}], [{}, {}]]
+
+
+def wait_for_a_rank(does_end):
+    """Waits on rank 0 for rank 1, which ends or sends nothing; returns the error and the seconds."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        connect(dist.GroupMember.WORLD)
+        if launch.rank == 1:
+            if does_end:
+                os._exit(7)
+            dist.barrier()
+            return None
+        stream = streams_of(dist.GroupMember.WORLD.group_name)[1]
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            wait_for([(stream, stream.receive(torch.zeros(10)))], seconds=60 if does_end else 2)
+        if not does_end:
+            dist.barrier()
+            return str(error.value), time.monotonic() - start
+        raise error.value
+
+
+def test_a_rank_that_ended_is_an_error():
+    with pytest.raises(RankFailed, match=r"rank 1 of the group has ended during a collective|exit code 7"):
+        run_ranks(wait_for_a_rank, 2, True, timeout=50)
+
+
+def test_a_rank_that_sends_nothing_is_an_error_after_the_time():
+    (message, seconds), _ = run_ranks(wait_for_a_rank, 2, False, timeout=50)
+    assert message == "timed out after 2 s: waited in a collective for rank 1 of the group"
+    assert 2 <= seconds < 40
+
+
+def connected_ranks(temporary):
+    """Returns the ranks that this one is connected with, where `temporary` has each rank's folder for sockets."""
+    launch = Launch.from_environment()
+    tempfile.tempdir = temporary[launch.rank]
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        connect(dist.GroupMember.WORLD)
+        dist.barrier()
+        return sorted(streams_of(dist.GroupMember.WORLD.group_name)), os.listdir(temporary[launch.rank])
+
+
+def test_ranks_connect_where_they_can_and_leave_no_file(tmp_path):
+    assert run_ranks(connected_ranks, 3, [str(tmp_path)] * 3) == [([1, 2], []), ([0, 2], []), ([0, 1], [])]
+    # A path of more characters than a socket can have.
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    folders = [str(tmp_path), str(long), str(tmp_path)]
+    assert [ranks for ranks, _ in run_ranks(connected_ranks, 3, folders)] == [[2], [], [0]]

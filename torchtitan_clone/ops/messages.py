@@ -1,0 +1,190 @@
+"""Collectives on a CPU as messages between pairs of ranks, which go on while a rank computes.
+
+Ranks of one machine exchange them through shared memory, others by gloo.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_clone.ops.shared_memory import Stream, Transfer, streams_of, wait_for
+from torchtitan_clone.torch_compat import (
+    Operator,
+    all_gather_single,
+    group_timeout,
+    is_fake,
+    process_group_of,
+    reduce_scatter_single,
+)
+
+_TAG = 0x6A
+"""Tag of messages."""
+
+
+def takes_messages(x: Tensor) -> bool:
+    """Whether ranks exchange this tensor by messages: on a CPU, and not in a simulated run, which is one of a GPU."""
+    return x.device.type == "cpu" and (torch.compiler.is_compiling() or not is_fake(x))
+
+
+class Messages(dist.Work):
+    """Messages of one collective that are sent and received."""
+
+    def __init__(
+        self, works: Sequence[dist.Work], *, transfers: Sequence[tuple[Stream, Transfer]], timeout: timedelta
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._transfers = transfers
+        self._timeout = timeout
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until all messages are complete; RuntimeError if a rank has ended or takes too long."""
+        timeout = timeout or self._timeout
+        wait_for(self._transfers, seconds=timeout.total_seconds())
+        for work in self._works:
+            if not work.is_completed():  # has not been waited for, which gloo allows once
+                work.wait(timeout)
+        return True
+
+
+_started = dict[int, Messages]()
+"""Those that the operator has started, until start_exchange() takes them."""
+# An operator, so that dispatch modes see each collective, with its bytes and its group.
+_SCHEMA = (
+    "(Tensor[] sent, int[] targets, Tensor(a!)[] received, int[] sources, str group_name, bool is_awaited, "
+    "str collective) -> int"
+)
+torch.library.define("torchtitan_clone::exchange", _SCHEMA)
+
+
+@torch.library.impl("torchtitan_clone::exchange", "CPU")
+def _exchange(
+    sent: Sequence[Tensor], targets: Sequence[int], received: Sequence[Tensor], sources: Sequence[int],
+    group_name: str, _is_awaited: bool, _collective: str,
+) -> int:  # fmt: skip
+    group = process_group_of(group_name)
+    streams = streams_of(group_name)
+    works: list[dist.Work | None] = []
+    transfers: list[tuple[Stream, Transfer]] = []
+    for source, tensor in zip(sources, received, strict=True):
+        if (stream := streams.get(source)) is not None:
+            transfers.append((stream, stream.receive(tensor)))
+        else:
+            works.append(dist.irecv(tensor, group=group, group_src=source, tag=_TAG))
+    for target, tensor in zip(targets, sent, strict=True):
+        if (stream := streams.get(target)) is not None:
+            transfers.append((stream, stream.send(tensor)))
+            stream.advance()
+        else:
+            works.append(dist.isend(tensor, group=group, group_dst=target, tag=_TAG))
+    # Without a timeout, gloo waits for a message as long as the group allowed when it was created.
+    timeout = group_timeout(group, device=torch.device("cpu"))
+    started = Messages([work for work in works if work is not None], transfers=transfers, timeout=timeout)
+    _started[id(started)] = started
+    return id(started)
+
+
+def is_exchange(func: Operator) -> bool:
+    """Whether this operator starts a collective by messages.
+
+    Its last two arguments are whether it is known to be waited for at once, and the name of the collective.
+    """
+    return func is torch.ops.torchtitan_clone.exchange.default
+
+
+def messages_of(ticket: object) -> Messages:
+    """Returns the messages that an exchange started, by its result."""
+    assert isinstance(ticket, int)
+    return _started[ticket]
+
+
+@torch.no_grad()
+def start_exchange(
+    sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, group: dist.ProcessGroup, collective: str,
+    is_awaited: bool = False,
+) -> Messages:  # fmt: skip
+    """Sends tensors to other ranks of a group, and receives from others; all are contiguous, and on a CPU.
+
+    Each rank that sends here must send as many bytes as its tensor here has. `collective` is what this is part of;
+    `is_awaited` tells traces that the caller waits at once.
+    """
+    tensors = [*sent.values()], [*sent], [*received.values()], [*received]
+    ticket = torch.ops.torchtitan_clone.exchange(*tensors, group.group_name, is_awaited, collective)
+    return _started.pop(ticket)
+
+
+def others(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> dict[int, Tensor]:
+    """Returns the parts, one of each rank of a group, by rank without this one, from the next rank on."""
+    ranks = [(group.rank() + step) % group.size() for step in range(1, group.size())]
+    return {rank: parts[rank] for rank in ranks}
+
+
+def start_all_to_all(
+    parts: Sequence[Tensor], *, group: dist.ProcessGroup, collective: str, is_awaited: bool = False
+) -> tuple[list[Tensor], Messages]:
+    """Starts to send parts[rank] to each rank; returns what each rank sends to this one, and what to wait for."""
+    rank = group.rank()
+    received = [part if source == rank else torch.empty_like(parts[rank], memory_format=torch.contiguous_format)
+                for source, part in enumerate(parts)]  # fmt: skip
+    sent = {target: part.contiguous() for target, part in others(parts, group=group).items()}
+    to_receive = others(received, group=group)
+    return received, start_exchange(sent, to_receive, group=group, collective=collective, is_awaited=is_awaited)
+
+
+def all_to_all(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Tensor]:
+    """Sends parts[rank] to each rank; returns what each rank sends to this one."""
+    received, messages = start_all_to_all(parts, group=group, collective="all_to_all", is_awaited=True)
+    messages.wait()
+    return received
+
+
+def exchange_slices(x: Tensor, group_name: str) -> Tensor:
+    """Sends x[rank] to each rank of the group of this name; returns what each rank sends to this one [ranks, ...]."""
+    return torch.stack(all_to_all(x.unbind(), group=process_group_of(group_name)))
+
+
+compiled_exchange_slices = torch.library.custom_op(
+    "torchtitan_clone::exchange_slices", exchange_slices, mutates_args=()
+)
+"""exchange_slices() as an operator that a compiled region can contain."""
+
+
+@compiled_exchange_slices.register_fake
+def _empty_slices(x: Tensor, _group_name: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def all_gather(part: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns the part of each rank, all of one shape."""
+    if dist.get_backend(group) != "gloo":
+        gathered = part.new_empty(group.size(), *part.shape)
+        all_gather_single(gathered, part, group=group)
+        return [*gathered]
+    part = part.contiguous()
+    parts = [part if source == group.rank() else torch.empty_like(part) for source in range(group.size())]
+    received = others(parts, group=group)
+    sent = dict.fromkeys(received, part)
+    start_exchange(sent, received, group=group, collective="all_gather", is_awaited=True).wait()
+    return parts
+
+
+def reduce_scatter(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> Tensor:
+    """Returns the sum of all ranks' parts that belong to this rank, in the order of ranks."""
+    if dist.get_backend(group) != "gloo":
+        total = torch.empty_like(parts[0])
+        reduce_scatter_single(total, torch.stack(list(parts)), group=group)
+        return total
+    received, messages = start_all_to_all(parts, group=group, collective="reduce_scatter", is_awaited=True)
+    messages.wait()
+    return sum_parts(received, out=torch.empty_like(parts[0], memory_format=torch.contiguous_format))
+
+
+def sum_parts(parts: Sequence[Tensor], *, out: Tensor) -> Tensor:
+    """Writes the sum of two or more tensors of one shape to `out`, in their order, and returns it."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+    return out

@@ -1,0 +1,287 @@
+"""Exchanges tensors between ranks of one machine through shared memory, without threads or sockets that carry them.
+
+Each of two ranks writes to memory of its own, which the other one maps, and tells it over a Unix socket where; the
+other one copies the bytes and says so. The memory has no name and ends with the processes. A rank moves bytes while it
+starts to exchange or waits, in the order in which exchanges between the two ranks of a group start. Works on Linux.
+"""
+
+import mmap
+import os
+import select
+import socket
+import struct
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_clone.ops.json_collectives import all_gather_json
+from torchtitan_clone.torch_compat import group_timeout
+
+_ARENA_BYTES = 16 << 20
+"""Memory that one rank writes to for another one. Pages that no message has used take none."""
+_PIECE_BYTES = 2 << 20
+"""Bytes that are announced at once, so that two ranks copy a large tensor at the same time."""
+_MIN_PIECE_BYTES = 64 << 10
+_MAX_RANKS = 1024
+"""Ranks on one machine that may connect at the same time."""
+_RECORD = struct.Struct("<qq")
+"""What ranks tell each other: start and size of a written piece, or -1 and the size of a piece that has been copied."""
+Bytes = npt.NDArray[np.uint8]
+"""Moved without operators of torch, which dispatch modes of the caller would see."""
+_HELLO = struct.Struct("<q")
+
+
+class Transfer:
+    """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.rest: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+
+    @property
+    def is_done(self) -> bool:
+        return self.rest.size == 0
+
+    def take(self, size: int) -> Bytes:
+        """Returns the next bytes, which are moved then."""
+        piece, self.rest = self.rest[:size], self.rest[size:]
+        return piece
+
+
+class Stream:
+    """Both directions between this rank and another one of a group."""
+
+    def __init__(self, connection: socket.socket, *, own: Bytes, others: Bytes, other: int) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.other = other
+        self.is_ended = False
+        self._own = own
+        self._others = others
+        self._pieces = deque[tuple[int, int]]()
+        """Start and size of those in this rank's memory that the other one has not copied."""
+        self._arrived = deque[tuple[int, int]]()
+        self._sending = deque[Transfer]()
+        self._receiving = deque[Transfer]()
+        self._unread = b""
+        self._unsent = bytearray()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the socket was full when the other rank was to be told something."""
+        return bool(self._unsent)
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """Sends a contiguous tensor, which must not change before the transfer is done."""
+        transfer = Transfer(tensor)
+        self._sending.append(transfer)
+        return transfer
+
+    def receive(self, tensor: Tensor) -> Transfer:
+        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one."""
+        transfer = Transfer(tensor)
+        self._receiving.append(transfer)
+        return transfer
+
+    def advance(self) -> bool:
+        """Moves the bytes that can be moved without waiting; returns whether there were any."""
+        self._read_records()
+        has_moved = False
+        while self._push() | self._pull():
+            self._tell()
+            has_moved = True
+        self._tell()  # what an earlier call could not
+        return has_moved
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _push(self) -> bool:
+        """Writes a piece of the tensor that is sent, if there is memory for it."""
+        while self._sending and self._sending[0].is_done:
+            self._sending.popleft()
+        if not self._sending:
+            return False
+        wanted = min(self._sending[0].rest.size, _PIECE_BYTES)
+        start, room = self._room(wanted)
+        size = min(wanted, room)
+        if size < min(wanted, _MIN_PIECE_BYTES):
+            return False
+        self._own[start : start + size] = self._sending[0].take(size)
+        self._pieces.append((start, size))
+        self._unsent += _RECORD.pack(start, size)
+        return True
+
+    def _room(self, wanted: int) -> tuple[int, int]:
+        """Returns where the next piece starts, and the bytes that are free there."""
+        if not self._pieces:
+            return 0, len(self._own)
+        first, (last, size) = self._pieces[0][0], self._pieces[-1]
+        end = last + size
+        if last < first:  # the pieces go on at the start of the memory
+            return end, first - end
+        at_end = len(self._own) - end
+        return (end, at_end) if at_end >= min(wanted, first) else (0, first)
+
+    def _pull(self) -> bool:
+        """Copies a piece of the tensor that is received, if it has arrived."""
+        while self._receiving and self._receiving[0].is_done:
+            self._receiving.popleft()
+        if not (self._receiving and self._arrived):
+            return False
+        start, size = self._arrived.popleft()
+        transfer = self._receiving[0]
+        if not (0 < size <= transfer.rest.size and 0 <= start <= len(self._others) - size):
+            raise RuntimeError(
+                f"rank {self.other} of the group sent {size:,} bytes at {start:,} where this rank expects at most "
+                f"{transfer.rest.size:,}: the ranks do not run the same collectives; compare their versions and options"
+            )
+        transfer.take(size)[:] = self._others[start : start + size]
+        self._unsent += _RECORD.pack(-1, size)
+        return True
+
+    def _read_records(self) -> None:
+        while not self.is_ended:
+            try:
+                received = self.connection.recv(1 << 12)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                received = b""
+            self.is_ended = not received
+            self._unread += received
+        whole = len(self._unread) // _RECORD.size * _RECORD.size
+        for start, size in _RECORD.iter_unpack(self._unread[:whole]):
+            if start >= 0:
+                self._arrived.append((start, size))
+            elif self._pieces:
+                self._pieces.popleft()
+        self._unread = self._unread[whole:]
+
+    def _tell(self) -> None:
+        while self._unsent and not self.is_ended:
+            try:
+                del self._unsent[: self.connection.send(self._unsent)]
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                self.is_ended = True
+
+
+_streams: dict[str, dict[int, Stream]] = {}
+"""Of each group by torch's name of it, by the other rank."""
+
+
+def streams_of(group_name: str) -> Mapping[int, Stream]:
+    """Returns the streams of a group by the other rank, to ranks on this machine if the group is connected."""
+    return _streams.get(group_name, {})
+
+
+def close_streams(groups: Iterable[str]) -> None:
+    """Closes the connections of groups that are destroyed, by torch's names of them."""
+    for name in groups:
+        for stream in _streams.pop(name, {}).values():
+            stream.close()
+
+
+def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
+    """Moves bytes of all groups until the transfers are done.
+
+    Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
+    """
+    limit = time.monotonic() + seconds
+    # Those of other groups too, for which other ranks may wait before they come here.
+    streams = [stream for group in _streams.values() for stream in group.values()]
+    while pending := [(stream, transfer) for stream, transfer in transfers if not transfer.is_done]:
+        has_moved = [stream.advance() for stream in streams]
+        if any(has_moved):
+            continue
+        for stream, _ in pending:
+            if stream.is_ended:
+                raise RuntimeError(f"rank {stream.other} of the group has ended during a collective")
+        rest = limit - time.monotonic()
+        if rest <= 0:
+            others = ", ".join(str(stream.other) for stream, _ in pending)
+            raise RuntimeError(f"timed out after {seconds:g} s: waited in a collective for rank {others} of the group")
+        poll = select.poll()
+        for stream in streams:
+            if not stream.is_ended:
+                poll.register(stream.connection, select.POLLIN | (select.POLLOUT if stream.has_unsent else 0))
+        poll.poll(rest * 1000)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective."""
+    if group.group_name in _streams:
+        return
+    rank, seconds = group.rank(), group_timeout(group, device=torch.device("cpu")).total_seconds()
+    with ExitStack() as stack:
+        listener = _listen(stack)
+        own = [_machine(), listener.getsockname() if listener else ""]
+        places = [[x.text() for x in place.items(count=2)] for place in all_gather_json(own, group=group)]
+        on_machine = [other for other in range(rank) if all(own) and all(places[other]) and places[other][0] == own[0]]
+        called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
+        calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
+        connections = [*called.values()]
+        if listener is not None:
+            listener.settimeout(seconds)
+            connections += [listener.accept()[0] for others in calls if rank in others]
+        _streams[group.group_name] = dict(_open(each, rank=rank, seconds=seconds) for each in connections)
+
+
+def _listen(stack: ExitStack) -> socket.socket | None:
+    """Returns a socket that ranks of the same user can find until the stack ends; None where that is impossible."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    with suppress(OSError):
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(os.path.join(folder, "socket"))  # an error if the path has over 107 characters
+        listener.listen(_MAX_RANKS)
+        return listener
+    return None
+
+
+def _machine() -> str:
+    """Returns what differs between machines, and between starts of one; nothing where it is unknown."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _call(path: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with suppress(OSError):
+        connection.connect(path)
+        return connection
+    connection.close()
+    return None
+
+
+def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int, Stream]:
+    """Exchanges ranks and memory with the other end; returns its rank, and the stream."""
+    connection.settimeout(seconds)
+    memory = os.memfd_create("torchtitan_clone")
+    os.ftruncate(memory, _ARENA_BYTES)
+    socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
+    hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    try:
+        if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _ARENA_BYTES:
+            raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
+        (other,) = _HELLO.unpack(hello)
+        return other, Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
+    finally:
+        for descriptor in (memory, *received):
+            os.close(descriptor)
+
+
+def _mapped(descriptor: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(descriptor, _ARENA_BYTES), dtype=np.uint8)
