@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import tempfile
+import threading
 import time
 
 import numpy as np
@@ -67,6 +68,29 @@ def test_a_socket_that_is_full_delays_and_loses_nothing():
     while any([first.advance(), second.advance()]) or first.has_unsent:
         pass
     assert torch.cat(received).equal(torch.cat(sent))
+
+
+def test_what_a_rank_sent_before_it_ended_arrives():
+    """Also if it ends between what this one reads and tells."""
+    sent = [torch.full((1000,), float(number)) for number in range(20)]
+    for _ in range(200):
+        first, second = pair_of_streams(1 << 17)
+        received = [torch.zeros(1000) for _ in sent]
+        transfers = [second.receive(tensor) for tensor in received]
+
+        def send_and_end(stream):
+            for tensor in sent:
+                stream.send(tensor)
+                stream.advance()
+            stream.close()
+
+        sender = threading.Thread(target=send_and_end, args=(first,))
+        sender.start()
+        while second.advance() or not second.is_ended:
+            pass
+        sender.join()
+        assert all(transfer.is_done for transfer in transfers)
+        assert all(map(torch.equal, received, sent))
 
 
 def test_messages_of_other_sizes_are_an_error():

@@ -37,6 +37,8 @@ _RECORD = struct.Struct("<qq")
 """What ranks tell each other: start and size of a written piece, or -1 and the size of a piece that has been copied."""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group at the other end of a Unix socket."""
 _HELLO = struct.Struct("<q")
 
 
@@ -167,13 +169,12 @@ class Stream:
         self._unread = self._unread[whole:]
 
     def _tell(self) -> None:
-        while self._unsent and not self.is_ended:
+        with suppress(BlockingIOError):
             try:
-                del self._unsent[: self.connection.send(self._unsent)]
-            except BlockingIOError:
-                return
+                while self._unsent:
+                    del self._unsent[: self.connection.send(self._unsent)]
             except ConnectionError:
-                self.is_ended = True
+                self._unsent.clear()  # what the other rank sent before it ended is still to be read
 
 
 _streams: dict[str, dict[int, Stream]] = {}
@@ -261,7 +262,9 @@ def _call(path: str) -> socket.socket | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with suppress(OSError):
         connection.connect(path)
-        return connection
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():  # the path came from a network
+            return connection
     connection.close()
     return None
 
