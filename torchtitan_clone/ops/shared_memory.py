@@ -28,6 +28,8 @@ from torchtitan_clone.torch_compat import group_timeout
 
 _ARENA_BYTES = 16 << 20
 """Memory that one rank writes to for another one. Pages that no message has used take none."""
+MOST_BYTES_AT_ONCE = _ARENA_BYTES // 2
+"""A message of at most so many bytes has a place while another one does; the rest of a larger one may have to wait."""
 _PIECE_BYTES = 2 << 20
 """Bytes that are announced at once, so that two ranks copy a large tensor at the same time."""
 _MIN_PIECE_BYTES = 64 << 10

@@ -129,7 +129,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
         groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )
-    for axis in (mesh.fsdp, mesh.cp, mesh.tp, mesh.expert_fsdp, mesh.ep):
+    for axis in (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep):
         group = None if axis is None else axis.get_group(axis.ndim - 1)
         if group is not None and group.size() > 1 and dist.get_backend(group) == "gloo":
             connect(group)

@@ -12,12 +12,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.ops.messages import start_exchange, takes_messages
+from torchtitan_clone.ops.shared_memory import MOST_BYTES_AT_ONCE
 from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
@@ -36,9 +39,39 @@ class _Stage(PipelineStageFixes, PipelineStage):
             kwargs["documents_BT"] = OnHost(documents_BT)
         return super().forward_maybe_with_nosync(*args, **kwargs)
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _as_messages(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _as_messages(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _as_messages(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _as_messages(super().get_bwd_send_ops(bwd_chunk_id))
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         collect_gradients(self.submod)
+
+
+def _as_messages(operations: list[dist.P2POp]) -> list[dist.P2POp]:
+    """Makes operations on a CPU exchange messages, except large ones, which gloo moves while both ranks compute."""
+    for operation in operations:
+        tensor = operation.tensor
+        if takes_messages(tensor) and tensor.numel() * tensor.element_size() <= MOST_BYTES_AT_ONCE:
+            collective = "send" if operation.op is dist.isend else "recv"
+            operation.op = partial(_start_message, tensor, operation.group_peer, operation.group, collective)
+    return operations
+
+
+def _start_message(
+    tensor: Tensor, other: int, group: dist.ProcessGroup, collective: str, /, *_: object, **__: object
+) -> dist.Work:
+    """Sends a tensor or receives it; torch's schedules pass what the operation has once more."""
+    sent, received = ({other: tensor.contiguous()}, {}) if collective == "send" else ({}, {other: tensor})
+    return start_exchange(sent, received, group=group, collective=collective)
 
 
 def build_pipelined_forward_backward(
