@@ -4,13 +4,16 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.marks import marked, needs_split_backward
 from tests.parallel.test_gradients import Runs, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
 from torchtitan_clone.observe.records import PIPELINE_FILE
-from torchtitan_clone.parallel.pipeline import bubble_fraction, describe_pipeline, timed_actions
+from torchtitan_clone.ops.shared_memory import MOST_BYTES_AT_ONCE, connect
+from torchtitan_clone.parallel.pipeline import _as_messages, bubble_fraction, describe_pipeline, timed_actions
+from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.rules import find_pipeline_errors
@@ -145,6 +148,27 @@ def one_rank(corpus, tmp_path_factory):
     code, output = train(argv, log_folder=folder)
     assert code == 0, output
     return folder
+
+
+def operations_of_sizes(sizes):
+    """Returns which operations of these bytes are still gloo's, and whether what they move arrives."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        group = dist.GroupMember.WORLD
+        connect(group)
+        is_sender = launch.rank == 0
+        tensors = [torch.full((size,), index + int(is_sender), dtype=torch.uint8) for index, size in enumerate(sizes)]
+        kind = dist.isend if is_sender else dist.irecv
+        operations = _as_messages([dist.P2POp(kind, x, group=group, group_peer=1 - launch.rank) for x in tensors])
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        arrived = all(bool((x == index + 1).all()) for index, x in enumerate(tensors))
+        return [operation.op is kind for operation in operations], arrived
+
+
+def test_stages_exchange_messages_unless_they_are_large():
+    found = run_ranks(operations_of_sizes, 2, [1000, MOST_BYTES_AT_ONCE, MOST_BYTES_AT_ONCE + 1])
+    assert found == [([False, False, True], True)] * 2
 
 
 @pytest.mark.many_ranks

@@ -253,16 +253,21 @@ def context_attention(
     pieces = _pieces(q_BTNH, group)
     queries = pieces[group.rank()]
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
-    attention = blockwise.empty_attention(q_BTNH, sinks_N)
+    attention = None if by_cpp and sinks_N is None else blockwise.empty_attention(q_BTNH, sinks_N)
     kv_BTKH = torch.stack((k_BTKH, v_BTKH))
     for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
         if by_cpp:
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
             out_BTNH, lse_BNT = attend(q_BTNH.float(), k, v, *ranges)  # in fp32, as it is merged
-            blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
+            if attention is None:
+                attention = (out_BTNH, lse_BNT.transpose(1, 2).contiguous())
+            else:
+                blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
         else:
+            assert attention is not None
             qkv = (q_BTNH, k, v)
             blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
+    assert attention is not None
     return attention[0].to(q_BTNH.dtype), attention[1]
 
 
@@ -277,18 +282,20 @@ def context_attention_backward(
     queries = pieces[group.rank()]
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = (out_BTNH, lse_BTN)
-    q_grad_BTNH = torch.zeros_like(q_BTNH, dtype=torch.float32)
+    q_grad_BTNH = None if by_cpp else torch.zeros_like(q_BTNH, dtype=torch.float32)
 
     def kv_gradients() -> Iterator[tuple[Pieces, Tensor]]:
+        nonlocal q_grad_BTNH
         kv_BTKH = torch.stack((k_BTKH, v_BTKH))
         for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
             if by_cpp:
                 ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
                 qkv = (q_BTNH.float(), k, v)  # gradients in fp32, as they are summed
                 q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
-                q_grad_BTNH.add_(q_grad)
+                q_grad_BTNH = q_grad if q_grad_BTNH is None else q_grad_BTNH.add_(q_grad)
                 yield keys, torch.stack(by_kv)
                 continue
+            assert q_grad_BTNH is not None
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
             gradients = blockwise.Gradients(q_grad_BTNH, *kv_grad)
             blockwise.attend_backward_(
@@ -299,6 +306,7 @@ def context_attention_backward(
 
     # Copies, because outputs of an operator must not share memory.
     k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](_by_rank(kv_gradients(), pieces), group))
+    assert q_grad_BTNH is not None
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
 
 
