@@ -7,11 +7,11 @@ Two ranks and one rank live at the same time and train their steps in turn. One 
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
-latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU those of FSDP, of
-context and of tensor parallelism are messages (ops/messages.py). Times and ratios are medians, with quartiles. "busy"
-is the ratio of processor seconds of a rank: what the time exceeds it by are ranks that wait for each other. The last
-table measures training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the
-ranks run on the CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
+latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU most are messages
+(ops/messages.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of a rank:
+what the time exceeds it by are ranks that wait for each other. The last table measures training.freeze_schedule.
+Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the CPU. `benchmarks/trainer.py
+--compile` compares one GPU with a plain compiled loop.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.messages import all_gather, all_to_all, reduce_scatter
+from torchtitan_clone.ops.messages import all_gather, all_to_all, reduce_scatter, start_exchange
 from torchtitan_clone.ops.shared_memory import connect
 from torchtitan_clone.parallel.pipeline import schedule_seconds
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
@@ -218,6 +218,11 @@ def _send_or_receive(whole: torch.Tensor, rank: int) -> Callable[[], object]:
     return lambda: dist.send(whole, 1) if rank == 0 else dist.recv(whole, 0)
 
 
+def _message(whole: torch.Tensor, rank: int) -> dist.Work:
+    sent, received = ({1: whole}, {}) if rank == 0 else ({}, {0: whole})
+    return start_exchange(sent, received, group=dist.GroupMember.WORLD, collective="send")
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_gather": lambda whole, rank: lambda: all_gather_single(whole, whole.chunk(2)[rank].clone()),
     "reduce_scatter": lambda whole, rank: lambda: reduce_scatter_single(whole.chunk(2)[rank].clone(), whole),
@@ -230,8 +235,9 @@ BY_MESSAGES: dict[str, Callable[[torch.Tensor, int], Callable[[], object]]] = {
     "all_gather": lambda whole, rank: lambda: all_gather(whole.chunk(2)[rank], group=dist.GroupMember.WORLD),
     "reduce_scatter": lambda whole, _: lambda: reduce_scatter(whole.chunk(2), group=dist.GroupMember.WORLD),
     "all_to_all": lambda whole, _: lambda: all_to_all(whole.chunk(2), group=dist.GroupMember.WORLD),
+    "send": lambda whole, rank: lambda: _message(whole, rank).wait(),
 }
-"""The same for messages, which are those of the axes fsdp, cp and tp on a CPU."""
+"""The same for messages, as which a CPU runs them, but for a few of DTensor's."""
 if not CUDA:
     COLLECTIVES |= {f"{name} by messages": build for name, build in BY_MESSAGES.items()}
 
@@ -253,8 +259,7 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
     calls = [row for row in two.ready["collectives"] if row["collective"] in links]
     cost = 0.0
     for row in calls:
-        by_messages = links.get(f"{row['collective']} by messages") if row["axis"] in ("fsdp", "cp", "tp") else None
-        link = by_messages or links[row["collective"]]
+        link = links.get(f"{row['collective']} by messages") or links[row["collective"]]
         cost += link["call"] * row["count"] + link["byte"] * row["bytes"]
     return {
         "seconds": seconds,

@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.shared_memory import Stream, close_streams, connect, streams_of, wait_for
+from torchtitan_clone.ops.shared_memory import (
+    _ARENA_BYTES,
+    MOST_BYTES_AT_ONCE,
+    Stream,
+    close_streams,
+    connect,
+    streams_of,
+    wait_for,
+)
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.testing.harness import RankFailed, run_ranks
+from torchtitan_clone.testing.harness import run_ranks
 
 
 def pair_of_streams(size):
@@ -61,11 +69,11 @@ def test_a_socket_that_is_full_delays_and_loses_nothing():
     for tensor in sent:
         first.send(tensor)
         first.advance()
-    assert first.has_unsent
+    assert first.has_untold
     received = [torch.zeros(1, dtype=torch.uint8) for _ in sent]
     for tensor in received:
         second.receive(tensor)
-    while any([first.advance(), second.advance()]) or first.has_unsent:
+    while any([first.advance(), second.advance()]) or first.has_untold:
         pass
     assert torch.cat(received).equal(torch.cat(sent))
 
@@ -93,13 +101,31 @@ def test_what_a_rank_sent_before_it_ended_arrives():
         assert all(map(torch.equal, received, sent))
 
 
-def test_messages_of_other_sizes_are_an_error():
+@pytest.mark.parametrize(("sent", "expected"), [(100, 10), (10, 100), (0, 10), (10, 0)])
+def test_messages_of_other_sizes_are_an_error(sent, expected):
     first, second = pair_of_streams(1 << 16)
-    first.send(torch.zeros(100))
+    first.send(torch.zeros(sent))
+    first.send(torch.zeros(max(0, expected - sent)))
     first.advance()
-    second.receive(torch.zeros(10))
-    with pytest.raises(RuntimeError, match=r"sent 400 bytes .* at most 40: the ranks do not run the same collectives"):
+    second.receive(torch.zeros(expected))
+    rule = f"sent a message of {4 * sent} bytes where this rank expects one of {4 * expected}: the ranks do not run"
+    with pytest.raises(RuntimeError, match=rule):
         second.advance()
+
+
+@pytest.mark.parametrize("offset", [0, 100, 3 << 20, (5 << 20) + 777, (13 << 20) + 1, (15 << 20) + 99])
+def test_two_messages_have_a_place_wherever_they_start(offset):
+    first, second = pair_of_streams(_ARENA_BYTES)
+    large = torch.zeros(MOST_BYTES_AT_ONCE, dtype=torch.uint8)
+    for size in (offset, 1):  # the last byte, at the end of the offset, stays in the memory
+        first.send(large.new_zeros(size))
+        first.advance()
+    second.receive(large.new_zeros(offset))
+    second.advance()
+    first.advance()
+    transfers = [first.send(large), first.send(large)]
+    first.advance()
+    assert all(transfer.is_done for transfer in transfers)
 
 
 def exchange_in_groups():
@@ -138,22 +164,49 @@ def wait_for_a_rank(does_end):
         connect(dist.GroupMember.WORLD)
         if launch.rank == 1:
             if does_end:
-                os._exit(7)
+                close_streams([dist.GroupMember.WORLD.group_name])
             dist.barrier()
             return None
         stream = streams_of(dist.GroupMember.WORLD.group_name)[1]
         start = time.monotonic()
         with pytest.raises(RuntimeError) as error:
             wait_for([(stream, stream.receive(torch.zeros(10)))], seconds=60 if does_end else 2)
-        if not does_end:
-            dist.barrier()
-            return str(error.value), time.monotonic() - start
-        raise error.value
+        dist.barrier()
+        return str(error.value), time.monotonic() - start
 
 
 def test_a_rank_that_ended_is_an_error():
-    with pytest.raises(RankFailed, match=r"rank 1 of the group has ended during a collective|exit code 7"):
-        run_ranks(wait_for_a_rank, 2, True, timeout=50)
+    (message, seconds), _ = run_ranks(wait_for_a_rank, 2, True, timeout=50)
+    assert message == "rank 1 of the group has ended during a collective"
+    assert seconds < 40
+
+
+def test_a_closed_group_is_an_error_and_no_wait():
+    first, _ = pair_of_streams(1 << 16)
+    transfer = first.receive(torch.zeros(10))
+    first.close()
+    with pytest.raises(RuntimeError, match="rank 1 of the group has ended"):
+        wait_for([(first, transfer)], seconds=100)
+
+
+def send_many_before_the_other_rank_reads(count):
+    """Sends more messages than a socket has records, then meets the other rank in a collective of gloo."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        connect(dist.GroupMember.WORLD)
+        stream = streams_of(dist.GroupMember.WORLD.group_name)[1 - launch.rank]
+        tensors = [torch.full((64,), float(index * (1 - launch.rank))) for index in range(count)]
+        if launch.rank == 0:
+            wait_for([(stream, stream.send(tensor)) for tensor in tensors], seconds=60)
+        else:
+            time.sleep(1)
+            wait_for([(stream, stream.receive(tensor)) for tensor in tensors], seconds=60)
+        dist.barrier()
+        return all(bool((tensor == index).all()) for index, tensor in enumerate(tensors))
+
+
+def test_a_rank_that_has_waited_has_told_all():
+    assert run_ranks(send_many_before_the_other_rank_reads, 2, 1000, timeout=50) == [True, True]
 
 
 def test_a_rank_that_sends_nothing_is_an_error_after_the_time():

@@ -160,6 +160,7 @@ def operations_of_sizes(sizes):
         tensors = [torch.full((size,), index + int(is_sender), dtype=torch.uint8) for index, size in enumerate(sizes)]
         kind = dist.isend if is_sender else dist.irecv
         operations = _as_messages([dist.P2POp(kind, x, group=group, group_peer=1 - launch.rank) for x in tensors])
+        assert all(kind.__name__ in repr(operation) for operation in operations)  # which torch logs
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         arrived = all(bool((x == index + 1).all()) for index, x in enumerate(tensors))

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.parallel.expert import _all_to_all
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.testing.harness import run_ranks
@@ -98,6 +99,25 @@ def test_tensor_parallelism_communicates_for_projections(corpus, tmp_path, compi
         assert places["all_gather", f"layers.*.{start}"] == places["reduce_scatter", f"layers.*.{start}"] == blocks
         assert places["all_gather", f"layers.*.{end}"] == places["reduce_scatter", f"layers.*.{end}"] == blocks
     assert places["all_gather", "tok_embeddings"] == places["reduce_scatter", "tok_embeddings"] == 1
+
+
+def bytes_of_uneven_rows(sent):
+    """Returns the bytes that a trace counts where each rank sends so many rows of 64 bytes to each rank."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=torch.device("cpu")):
+        group = dist.group.WORLD
+        received = [counts[launch.rank] for counts in sent]
+        rows = torch.ones(sum(sent[launch.rank]), 16)
+        with CollectiveTrace({group.group_name: ["ep"]}) as trace:
+            _all_to_all(rows, sent=sent[launch.rank], received=received, group=group)
+        (row,) = trace.rows()
+        assert (row["axis"], row["collective"], row["count"]) == ("ep", "all_to_all", 1)
+        return row["bytes"] // 64
+
+
+def test_bytes_of_uneven_parts_are_those_of_the_larger_side():
+    # Rank 0 receives 10 rows, rank 1 sends 8.
+    assert run_ranks(bytes_of_uneven_rows, 2, [[7, 1], [3, 5]]) == [10, 8]
 
 
 def exposed_calls(hides):

@@ -54,8 +54,8 @@ _started = dict[int, Messages]()
 """Those that the operator has started, until start_exchange() takes them."""
 # An operator, so that dispatch modes see each collective, with its bytes and its group.
 _SCHEMA = (
-    "(Tensor[] sent, int[] targets, Tensor(a!)[] received, int[] sources, str group_name, bool is_awaited, "
-    "str collective) -> int"
+    "(Tensor[] sent, int[] targets, Tensor(a!)[] received, int[] sources, str group_name, int own_bytes, "
+    "bool is_awaited, str collective) -> int"
 )
 torch.library.define("torchtitan_clone::exchange", _SCHEMA)
 
@@ -63,7 +63,7 @@ torch.library.define("torchtitan_clone::exchange", _SCHEMA)
 @torch.library.impl("torchtitan_clone::exchange", "CPU")
 def _exchange(
     sent: Sequence[Tensor], targets: Sequence[int], received: Sequence[Tensor], sources: Sequence[int],
-    group_name: str, _is_awaited: bool, _collective: str,
+    group_name: str, _own_bytes: int, _is_awaited: bool, _collective: str,
 ) -> int:  # fmt: skip
     group = process_group_of(group_name)
     streams = streams_of(group_name)
@@ -90,7 +90,8 @@ def _exchange(
 def is_exchange(func: Operator) -> bool:
     """Whether this operator starts a collective by messages.
 
-    Its last two arguments are whether it is known to be waited for at once, and the name of the collective.
+    Its last three arguments are the bytes of this rank's own part, which no message has, whether it is known to be
+    waited for at once, and the name of the collective.
     """
     return func is torch.ops.torchtitan_clone.exchange.default
 
@@ -104,15 +105,17 @@ def messages_of(ticket: object) -> Messages:
 @torch.no_grad()
 def start_exchange(
     sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, group: dist.ProcessGroup, collective: str,
-    is_awaited: bool = False,
+    own: Tensor | None = None, is_awaited: bool = False,
 ) -> Messages:  # fmt: skip
     """Sends tensors to other ranks of a group, and receives from others; all are contiguous, and on a CPU.
 
-    Each rank that sends here must send as many bytes as its tensor here has. `collective` is what this is part of;
-    `is_awaited` tells traces that the caller waits at once.
+    Each rank that sends here must send as many bytes as its tensor here has. Tensors can not be resized afterwards.
+    The others are for traces: `collective` is what this is part of, `own` is the part of it that this rank keeps,
+    `is_awaited` says that the caller waits at once.
     """
     tensors = [*sent.values()], [*sent], [*received.values()], [*received]
-    ticket = torch.ops.torchtitan_clone.exchange(*tensors, group.group_name, is_awaited, collective)
+    own_bytes = 0 if own is None else own.numel() * own.element_size()
+    ticket = torch.ops.torchtitan_clone.exchange(*tensors, group.group_name, own_bytes, is_awaited, collective)
     return _started.pop(ticket)
 
 
@@ -130,8 +133,8 @@ def start_all_to_all(
     received = [part if source == rank else torch.empty_like(parts[rank], memory_format=torch.contiguous_format)
                 for source, part in enumerate(parts)]  # fmt: skip
     sent = {target: part.contiguous() for target, part in others(parts, group=group).items()}
-    to_receive = others(received, group=group)
-    return received, start_exchange(sent, to_receive, group=group, collective=collective, is_awaited=is_awaited)
+    arguments = {"group": group, "collective": collective, "own": parts[rank], "is_awaited": is_awaited}
+    return received, start_exchange(sent, others(received, group=group), **arguments)
 
 
 def all_to_all(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Tensor]:
@@ -167,7 +170,7 @@ def all_gather(part: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [part if source == group.rank() else torch.empty_like(part) for source in range(group.size())]
     received = others(parts, group=group)
     sent = dict.fromkeys(received, part)
-    start_exchange(sent, received, group=group, collective="all_gather", is_awaited=True).wait()
+    start_exchange(sent, received, group=group, collective="all_gather", own=part, is_awaited=True).wait()
     return parts
 
 

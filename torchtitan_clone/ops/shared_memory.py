@@ -1,4 +1,4 @@
-"""Exchanges tensors between ranks of one machine through shared memory, without threads or sockets that carry them.
+"""Exchanges tensors between ranks of one machine through shared memory: their bytes pass no socket and no thread.
 
 Each of two ranks writes to memory of its own, which the other one maps, and tells it over a Unix socket where; the
 other one copies the bytes and says so. The memory has no name and ends with the processes. A rank moves bytes while it
@@ -28,15 +28,18 @@ from torchtitan_clone.torch_compat import group_timeout
 
 _ARENA_BYTES = 16 << 20
 """Memory that one rank writes to for another one. Pages that no message has used take none."""
-MOST_BYTES_AT_ONCE = _ARENA_BYTES // 2
-"""A message of at most so many bytes has a place while another one does; the rest of a larger one may have to wait."""
 _PIECE_BYTES = 2 << 20
 """Bytes that are announced at once, so that two ranks copy a large tensor at the same time."""
 _MIN_PIECE_BYTES = 64 << 10
+MOST_BYTES_AT_ONCE = _ARENA_BYTES // 2 - 2 * _MIN_PIECE_BYTES
+"""Two messages of at most so many bytes have a place at once; the rest of larger ones may have to wait for it."""
 _MAX_RANKS = 1024
 """Ranks on one machine that may connect at the same time."""
-_RECORD = struct.Struct("<qq")
-"""What ranks tell each other: start and size of a written piece, or -1 and the size of a piece that has been copied."""
+_RECORD = struct.Struct("<qqq")
+"""What ranks tell each other: start and size of a written piece, and the size of its message.
+
+Or -1, how many more pieces have been copied, and 0.
+"""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
 _CREDENTIALS = struct.Struct("3i")
@@ -49,13 +52,16 @@ class Transfer:
 
     def __init__(self, tensor: Tensor) -> None:
         self.rest: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+        self.size = self.rest.size
+        self._has_begun = False
 
     @property
     def is_done(self) -> bool:
-        return self.rest.size == 0
+        return self._has_begun and self.rest.size == 0
 
     def take(self, size: int) -> Bytes:
         """Returns the next bytes, which are moved then."""
+        self._has_begun = True
         piece, self.rest = self.rest[:size], self.rest[size:]
         return piece
 
@@ -72,16 +78,25 @@ class Stream:
         self._others = others
         self._pieces = deque[tuple[int, int]]()
         """Start and size of those in this rank's memory that the other one has not copied."""
-        self._arrived = deque[tuple[int, int]]()
+        self._arrived = deque[tuple[int, int, int]]()
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
         self._unsent = bytearray()
+        self._unsent_pieces = 0
+        """Bytes of `_unsent` up to the end of the last record of a written piece."""
+        self._copied = 0
+        """Pieces that the other rank is still to be told of."""
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether the socket was full when the other rank was to be told something."""
-        return bool(self._unsent)
+    def has_untold(self) -> bool:
+        """Whether the socket was full when the other rank was to be told of a written piece."""
+        return self._unsent_pieces > 0
+
+    @property
+    def wants_to_tell(self) -> bool:
+        """Whether the socket was full when the other rank was to be told anything."""
+        return bool(self._unsent or self._copied)
 
     def send(self, tensor: Tensor) -> Transfer:
         """Sends a contiguous tensor, which must not change before the transfer is done."""
@@ -106,6 +121,7 @@ class Stream:
         return has_moved
 
     def close(self) -> None:
+        self.is_ended = True
         self.connection.close()
 
     def _push(self) -> bool:
@@ -119,9 +135,12 @@ class Stream:
         size = min(wanted, room)
         if size < min(wanted, _MIN_PIECE_BYTES):
             return False
-        self._own[start : start + size] = self._sending[0].take(size)
-        self._pieces.append((start, size))
-        self._unsent += _RECORD.pack(start, size)
+        transfer = self._sending[0]
+        self._own[start : start + size] = transfer.take(size)
+        if size:  # an empty message has a record only
+            self._pieces.append((start, size))
+        self._unsent += _RECORD.pack(start, size, transfer.size)
+        self._unsent_pieces = len(self._unsent)
         return True
 
     def _room(self, wanted: int) -> tuple[int, int]:
@@ -133,7 +152,7 @@ class Stream:
         if last < first:  # the pieces go on at the start of the memory
             return end, first - end
         at_end = len(self._own) - end
-        return (end, at_end) if at_end >= min(wanted, first) else (0, first)
+        return (end, at_end) if at_end >= min(wanted, _MIN_PIECE_BYTES) else (0, first)
 
     def _pull(self) -> bool:
         """Copies a piece of the tensor that is received, if it has arrived."""
@@ -141,15 +160,15 @@ class Stream:
             self._receiving.popleft()
         if not (self._receiving and self._arrived):
             return False
-        start, size = self._arrived.popleft()
+        start, size, whole = self._arrived.popleft()
         transfer = self._receiving[0]
-        if not (0 < size <= transfer.rest.size and 0 <= start <= len(self._others) - size):
+        if whole != transfer.size or not (0 <= size <= transfer.rest.size and start <= len(self._others) - size):
             raise RuntimeError(
-                f"rank {self.other} of the group sent {size:,} bytes at {start:,} where this rank expects at most "
-                f"{transfer.rest.size:,}: the ranks do not run the same collectives; compare their versions and options"
+                f"rank {self.other} of the group sent a message of {whole:,} bytes where this rank expects one of "
+                f"{transfer.size:,}: the ranks do not run the same collectives; compare their versions and options"
             )
         transfer.take(size)[:] = self._others[start : start + size]
-        self._unsent += _RECORD.pack(-1, size)
+        self._copied += size > 0
         return True
 
     def _read_records(self) -> None:
@@ -163,20 +182,27 @@ class Stream:
             self.is_ended = not received
             self._unread += received
         whole = len(self._unread) // _RECORD.size * _RECORD.size
-        for start, size in _RECORD.iter_unpack(self._unread[:whole]):
+        for start, size, message in _RECORD.iter_unpack(self._unread[:whole]):
             if start >= 0:
-                self._arrived.append((start, size))
-            elif self._pieces:
-                self._pieces.popleft()
+                self._arrived.append((start, size, message))
+            else:
+                for _ in range(min(size, len(self._pieces))):
+                    self._pieces.popleft()
         self._unread = self._unread[whole:]
 
     def _tell(self) -> None:
         with suppress(BlockingIOError):
             try:
-                while self._unsent:
-                    del self._unsent[: self.connection.send(self._unsent)]
-            except ConnectionError:
-                self._unsent.clear()  # what the other rank sent before it ended is still to be read
+                while self.wants_to_tell:
+                    if not self._unsent:  # one record for all pieces that have been copied since the last one
+                        self._unsent += _RECORD.pack(-1, self._copied, 0)
+                        self._copied = 0
+                    count = self.connection.send(self._unsent)
+                    del self._unsent[:count]
+                    self._unsent_pieces = max(0, self._unsent_pieces - count)
+            except ConnectionError:  # what the other rank sent before it ended is still to be read
+                self._unsent.clear()
+                self._unsent_pieces = self._copied = 0
 
 
 _streams: dict[str, dict[int, Stream]] = {}
@@ -196,28 +222,28 @@ def close_streams(groups: Iterable[str]) -> None:
 
 
 def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers are done.
+    """Moves bytes of all groups until the transfers are done, and the other ranks are told so.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
     limit = time.monotonic() + seconds
     # Those of other groups too, for which other ranks may wait before they come here.
     streams = [stream for group in _streams.values() for stream in group.values()]
-    while pending := [(stream, transfer) for stream, transfer in transfers if not transfer.is_done]:
+    while pending := [stream for stream, transfer in transfers if not transfer.is_done or stream.has_untold]:
         has_moved = [stream.advance() for stream in streams]
         if any(has_moved):
             continue
-        for stream, _ in pending:
+        for stream in pending:
             if stream.is_ended:
                 raise RuntimeError(f"rank {stream.other} of the group has ended during a collective")
         rest = limit - time.monotonic()
         if rest <= 0:
-            others = ", ".join(str(stream.other) for stream, _ in pending)
+            others = ", ".join(str(stream.other) for stream in dict.fromkeys(pending))
             raise RuntimeError(f"timed out after {seconds:g} s: waited in a collective for rank {others} of the group")
         poll = select.poll()
         for stream in streams:
             if not stream.is_ended:
-                poll.register(stream.connection, select.POLLIN | (select.POLLOUT if stream.has_unsent else 0))
+                poll.register(stream.connection, select.POLLIN | (select.POLLOUT if stream.wants_to_tell else 0))
         poll.poll(rest * 1000)
 
 
@@ -233,11 +259,13 @@ def connect(group: dist.ProcessGroup) -> None:
         on_machine = [other for other in range(rank) if all(own) and all(places[other]) and places[other][0] == own[0]]
         called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
-        connections = [*called.values()]
+        connections = [stack.enter_context(connection) for connection in called.values()]
         if listener is not None:
             listener.settimeout(seconds)
-            connections += [listener.accept()[0] for others in calls if rank in others]
-        _streams[group.group_name] = dict(_open(each, rank=rank, seconds=seconds) for each in connections)
+            connections += [stack.enter_context(listener.accept()[0]) for others in calls if rank in others]
+        streams = dict(_open(each, rank=rank, seconds=seconds) for each in connections)
+        stack.pop_all()
+        _streams[group.group_name] = streams
 
 
 def _listen(stack: ExitStack) -> socket.socket | None:
@@ -245,6 +273,7 @@ def _listen(stack: ExitStack) -> socket.socket | None:
     if not hasattr(os, "memfd_create"):
         return None
     with suppress(OSError):
+        os.close(os.memfd_create("torchtitan_clone"))  # a container may forbid it
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(os.path.join(folder, "socket"))  # an error if the path has over 107 characters
@@ -265,7 +294,7 @@ def _call(path: str) -> socket.socket | None:
     with suppress(OSError):
         connection.connect(path)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] == os.getuid():  # the path came from a network
+        if _CREDENTIALS.unpack(credentials)[1] == os.geteuid():  # the path came from a network
             return connection
     connection.close()
     return None
@@ -275,10 +304,11 @@ def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int,
     """Exchanges ranks and memory with the other end; returns its rank, and the stream."""
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
-    os.ftruncate(memory, _ARENA_BYTES)
-    socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
-    hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    received: list[int] = []
     try:
+        os.ftruncate(memory, _ARENA_BYTES)
+        socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
+        hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _ARENA_BYTES:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)

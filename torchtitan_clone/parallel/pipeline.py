@@ -6,7 +6,7 @@ Legend: B batch rows, T tokens, D model, A auxiliary terms of the model, K depth
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, update_wrapper
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, cast
@@ -62,7 +62,8 @@ def _as_messages(operations: list[dist.P2POp]) -> list[dist.P2POp]:
         tensor = operation.tensor
         if takes_messages(tensor) and tensor.numel() * tensor.element_size() <= MOST_BYTES_AT_ONCE:
             collective = "send" if operation.op is dist.isend else "recv"
-            operation.op = partial(_start_message, tensor, operation.group_peer, operation.group, collective)
+            start = partial(_start_message, tensor, operation.group_peer, operation.group, collective)
+            operation.op = update_wrapper(start, operation.op)  # torch logs its name
     return operations
 
 

@@ -36,7 +36,6 @@ _COLLECTIVES = {
     "reduce_scatter_tensor": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all", "broadcast": "broadcast", "send": "send", "recv": "recv",
 }  # fmt: skip
-_ONE_WAY = ("send", "recv")
 Kwargs = dict[str, object] | None
 
 
@@ -288,17 +287,14 @@ def _num_bytes(argument: object) -> int:
 
 def _size(func: Operator, args: tuple, result: object) -> int:
     """Returns the bytes of the larger side of a collective."""
-    size = max(map(_num_bytes, (*args, result)), default=0)
-    if is_exchange(func) and args[-1] not in _ONE_WAY:
-        others = len(args[0])
-        size = size // others * (others + 1)  # messages lack this rank's own part
-    return size
+    own = args[-3] if is_exchange(func) else 0
+    return max(map(_num_bytes, (*args, result)), default=0) + own
 
 
 def _is_waited_for(func: Operator, args: tuple) -> bool | None:
     """Whether the stream of the computation is idle until the collective is done; None without CUDA's streams."""
     if is_exchange(func):
-        return False if args[-1] in _ONE_WAY else args[-2] or None
+        return False if args[-1] in ("send", "recv") else args[-2] or None
     if dict(zip(torch_compat.argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return torch.cuda.current_stream() == torch.cuda.default_stream() if torch.cuda.is_initialized() else None
