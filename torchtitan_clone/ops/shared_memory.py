@@ -1,8 +1,9 @@
 """Exchanges tensors between ranks of one machine through shared memory: their bytes pass no socket and no thread.
 
-Each of two ranks writes to memory of its own, which the other one maps, and tells it over a Unix socket where; the
-other one copies the bytes and says so. The memory has no name and ends with the processes. A rank moves bytes while it
-starts to exchange or waits, in the order in which exchanges between the two ranks of a group start. Works on Linux.
+Each of two ranks writes pieces to a buffer that the other one maps, and announces them over a Unix socket; the other
+one copies and acknowledges them. The buffer has no name, so that the kernel frees it with the processes. Bytes move
+while a rank starts an exchange or waits for one, in the order in which exchanges between the two ranks of a group
+start. Requires Linux.
 """
 
 import mmap
@@ -26,20 +27,17 @@ from torch import Tensor
 from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import group_timeout
 
-_ARENA_BYTES = 16 << 20
-"""Memory that one rank writes to for another one. Pages that no message has used take none."""
+_BUFFER_BYTES = 16 << 20
+"""Size of the buffer that a rank writes to for another one. Pages that no message has used take no memory."""
 _PIECE_BYTES = 2 << 20
 """Bytes that are announced at once, so that two ranks copy a large tensor at the same time."""
 _MIN_PIECE_BYTES = 64 << 10
-MOST_BYTES_AT_ONCE = _ARENA_BYTES // 2 - 2 * _MIN_PIECE_BYTES
+MOST_BYTES_AT_ONCE = _BUFFER_BYTES // 2 - 2 * _MIN_PIECE_BYTES
 """Two messages of at most so many bytes have a place at once; the rest of larger ones may have to wait for it."""
 _MAX_RANKS = 1024
 """Ranks on one machine that may connect at the same time."""
 _RECORD = struct.Struct("<qqq")
-"""What ranks tell each other: start and size of a written piece, and the size of its message.
-
-Or -1, how many more pieces have been copied, and 0.
-"""
+"""Announces a piece by its start, its size and the size of its message; acknowledges by -1, the number of pieces, 0."""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
 _CREDENTIALS = struct.Struct("3i")
@@ -77,26 +75,26 @@ class Stream:
         self._own = own
         self._others = others
         self._pieces = deque[tuple[int, int]]()
-        """Start and size of those in this rank's memory that the other one has not copied."""
+        """Start and size of those in this rank's buffer that the other one has not acknowledged."""
         self._arrived = deque[tuple[int, int, int]]()
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
         self._unsent = bytearray()
         self._unsent_pieces = 0
-        """Bytes of `_unsent` up to the end of the last record of a written piece."""
-        self._copied = 0
-        """Pieces that the other rank is still to be told of."""
+        """Bytes of `_unsent` up to the end of the last record of a piece."""
+        self._unacknowledged = 0
+        """Number of pieces of the other rank that this one has copied since its last acknowledgement."""
 
     @property
-    def has_untold(self) -> bool:
-        """Whether the socket was full when the other rank was to be told of a written piece."""
+    def has_unsent_pieces(self) -> bool:
+        """Whether the socket was full when a piece was to be announced."""
         return self._unsent_pieces > 0
 
     @property
-    def wants_to_tell(self) -> bool:
-        """Whether the socket was full when the other rank was to be told anything."""
-        return bool(self._unsent or self._copied)
+    def has_unsent_records(self) -> bool:
+        """Whether the socket was full when a piece was to be announced or acknowledged."""
+        return bool(self._unsent or self._unacknowledged)
 
     def send(self, tensor: Tensor) -> Transfer:
         """Sends a contiguous tensor, which must not change before the transfer is done."""
@@ -115,9 +113,9 @@ class Stream:
         self._read_records()
         has_moved = False
         while self._push() | self._pull():
-            self._tell()
+            self._send_records()
             has_moved = True
-        self._tell()  # what an earlier call could not
+        self._send_records()  # which an earlier call could not
         return has_moved
 
     def close(self) -> None:
@@ -168,7 +166,7 @@ class Stream:
                 f"{transfer.size:,}: the ranks do not run the same collectives; compare their versions and options"
             )
         transfer.take(size)[:] = self._others[start : start + size]
-        self._copied += size > 0
+        self._unacknowledged += size > 0
         return True
 
     def _read_records(self) -> None:
@@ -190,19 +188,19 @@ class Stream:
                     self._pieces.popleft()
         self._unread = self._unread[whole:]
 
-    def _tell(self) -> None:
+    def _send_records(self) -> None:
         with suppress(BlockingIOError):
             try:
-                while self.wants_to_tell:
+                while self.has_unsent_records:
                     if not self._unsent:  # one record for all pieces that have been copied since the last one
-                        self._unsent += _RECORD.pack(-1, self._copied, 0)
-                        self._copied = 0
+                        self._unsent += _RECORD.pack(-1, self._unacknowledged, 0)
+                        self._unacknowledged = 0
                     count = self.connection.send(self._unsent)
                     del self._unsent[:count]
                     self._unsent_pieces = max(0, self._unsent_pieces - count)
             except ConnectionError:  # what the other rank sent before it ended is still to be read
                 self._unsent.clear()
-                self._unsent_pieces = self._copied = 0
+                self._unsent_pieces = self._unacknowledged = 0
 
 
 _streams: dict[str, dict[int, Stream]] = {}
@@ -222,14 +220,14 @@ def close_streams(groups: Iterable[str]) -> None:
 
 
 def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers are done, and the other ranks are told so.
+    """Moves bytes of all groups until the transfers are done and announced.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
     limit = time.monotonic() + seconds
     # Those of other groups too, for which other ranks may wait before they come here.
     streams = [stream for group in _streams.values() for stream in group.values()]
-    while pending := [stream for stream, transfer in transfers if not transfer.is_done or stream.has_untold]:
+    while pending := [stream for stream, transfer in transfers if not transfer.is_done or stream.has_unsent_pieces]:
         has_moved = [stream.advance() for stream in streams]
         if any(has_moved):
             continue
@@ -243,7 +241,7 @@ def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) ->
         poll = select.poll()
         for stream in streams:
             if not stream.is_ended:
-                poll.register(stream.connection, select.POLLIN | (select.POLLOUT if stream.wants_to_tell else 0))
+                poll.register(stream.connection, select.POLLIN | (select.POLLOUT if stream.has_unsent_records else 0))
         poll.poll(rest * 1000)
 
 
@@ -259,12 +257,13 @@ def connect(group: dist.ProcessGroup) -> None:
         on_machine = [other for other in range(rank) if all(own) and all(places[other]) and places[other][0] == own[0]]
         called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
-        connections = [stack.enter_context(connection) for connection in called.values()]
+        opened = stack.enter_context(ExitStack())  # closes connections after an error
+        connections = [opened.enter_context(connection) for connection in called.values()]
         if listener is not None:
             listener.settimeout(seconds)
-            connections += [stack.enter_context(listener.accept()[0]) for others in calls if rank in others]
+            connections += [opened.enter_context(listener.accept()[0]) for others in calls if rank in others]
         streams = dict(_open(each, rank=rank, seconds=seconds) for each in connections)
-        stack.pop_all()
+        opened.pop_all()
         _streams[group.group_name] = streams
 
 
@@ -306,10 +305,10 @@ def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int,
     memory = os.memfd_create("torchtitan_clone")
     received: list[int] = []
     try:
-        os.ftruncate(memory, _ARENA_BYTES)
+        os.ftruncate(memory, _BUFFER_BYTES)
         socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
         hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _ARENA_BYTES:
+        if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _BUFFER_BYTES:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
         return other, Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
@@ -319,4 +318,4 @@ def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int,
 
 
 def _mapped(descriptor: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(descriptor, _ARENA_BYTES), dtype=np.uint8)
+    return np.frombuffer(mmap.mmap(descriptor, _BUFFER_BYTES), dtype=np.uint8)
