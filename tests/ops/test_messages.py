@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops.messages import (
+    StartedSum,
     all_gather,
     all_to_all,
     compiled_exchange_slices,
@@ -40,7 +41,21 @@ def collectives(folders):
                 ([reduce_scatter(parts, group=group)], [whole[:, rank].sum(0, dtype=dtype).T]),
             ]:
                 assert all(map(torch.equal, found, expected))
+            check_sums(whole, group=group)
         return len(streams_of(group.group_name))
+
+
+def check_sums(whole, *, group):
+    """Checks sums in place that are started together: of a size that ranks do not divide, of one number, and of all."""
+    totals = [whole.remainder(8).flatten(1)[:, :size] for size in (7, 1, None)]  # exact in bfloat16 too
+    own = [x[group.rank()].clone() for x in totals]
+    sums = [StartedSum(x, group=group) for x in own]
+    sums[0].start_gather()
+    for each in reversed(sums[1:]):
+        each.start_gather()
+    for each in sums:
+        each.wait()
+    assert all(torch.equal(x, total.sum(0, dtype=total.dtype)) for x, total in zip(own, totals, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -185,6 +185,42 @@ def reduce_scatter(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> Tens
     return sum_parts(received, out=torch.empty_like(parts[0], memory_format=torch.contiguous_format))
 
 
+class StartedSum:
+    """Sums a contiguous tensor over the ranks of a group in place: each rank sums a part of it, which all gather."""
+
+    def __init__(self, x: Tensor, *, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._parts: Sequence[Tensor] = []
+        if not takes_messages(x):
+            self._work = dist.all_reduce(x, group=group, async_op=True)
+            return
+        self._parts = x.view(-1).tensor_split(group.size())
+        self._received, self._work = start_all_to_all(self._parts, group=group, collective="reduce_scatter")
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Waits until this rank can sum its part, and sends that; all ranks call it in one order among collectives."""
+        if not self._parts:
+            return
+        self._wait()
+        own = self._parts[self._group.rank()]
+        for part in others(self._received, group=self._group).values():
+            own.add_(part)
+        received = others(self._parts, group=self._group)
+        sent = dict.fromkeys(received, own)
+        self._work = start_exchange(sent, received, group=self._group, collective="all_gather", own=own)
+        self._parts, self._received = [], []
+
+    def wait(self) -> None:
+        """Waits until the tensor is the sum."""
+        self.start_gather()
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+
 def sum_parts(parts: Sequence[Tensor], *, out: Tensor) -> Tensor:
     """Writes the sum of two or more tensors of one shape to `out`, in their order, and returns it."""
     torch.add(parts[0], parts[1], out=out)

@@ -129,8 +129,11 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
         groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
     )
-    for axis in (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep):
-        group = None if axis is None else axis.get_group(axis.ndim - 1)
-        if group is not None and group.size() > 1 and dist.get_backend(group) == "gloo":
+    axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
+    used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
+    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:  # else FSDP sums over replicas, by gloo
+        used.append(mesh.fsdp.get_group(0))
+    for group in used:
+        if group.size() > 1 and dist.get_backend(group) == "gloo":
             connect(group)
     return mesh

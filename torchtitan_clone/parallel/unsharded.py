@@ -7,17 +7,19 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.messages import StartedSum
 from torchtitan_clone.torch_compat import after_backward, foreach_copy_, with_shard
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
+_PENDING = 2
+"""Gradients of which a rank may have received parts that it has not summed: they take memory."""
 _KEEPS_DTYPE = torch.__version__ >= "2.15"
 """Whether FSDP takes gradients in the data type that autograd computes, not in that of weights.
 
@@ -97,7 +99,7 @@ class _Exchange:
         self._kept: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
-        self._started: dict[nn.Parameter, dist.Work] = {}  # sums over replicas
+        self._started: dict[nn.Parameter, StartedSum] = {}  # over replicas
 
     def set_last(self, is_last: bool) -> None:
         """Says whether the next backward is the last of a step."""
@@ -143,16 +145,21 @@ class _Exchange:
         self.collect()
         with_sums = [p for p in dict.fromkeys(p for _, _, p, _ in self._kept) if p in self._sums]
         if self._tp is not None:
-            self._sum_together([p for p in with_sums if p in self._parts], group=self._tp.get_group())
+            parts = [p for p in with_sums if p in self._parts]
+            if parts:
+                StartedSum(self._joined(parts), group=self._tp.get_group()).wait()
         if self._mesh.ndim > 1:
             remaining = [p for p in with_sums if p not in self._started]
             for parameter in remaining:
                 if parameter.numel() >= _ALONE:
                     self._start(parameter)
-            few = [p for p in remaining if p not in self._started]
-            self._sum_together(few, group=self._mesh.get_group(0))
-        for work in self._started.values():
-            work.wait()
+            small = [p for p in remaining if p not in self._started]
+            if small:
+                self._started[small[0]] = StartedSum(self._joined(small), group=self._mesh.get_group(0))
+        for started in self._started.values():
+            started.start_gather()
+        for started in self._started.values():
+            started.wait()
         for parameter, total in self._sums.items():
             _add_gradient(parameter, total)
         self.restore()
@@ -206,21 +213,19 @@ class _Exchange:
             self._start(parameter)
 
     def _start(self, parameter: nn.Parameter) -> None:
-        """Starts to sum a gradient over replicas."""
-        work = dist.all_reduce(self._sums[parameter], group=self._mesh.get_group(0), async_op=True)
-        assert work is not None
-        self._started[parameter] = work
+        """Starts to sum a gradient over replicas, and gathers an earlier sum, whose parts have likely arrived."""
+        self._started[parameter] = StartedSum(self._sums[parameter], group=self._mesh.get_group(0))
+        for started in [*self._started.values()][-_PENDING - 1 : -_PENDING]:
+            started.start_gather()
 
-    def _sum_together(self, parameters: Sequence[nn.Parameter], *, group: dist.ProcessGroup) -> None:
-        """Sums the gradients of several parameters over a group by one collective."""
-        if not parameters:
-            return
+    def _joined(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Returns the gradients of several parameters as one tensor, of which they are parts from now on."""
         totals = [self._sums[parameter] for parameter in parameters]
         together = torch.cat([total.reshape(-1) for total in totals])
-        dist.all_reduce(together, group=group)
         pieces = together.split([total.numel() for total in totals])
         for parameter, total, piece in zip(parameters, totals, pieces, strict=True):
             self._sums[parameter] = piece.view_as(total)
+        return together
 
 
 def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

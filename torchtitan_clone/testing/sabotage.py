@@ -4,12 +4,11 @@ Each replaces one function of torch or of the package inside a rank, until its p
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -22,7 +21,7 @@ from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
-from torchtitan_clone.parallel import context, gradients
+from torchtitan_clone.parallel import context, gradients, unsharded
 from torchtitan_clone.parallel.fsdp_messages import SumByMessages
 from torchtitan_clone.run import engine, loaders
 
@@ -69,9 +68,9 @@ def _rank() -> int:
 # ---------------------------------------------------------------------- reductions, one for each axis
 
 
-@_mistake("replicate", dist, "all_reduce")
-def _gradients_of_replicas_are_not_summed(all_reduce: Any, x: Tensor, *args: Any, **kwargs: Any) -> object:
-    return all_reduce(torch.zeros(1) if x.numel() > 1000 else x, *args, **kwargs)
+@_mistake("replicate", unsharded, "StartedSum")
+def _gradients_of_replicas_are_not_summed(start: Callable[..., object], x: Tensor, **others: object) -> object:
+    return start(x.clone(), **others)
 
 
 @_mistake("shard", SumByMessages, "__call__")
@@ -105,13 +104,13 @@ def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) ->
 
 
 @_mistake("context", context, "reduce_scatter")
-def _gradients_of_keys_are_not_returned(_: object, total: Tensor, by_rank: Tensor, **__: object) -> None:
-    total.copy_(by_rank[_rank()])
+def _gradients_of_keys_are_not_returned(_: object, by_rank: Sequence[Tensor], **__: object) -> Tensor:
+    return by_rank[_rank()]
 
 
 @_mistake("context", context, "all_gather")
-def _keys_of_other_ranks_are_ones_own(_: object, received: Tensor, kv: Tensor, **__: object) -> None:
-    received.copy_(kv)
+def _keys_of_other_ranks_are_ones_own(_: object, kv: Tensor, **__: object) -> list[Tensor]:
+    return [kv] * dist.get_world_size()
 
 
 @_mistake("context, alltoall, masked", context, "all_to_all")
@@ -127,7 +126,7 @@ def _stages_send_zero_gradients(get_ops: Any, stage: PipelineStage, chunk: int) 
     return operations
 
 
-@_mistake("pipeline", PipelineStage, "perform_reduce_grad")
+@_mistake("shard x pipeline", PipelineStage, "perform_reduce_grad")
 def _gradients_of_a_pipeline_are_averaged(reduce: Any, stage: PipelineStage, _factor: int) -> None:
     reduce(stage, 4)
 
@@ -233,6 +232,6 @@ def _gradients_of_the_last_step_are_kept(_: object, _optimizer: object) -> None:
 
 
 @_mistake("replicate", OptimizerContainer, "step")
-def _the_first_rank_skips_its_updates(step: Any, optimizer: OptimizerContainer) -> None:
+def _the_first_rank_skips_its_updates(step: Any, optimizer: OptimizerContainer, **others: object) -> None:
     if _rank() != 0:
-        step(optimizer)
+        step(optimizer, **others)
