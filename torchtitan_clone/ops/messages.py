@@ -5,6 +5,7 @@ Ranks of one machine exchange them through shared memory, others by gloo.
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -191,18 +192,18 @@ class StartedSum:
     def __init__(self, x: Tensor, *, group: dist.ProcessGroup) -> None:
         self._group = group
         self._parts: Sequence[Tensor] = []
-        if not takes_messages(x):
-            self._work = dist.all_reduce(x, group=group, async_op=True)
-            return
-        self._parts = x.view(-1).tensor_split(group.size())
-        self._received, self._work = start_all_to_all(self._parts, group=group, collective="reduce_scatter")
+        if takes_messages(x):
+            self._parts = x.view(-1).tensor_split(group.size())
+            self._received, self._work = start_all_to_all(self._parts, group=group, collective="reduce_scatter")
+        else:
+            self._work = cast("dist.Work", dist.all_reduce(x, group=group, async_op=True))
 
     @torch.no_grad()
     def start_gather(self) -> None:
         """Waits until this rank can sum its part, and sends that; all ranks call it in one order among collectives."""
         if not self._parts:
             return
-        self._wait()
+        self._work.wait()
         own = self._parts[self._group.rank()]
         for part in others(self._received, group=self._group).values():
             own.add_(part)
@@ -214,10 +215,6 @@ class StartedSum:
     def wait(self) -> None:
         """Waits until the tensor is the sum."""
         self.start_gather()
-        self._wait()
-
-    def _wait(self) -> None:
-        assert self._work is not None
         self._work.wait()
 
 
