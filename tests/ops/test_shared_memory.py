@@ -3,11 +3,13 @@
 import gc
 import os
 import random
+import resource
 import socket
 import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.ops.json_collectives import all_gather_json
+from torchtitan_clone.ops.messages import reduce_scatter
 from torchtitan_clone.ops.shared_memory import (
     _BUFFER_BYTES,
     MOST_BYTES_AT_ONCE,
@@ -238,3 +242,52 @@ def test_ranks_connect_where_they_can_and_leave_no_file(tmp_path):
     long.mkdir()
     folders = [str(tmp_path), str(long), str(tmp_path)]
     assert [ranks for ranks, _ in run_ranks(connected_ranks, 3, folders)] == [[2], [], [0]]
+
+
+def connected_under_a_limit():
+    """Returns the ranks that this one is connected with, where rank 1 can not make large files; sums by any means."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        if launch.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        connect(dist.GroupMember.WORLD)
+        total = reduce_scatter([torch.tensor([launch.rank + 1.0])] * 3, group=dist.GroupMember.WORLD)
+        return sorted(streams_of(dist.GroupMember.WORLD.group_name)), total.item()
+
+
+def test_a_rank_without_memory_to_share_uses_gloo():
+    assert run_ranks(connected_under_a_limit, 3) == [([2], 6.0), ([], 6.0), ([0], 6.0)]
+
+
+def connect_with_another_version(reads):
+    """Returns the error of rank 1, and how many more descriptors it has, where rank 0 sends no memory and ends."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        group = dist.GroupMember.WORLD
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+            if launch.rank == 0:
+                listener.bind(os.path.join(folder, "socket"))
+                listener.listen()
+                machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+                all_gather_json([machine, listener.getsockname()], group=group)
+                all_gather_json([], group=group)  # the ranks that this one has called
+                connection, _ = listener.accept()
+                if reads:  # else rank 1 may find the connection broken
+                    connection.recv(8)
+                    connection.send(bytes(8))
+                connection.close()
+                return None
+            listener.close()
+            before = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(RuntimeError) as caught:
+                connect(group)
+        message = str(caught.value)
+        del caught
+        gc.collect()
+        return message, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_of_another_version_is_an_error_and_leaves_no_descriptor(reads):
+    message = "a rank on this machine has ended while the ranks connected, or has another version"
+    assert run_ranks(connect_with_another_version, 2, reads) == [None, (message, 0)]

@@ -272,7 +272,8 @@ def _listen(stack: ExitStack) -> socket.socket | None:
     if not hasattr(os, "memfd_create"):
         return None
     with suppress(OSError):
-        os.close(os.memfd_create("torchtitan_clone"))  # a container may forbid it
+        with open(os.memfd_create("torchtitan_clone"), "wb") as memory:
+            memory.truncate(_BUFFER_BYTES)  # which a container or `ulimit -f` may forbid
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(os.path.join(folder, "socket"))  # an error if the path has over 107 characters
@@ -303,11 +304,12 @@ def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int,
     """Exchanges ranks and memory with the other end; returns its rank, and the stream."""
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
-    received: list[int] = []
+    hello, received = b"", list[int]()
     try:
         os.ftruncate(memory, _BUFFER_BYTES)
-        socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
-        hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        with suppress(ConnectionError):
+            socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
+            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
         if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _BUFFER_BYTES:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
