@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t LANES = FLOATS_OF_VECTOR, ROWS = LANES == 8 ? 4 : 8;
 constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together; ROWS x PANEL sums fit into registers
 constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
+constexpr int64_t AHEAD = 8;                   // rows
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
 constexpr float MASKED = -INFINITY;
 constexpr float NO_KEYS = -1e30f;  // logarithm of the sum of a query that sees no key; finite, so that it can be merged
@@ -62,14 +63,23 @@ Vector exponential(Vector x) {
 template <bool ADD, int R, int V>
 void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
                    float* c, int64_t c_row) {
-  Vector sums[R][V] = {};
+  Vector sums[R][V];  // in registers, where all loops over them are unrolled
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) sums[r][v] = Vector{};
   for (int64_t d = 0; d < depth; ++d) {
     Vector right[V];
+#pragma GCC unroll 2
     for (int v = 0; v < V; ++v) right[v] = load(b + d * b_row + v * LANES);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
       for (int v = 0; v < V; ++v) sums[r][v] += a[r * a_row + d * a_column] * right[v];
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
     for (int v = 0; v < V; ++v) {
       float* place = c + r * c_row + v * LANES;
       store(place, ADD ? load(place) + sums[r][v] : sums[r][v]);
@@ -96,29 +106,43 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
     multiply_columns<ADD, 1>(rows, depth, a, a_row, a_column, b + i, b_row, c + i, c_row);
 }
 
+// Loads rows of a head to the cache. They are as far apart as tokens, which hardware does not foresee.
+void prefetch(const float* x, int64_t x_row, int64_t rows, int64_t H) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t h = 0; h < H; h += LANES) __builtin_prefetch(x + i * x_row + h);
+}
+
+// Copies rows of a head [rows, H] to consecutive ones: a cache has few places for rows that are equally far apart.
+void copy_rows(const float* x, int64_t x_row, int64_t rows, int64_t H, float* copies) {
+  for (int64_t i = 0; i < rows; ++i) {
+    if (i + AHEAD < rows) prefetch(x + (i + AHEAD) * x_row, x_row, 1, H);
+    std::copy_n(x + i * x_row, H, copies + i * H);
+  }
+}
+
 // Writes x [tokens, H] as [tokens / PANEL, H, PANEL], with zeros after the last token.
-void pack(const float* x, int64_t x_row, int64_t tokens, int64_t H, float* panels) {
+void pack(const float* x, int64_t tokens, int64_t H, float* panels) {
   for (int64_t first = 0; first < tokens; first += PANEL, panels += PANEL * H)
     for (int64_t i = 0; i < PANEL; ++i)
-      for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * x_row + h] : 0.0f;
+      for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * H + h] : 0.0f;
 }
 
 int64_t padded(int64_t tokens) { return (tokens + PANEL - 1) / PANEL * PANEL; }
 
 // Writes x [rows, H] times packed keys to scores [rows, width].
-void multiply_packed(int64_t rows, int64_t H, const float* x, int64_t x_row, const float* panels, int64_t width,
-                     float* scores) {
+void multiply_packed(int64_t rows, int64_t H, const float* x, const float* panels, int64_t width, float* scores) {
   for (int64_t i = 0; i < width; i += PANEL)
-    multiply_columns<false, 2>(rows, H, x, x_row, 1, panels + i * H, PANEL, scores + i, WIDTH);
+    multiply_columns<false, 2>(rows, H, x, H, 1, panels + i * H, PANEL, scores + i, WIDTH);
 }
 
 // A block of queries of one head, and the keys that they see.
 struct Block {
-  int64_t first_query, rows, first_key, end;
+  int64_t first_query, rows, next_rows, first_key, end;
   const int32_t *starts, *ends;  // of its queries
 
   Block(const int32_t* row_starts, const int32_t* row_ends, int64_t first, int64_t T)
-      : first_query(first), rows(std::min(QUERIES, T - first)), first_key(0), end(first + rows),
+      : first_query(first), rows(std::min(QUERIES, T - first)), next_rows(std::min(QUERIES, T - first - rows)),
+        first_key(0), end(first + rows),
         starts(row_starts == nullptr ? nullptr : row_starts + first),
         ends(row_ends == nullptr ? nullptr : row_ends + first) {
     if (starts != nullptr) first_key = *std::min_element(starts, starts + rows) / PANEL * PANEL;
@@ -142,7 +166,7 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
   std::fill(totals, totals + QUERIES, 0.0f);
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
-    multiply_packed(block.rows, H, queries, N * H, panels + first * H, width, scores);
+    multiply_packed(block.rows, H, queries, panels + first * H, width, scores);
     for (int64_t i = 0; i < block.rows; ++i) {
       float* row = scores + i * WIDTH;
       block.mask(i, first, width, row);
@@ -168,7 +192,7 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
       maxima[i] = maximum;
     }
     (first > block.first_key ? multiply<true> : multiply<false>)(
-        block.rows, H, width, scores, WIDTH, 1, values + first * K * H, K * H, out, N * H);
+        block.rows, H, width, scores, WIDTH, 1, values + first * H, H, out, N * H);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
     const bool sees = totals[i] != 0.0f;  // true for NaN
@@ -177,18 +201,20 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
   }
 }
 
-// Memory of a thread: packed keys and values of a head, two blocks of scores, and gradients [T, H].
+// Memory of a thread: keys of a head, these and values packed, two blocks of scores, gradients [S, H], rows of a block.
 struct Scratch {
-  std::vector<float> keys, values, scores, grads, k_grad, v_grad;
+  std::vector<float> keys, key_panels, value_panels, scores, grads, k_grad, v_grad, queries, out_grads;
 };
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
 void attend_block_backward(const Block& block, const Sizes& size, const float* grad, const float* queries,
-                           const float* keys, const float* out, const float* logs, float scale, Scratch& scratch,
-                           float* q_grad) {
+                           const float* out, const float* logs, float scale, Scratch& scratch, float* q_grad) {
   const auto [B, T, S, N, K, H] = size;
   float* scores = scratch.scores.data();
   float* grads = scratch.grads.data();
+  copy_rows(queries, N * H, block.rows, H, scratch.queries.data());
+  copy_rows(grad, N * H, block.rows, H, scratch.out_grads.data());
+  for (const float* x : {queries, grad, out}) prefetch(x + QUERIES * N * H, N * H, block.next_rows, H);
   float products[QUERIES];  // of each result and its gradient
   if (block.end <= block.first_key)
     for (int64_t i = 0; i < block.rows; ++i) std::fill_n(q_grad + i * N * H, H, 0.0f);
@@ -199,8 +225,8 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
   }
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
-    multiply_packed(block.rows, H, queries, N * H, scratch.keys.data() + first * H, width, scores);
-    multiply_packed(block.rows, H, grad, N * H, scratch.values.data() + first * H, width, grads);
+    multiply_packed(block.rows, H, scratch.queries.data(), scratch.key_panels.data() + first * H, width, scores);
+    multiply_packed(block.rows, H, scratch.out_grads.data(), scratch.value_panels.data() + first * H, width, grads);
     for (int64_t i = 0; i < block.rows; ++i) {
       float* row = scores + i * WIDTH;
       float* grad_row = grads + i * WIDTH;
@@ -212,9 +238,11 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
       }
     }
     (first > block.first_key ? multiply<true> : multiply<false>)(
-        block.rows, H, width, grads, WIDTH, 1, keys + first * K * H, K * H, q_grad, N * H);
-    multiply<true>(width, H, block.rows, grads, 1, WIDTH, queries, N * H, scratch.k_grad.data() + first * H, H);
-    multiply<true>(width, H, block.rows, scores, 1, WIDTH, grad, N * H, scratch.v_grad.data() + first * H, H);
+        block.rows, H, width, grads, WIDTH, 1, scratch.keys.data() + first * H, H, q_grad, N * H);
+    multiply<true>(width, H, block.rows, grads, 1, WIDTH, scratch.queries.data(), H, scratch.k_grad.data() + first * H,
+                   H);
+    multiply<true>(width, H, block.rows, scores, 1, WIDTH, scratch.out_grads.data(), H,
+                   scratch.v_grad.data() + first * H, H);
   }
 }
 
@@ -227,15 +255,20 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
   const auto [B, T, S, N, K, H] = *size;
 #pragma omp parallel
   {
-    std::vector<float> panels(padded(S) * H), scores(QUERIES * WIDTH);
+    std::vector<float> panels(padded(S) * H), rows(S * H), queries(QUERIES * H), scores(QUERIES * WIDTH);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
       const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
-      pack(k + place, K * H, S, H, panels.data());
+      copy_rows(k + place, K * H, S, H, rows.data());
+      pack(rows.data(), S, H, panels.data());
+      copy_rows(v + place, K * H, S, H, rows.data());
       for (int64_t t = 0; t < T; t += QUERIES) {
         const int64_t first = ((b * T + t) * N + n) * H;
-        attend_block(Block(row_of(starts, b, T), row_of(ends, b, T), t, T), *size, q + first, panels.data(), v + place,
-                     scale, scores.data(), out + first, logs + head * T + t);
+        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T);
+        copy_rows(q + first, N * H, block.rows, H, queries.data());
+        prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
+        attend_block(block, *size, queries.data(), panels.data(), rows.data(), scale, scores.data(), out + first,
+                     logs + head * T + t);
       }
     }
   }
@@ -248,20 +281,22 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
   const int64_t groups = N / K;
 #pragma omp parallel
   {
-    const auto scores = std::vector<float>(QUERIES * WIDTH), panels = std::vector<float>(padded(S) * H);
-    Scratch scratch = {panels, panels, scores, scores, panels, panels};
+    const std::vector<float> rows(QUERIES * H), scores(QUERIES * WIDTH), panels(padded(S) * H);
+    Scratch scratch = {panels, panels, panels, scores, scores, panels, panels, rows, rows};
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
       const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
-      pack(k + place, K * H, S, H, scratch.keys.data());
-      pack(v + place, K * H, S, H, scratch.values.data());
+      copy_rows(v + place, K * H, S, H, scratch.keys.data());
+      pack(scratch.keys.data(), S, H, scratch.value_panels.data());
+      copy_rows(k + place, K * H, S, H, scratch.keys.data());
+      pack(scratch.keys.data(), S, H, scratch.key_panels.data());
       std::fill(scratch.k_grad.begin(), scratch.k_grad.end(), 0.0f);
       std::fill(scratch.v_grad.begin(), scratch.v_grad.end(), 0.0f);
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
         for (int64_t t = 0; t < T; t += QUERIES) {
           const int64_t first = ((b * T + t) * N + n) * H;
           attend_block_backward(Block(row_of(starts, b, T), row_of(ends, b, T), t, T), *size, grad + first, q + first,
-                                k + place, out + first, logs + (b * N + n) * T + t, scale, scratch, q_grad + first);
+                                out + first, logs + (b * N + n) * T + t, scale, scratch, q_grad + first);
         }
       for (int64_t s = 0; s < S; ++s) {
         std::copy_n(scratch.k_grad.data() + s * H, H, k_grad + place + s * K * H);
