@@ -19,8 +19,8 @@ namespace {
 constexpr int64_t LANES = FLOATS_OF_VECTOR, VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
 constexpr int64_t DEPTH = 1024, HEIGHT = 12, WIDTH = 768;  // of blocks, which stay in the caches; heights in tiles
-constexpr int64_t FEW = 4;                                 // columns of a that are packed at a time
-constexpr int64_t SHARED = 1 << 21;                        // products of so many terms are worth several threads
+constexpr int64_t FEW = 4, AHEAD = 8;   // columns of a that are packed at a time, rows of b that are loaded before
+constexpr int64_t SHARED = 1 << 21;     // products of so many terms are worth several threads
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 
@@ -50,7 +50,10 @@ template <int64_t LIMIT>
 void pack_panel(const float* x, int64_t x_row, int64_t x_column, int64_t depth, int64_t width, float* panel) {
   int64_t d = 0;
   if (width == LIMIT && x_column == 1) {
-    for (; d < depth; ++d) std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
+    for (; d < depth; ++d) {
+      for (int64_t i = 0; i < LIMIT; i += LANES) __builtin_prefetch(x + (d + AHEAD) * x_row + i);
+      std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
+    }
   } else if (width == LIMIT && x_row == 1 && LIMIT == COLUMNS) {
     for (; d + 4 <= depth; d += 4) transpose_rows(x + d, x_column, panel + d * LIMIT);
   }
@@ -100,21 +103,22 @@ extern "C" void multiply_matrices(const float* a, const float* b, float* c, cons
   const auto [rows, columns, depth, a_row, a_column, b_row, b_column] = *sizes;
   const int64_t deepest = blocks_of(depth, blocks_of(depth, DEPTH));
   const int64_t widest = std::min(WIDTH, blocks_of(columns, COLUMNS) * COLUMNS);
-  const std::unique_ptr<float[]> b_panels(new float[deepest * widest]);
+  const std::unique_ptr<float[]> b_panels(new float[2 * deepest * widest]);  // a block, and the next one
 #pragma omp parallel if (rows * columns * depth >= SHARED)
   {
     // As many blocks for each thread, whose heights differ by a tile at most.
     const int64_t threads = omp_get_num_threads(), tiles = blocks_of(rows, ROWS);
     const int64_t count = blocks_of(blocks_of(tiles, HEIGHT), threads) * threads;
     const std::unique_ptr<float[]> a_panels(a_column == 1 ? nullptr : new float[deepest * blocks_of(tiles, count) * ROWS]);
+    float* panels = b_panels.get();
     for (int64_t i0 = 0; i0 < columns; i0 += WIDTH)
       for (int64_t d0 = 0; d0 < depth; d0 += deepest) {
         const int64_t width = std::min(WIDTH, columns - i0), deep = std::min(deepest, depth - d0);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < width; i += COLUMNS)
           pack_panel<COLUMNS>(b + d0 * b_row + (i0 + i) * b_column, b_row, b_column, deep,
-                              std::min(COLUMNS, width - i), b_panels.get() + i * deep);
-#pragma omp for schedule(dynamic)
+                              std::min(COLUMNS, width - i), panels + i * deep);
+#pragma omp for schedule(dynamic) nowait
         for (int64_t k = 0; k < count; ++k) {
           const int64_t start = k * tiles / count * ROWS, end = std::min(rows, (k + 1) * tiles / count * ROWS);
           const float* block = a + start * a_row + d0 * a_column;
@@ -128,10 +132,11 @@ extern "C" void multiply_matrices(const float* a, const float* b, float* c, cons
           }
           for (int64_t i = 0; i < width; i += COLUMNS)
             for (int64_t r = start; r < end; r += ROWS)
-              multiply_tile(deep, block + (r - start) / ROWS * tile_step, row_step, depth_step, b_panels.get() + i * deep,
+              multiply_tile(deep, block + (r - start) / ROWS * tile_step, row_step, depth_step, panels + i * deep,
                             c + r * columns + i0 + i, columns, std::min(ROWS, end - r), std::min(COLUMNS, width - i),
                             adds || d0 > 0);
-        }
+        }  // a thread that is done packs the next block, and waits there for the others
+        panels = panels == b_panels.get() ? panels + deepest * widest : b_panels.get();
       }
   }
 }
