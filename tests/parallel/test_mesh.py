@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import Degrees, load_config, resolved_degrees
+from torchtitan_clone.ops.shared_memory import streams_of
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh, context_rank, describe_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.testing.harness import run_ranks
@@ -62,31 +63,42 @@ def test_of_many_ranks_the_first_and_the_last_are_shown():
 
 
 def groups_of_rank(degrees, loss_rank):
-    """Returns the ranks of each process group by the name of its axis, and whether this rank leads the loss."""
+    """Returns the ranks of each process group by the name of its axis, and whether this rank leads the loss.
+
+    Third are the axes whose ranks exchange messages through shared memory.
+    """
     with process_group(load_config([]).comm, launch=Launch.from_environment(), device=torch.device("cpu")):
         mesh = build_mesh(Degrees(**degrees), loss_rank=loss_rank, device_type="cpu")
         ranks = {group.group_name: sorted(dist.get_process_group_ranks(group)) for group in mesh.groups}
         ranks[dist.group.WORLD.group_name] = list(range(dist.get_world_size()))
         names = mesh.group_axes().items()
         found = {axis: ranks[name] for name, axes in names for axis in axes if len(ranks[name]) > 1}
+        connected = {axis for name, axes in names for axis in axes if streams_of(name)}
         mesh.close()
-        return found, mesh.is_loss_leader
+        return found, mesh.is_loss_leader, connected
 
 
 def test_process_groups_have_the_names_of_their_axes():
     answers = run_ranks(groups_of_rank, 4, dataclasses.asdict(degrees_of(4, pp=2, tp=2)), 1)
-    assert [found for found, _ in answers] == [
+    assert [found for found, *_ in answers] == [
         {"world": [0, 1, 2, 3], "tp": [0, 1], "pp": [0, 2]},
         {"world": [0, 1, 2, 3], "tp": [0, 1], "pp": [1, 3]},
         {"world": [0, 1, 2, 3], "tp": [2, 3], "pp": [0, 2]},
         {"world": [0, 1, 2, 3], "tp": [2, 3], "pp": [1, 3]},
     ]
-    assert [is_leader for _, is_leader in answers] == [False, False, True, False]
+    assert [is_leader for _, is_leader, _ in answers] == [False, False, True, False]
+    assert [connected for *_, connected in answers] == [{"tp", "pp"}] * 4
 
 
 def test_hsdp_has_a_group_of_replicas_and_one_of_shards():
     answers = run_ranks(groups_of_rank, 4, dataclasses.asdict(degrees_of(4, replicate=2)), 0)
-    assert [(found["dp_replicate"], found["fsdp"]) for found, _ in answers] == [
+    assert [(found["dp_replicate"], found["fsdp"]) for found, *_ in answers] == [
         ([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3])
     ]  # fmt: skip
-    assert [is_leader for _, is_leader in answers] == [True] * 4
+    assert [is_leader for _, is_leader, _ in answers] == [True] * 4
+    assert [connected for *_, connected in answers] == [{"fsdp"}] * 4  # FSDP sums over replicas, by gloo
+
+
+def test_replicas_that_shard_nothing_exchange_messages():
+    answers = run_ranks(groups_of_rank, 2, dataclasses.asdict(degrees_of(2, replicate=2)), 0)
+    assert [connected for *_, connected in answers] == [{"world", "dp_replicate"}] * 2  # one group

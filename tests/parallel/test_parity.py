@@ -68,6 +68,7 @@ def test_planted_mistake_is_noticed(corpus, tmp_path, references, name):
 def test_mistakes_are_planted_in_cases_of_the_matrix():
     assert len(MISTAKES) >= 10
     assert {mistake.case for mistake in MISTAKES.values()} <= set(CASES)
+    assert NOTICES.keys() <= MISTAKES.keys()
 
 
 def test_nan_on_any_rank_is_no_parity():

@@ -229,9 +229,12 @@ def gradient_norm(trainer):
     return torch.stack([parameter.grad.full_tensor().norm() for parameter in model.parameters()]).norm().item()
 
 
-def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path):
-    after_failure, alone = run_ranks(norms_of_a_failed_step, 1, options(corpus, tmp_path))[0]
-    assert after_failure == alone > 0
+@pytest.mark.parametrize(("ranks", "more"), [(1, {}), (2, REPLICAS)], ids=["one", "replicas"])
+def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path, ranks, more):
+    """Replicas have received parts of sums that they did not complete."""
+    argv = options(corpus, tmp_path, model__args__dim=256, **more)
+    for after_failure, alone in run_ranks(norms_of_a_failed_step, ranks, argv):
+        assert after_failure == alone > 0
 
 
 def gradients_of_a_step(runs):

@@ -11,14 +11,15 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <vector>
+#include <memory>
 
 namespace {
 
 constexpr int64_t LANES = FLOATS_OF_VECTOR, ROWS = LANES == 8 ? 4 : 8;
 constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together; ROWS x PANEL sums fit into registers
 constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
-constexpr int64_t AHEAD = 8;                   // rows
+constexpr int64_t AHEAD = 8;                   // rows that are loaded to the cache before they are copied
+constexpr int64_t LINE = 16;                   // floats of a cache line
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
 constexpr float MASKED = -INFINITY;
 constexpr float NO_KEYS = -1e30f;  // logarithm of the sum of a query that sees no key; finite, so that it can be merged
@@ -29,6 +30,9 @@ typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
 struct Sizes {
   int64_t B, T, S, N, K, H;
 };
+
+typedef std::unique_ptr<float[]> Floats;
+Floats floats(int64_t count) { return Floats(new float[count]); }
 
 Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
 void store(float* x, Vector value) { *reinterpret_cast<Vector*>(x) = value; }
@@ -109,7 +113,7 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
 // Loads rows of a head to the cache. They are as far apart as tokens, which hardware does not foresee.
 void prefetch(const float* x, int64_t x_row, int64_t rows, int64_t H) {
   for (int64_t i = 0; i < rows; ++i)
-    for (int64_t h = 0; h < H; h += LANES) __builtin_prefetch(x + i * x_row + h);
+    for (int64_t h = 0; h < H; h += LINE) __builtin_prefetch(x + i * x_row + h);
 }
 
 // Copies rows of a head [rows, H] to consecutive ones: a cache has few places for rows that are equally far apart.
@@ -203,17 +207,17 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
 
 // Memory of a thread: keys of a head, these and values packed, two blocks of scores, gradients [S, H], rows of a block.
 struct Scratch {
-  std::vector<float> keys, key_panels, value_panels, scores, grads, k_grad, v_grad, queries, out_grads;
+  Floats keys, key_panels, value_panels, scores, grads, k_grad, v_grad, queries, out_grads;
 };
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
 void attend_block_backward(const Block& block, const Sizes& size, const float* grad, const float* queries,
-                           const float* out, const float* logs, float scale, Scratch& scratch, float* q_grad) {
+                           const float* out, const float* logs, float scale, const Scratch& scratch, float* q_grad) {
   const auto [B, T, S, N, K, H] = size;
-  float* scores = scratch.scores.data();
-  float* grads = scratch.grads.data();
-  copy_rows(queries, N * H, block.rows, H, scratch.queries.data());
-  copy_rows(grad, N * H, block.rows, H, scratch.out_grads.data());
+  float* scores = scratch.scores.get();
+  float* grads = scratch.grads.get();
+  copy_rows(queries, N * H, block.rows, H, scratch.queries.get());
+  copy_rows(grad, N * H, block.rows, H, scratch.out_grads.get());
   for (const float* x : {queries, grad, out}) prefetch(x + QUERIES * N * H, N * H, block.next_rows, H);
   float products[QUERIES];  // of each result and its gradient
   if (block.end <= block.first_key)
@@ -225,8 +229,8 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
   }
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
-    multiply_packed(block.rows, H, scratch.queries.data(), scratch.key_panels.data() + first * H, width, scores);
-    multiply_packed(block.rows, H, scratch.out_grads.data(), scratch.value_panels.data() + first * H, width, grads);
+    multiply_packed(block.rows, H, scratch.queries.get(), scratch.key_panels.get() + first * H, width, scores);
+    multiply_packed(block.rows, H, scratch.out_grads.get(), scratch.value_panels.get() + first * H, width, grads);
     for (int64_t i = 0; i < block.rows; ++i) {
       float* row = scores + i * WIDTH;
       float* grad_row = grads + i * WIDTH;
@@ -238,11 +242,11 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
       }
     }
     (first > block.first_key ? multiply<true> : multiply<false>)(
-        block.rows, H, width, grads, WIDTH, 1, scratch.keys.data() + first * H, H, q_grad, N * H);
-    multiply<true>(width, H, block.rows, grads, 1, WIDTH, scratch.queries.data(), H, scratch.k_grad.data() + first * H,
+        block.rows, H, width, grads, WIDTH, 1, scratch.keys.get() + first * H, H, q_grad, N * H);
+    multiply<true>(width, H, block.rows, grads, 1, WIDTH, scratch.queries.get(), H, scratch.k_grad.get() + first * H,
                    H);
-    multiply<true>(width, H, block.rows, scores, 1, WIDTH, scratch.out_grads.data(), H,
-                   scratch.v_grad.data() + first * H, H);
+    multiply<true>(width, H, block.rows, scores, 1, WIDTH, scratch.out_grads.get(), H,
+                   scratch.v_grad.get() + first * H, H);
   }
 }
 
@@ -250,24 +254,26 @@ const int32_t* row_of(const int32_t* x, int64_t b, int64_t T) { return x == null
 
 }  // namespace
 
+// Clang takes no structured bindings in parallel regions.
 extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, const int32_t* ends,
                        float* out, float* logs, const Sizes* size, float scale) {
-  const auto [B, T, S, N, K, H] = *size;
+  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H;
 #pragma omp parallel
   {
-    std::vector<float> panels(padded(S) * H), rows(S * H), queries(QUERIES * H), scores(QUERIES * WIDTH);
+    const Floats panels = floats(padded(S) * H), rows = floats(S * H);
+    const Floats queries = floats(QUERIES * H), scores = floats(QUERIES * WIDTH);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
       const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
-      copy_rows(k + place, K * H, S, H, rows.data());
-      pack(rows.data(), S, H, panels.data());
-      copy_rows(v + place, K * H, S, H, rows.data());
+      copy_rows(k + place, K * H, S, H, rows.get());
+      pack(rows.get(), S, H, panels.get());
+      copy_rows(v + place, K * H, S, H, rows.get());
       for (int64_t t = 0; t < T; t += QUERIES) {
         const int64_t first = ((b * T + t) * N + n) * H;
         const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T);
-        copy_rows(q + first, N * H, block.rows, H, queries.data());
+        copy_rows(q + first, N * H, block.rows, H, queries.get());
         prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
-        attend_block(block, *size, queries.data(), panels.data(), rows.data(), scale, scores.data(), out + first,
+        attend_block(block, *size, queries.get(), panels.get(), rows.get(), scale, scores.get(), out + first,
                      logs + head * T + t);
       }
     }
@@ -277,21 +283,21 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
 extern "C" void attend_backward(const float* grad, const float* q, const float* k, const float* v,
                                 const int32_t* starts, const int32_t* ends, const float* out, const float* logs,
                                 float* q_grad, float* k_grad, float* v_grad, const Sizes* size, float scale) {
-  const auto [B, T, S, N, K, H] = *size;
-  const int64_t groups = N / K;
+  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
 #pragma omp parallel
   {
-    const std::vector<float> rows(QUERIES * H), scores(QUERIES * WIDTH), panels(padded(S) * H);
-    Scratch scratch = {panels, panels, panels, scores, scores, panels, panels, rows, rows};
+    const int64_t keys = S * H, panels = padded(S) * H, scores = QUERIES * WIDTH, rows = QUERIES * H;
+    const Scratch scratch = {floats(keys), floats(panels), floats(panels), floats(scores), floats(scores),
+                             floats(keys), floats(keys), floats(rows), floats(rows)};
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
       const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
-      copy_rows(v + place, K * H, S, H, scratch.keys.data());
-      pack(scratch.keys.data(), S, H, scratch.value_panels.data());
-      copy_rows(k + place, K * H, S, H, scratch.keys.data());
-      pack(scratch.keys.data(), S, H, scratch.key_panels.data());
-      std::fill(scratch.k_grad.begin(), scratch.k_grad.end(), 0.0f);
-      std::fill(scratch.v_grad.begin(), scratch.v_grad.end(), 0.0f);
+      copy_rows(v + place, K * H, S, H, scratch.keys.get());
+      pack(scratch.keys.get(), S, H, scratch.value_panels.get());
+      copy_rows(k + place, K * H, S, H, scratch.keys.get());
+      pack(scratch.keys.get(), S, H, scratch.key_panels.get());
+      std::fill_n(scratch.k_grad.get(), S * H, 0.0f);
+      std::fill_n(scratch.v_grad.get(), S * H, 0.0f);
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
         for (int64_t t = 0; t < T; t += QUERIES) {
           const int64_t first = ((b * T + t) * N + n) * H;
@@ -299,8 +305,8 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
                                 out + first, logs + (b * N + n) * T + t, scale, scratch, q_grad + first);
         }
       for (int64_t s = 0; s < S; ++s) {
-        std::copy_n(scratch.k_grad.data() + s * H, H, k_grad + place + s * K * H);
-        std::copy_n(scratch.v_grad.data() + s * H, H, v_grad + place + s * K * H);
+        std::copy_n(scratch.k_grad.get() + s * H, H, k_grad + place + s * K * H);
+        std::copy_n(scratch.v_grad.get() + s * H, H, v_grad + place + s * K * H);
       }
     }
   }

@@ -19,8 +19,10 @@ namespace {
 constexpr int64_t LANES = FLOATS_OF_VECTOR, VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
 constexpr int64_t DEPTH = 1024, HEIGHT = 12, WIDTH = 768;  // of blocks, which stay in the caches; heights in tiles
-constexpr int64_t FEW = 4, AHEAD = 8;   // columns of a that are packed at a time, rows of b that are loaded before
-constexpr int64_t SHARED = 1 << 21;     // products of so many terms are worth several threads
+constexpr int64_t FEW = 4;                                 // columns of a that are packed at a time
+constexpr int64_t AHEAD = 8;                               // rows of b that are loaded to the cache before it is packed
+constexpr int64_t LINE = 16;                               // floats of a cache line
+constexpr int64_t SHARED = 1 << 21;                        // products of so many terms are worth several threads
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 
@@ -51,7 +53,8 @@ void pack_panel(const float* x, int64_t x_row, int64_t x_column, int64_t depth, 
   int64_t d = 0;
   if (width == LIMIT && x_column == 1) {
     for (; d < depth; ++d) {
-      for (int64_t i = 0; i < LIMIT; i += LANES) __builtin_prefetch(x + (d + AHEAD) * x_row + i);
+      if (LIMIT == COLUMNS)
+        for (int64_t i = 0; i < LIMIT; i += LINE) __builtin_prefetch(x + (d + AHEAD) * x_row + i);
       std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
     }
   } else if (width == LIMIT && x_row == 1 && LIMIT == COLUMNS) {
@@ -98,9 +101,11 @@ void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_colum
 
 }  // namespace
 
-// c = a b or c += a b, where c [rows, columns] is contiguous and depth is not 0.
+// c = a b or c += a b, where c [rows, columns] is contiguous and depth is not 0. Clang takes no structured bindings in
+// parallel regions.
 extern "C" void multiply_matrices(const float* a, const float* b, float* c, const Sizes* sizes, bool adds) {
-  const auto [rows, columns, depth, a_row, a_column, b_row, b_column] = *sizes;
+  const int64_t rows = sizes->rows, columns = sizes->columns, depth = sizes->depth;
+  const int64_t a_row = sizes->a_row, a_column = sizes->a_column, b_row = sizes->b_row, b_column = sizes->b_column;
   const int64_t deepest = blocks_of(depth, blocks_of(depth, DEPTH));
   const int64_t widest = std::min(WIDTH, blocks_of(columns, COLUMNS) * COLUMNS);
   const std::unique_ptr<float[]> b_panels(new float[2 * deepest * widest]);  // a block, and the next one

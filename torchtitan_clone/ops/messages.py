@@ -5,7 +5,6 @@ Ranks of one machine exchange them through shared memory, others by gloo.
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -187,35 +186,40 @@ def reduce_scatter(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> Tens
 
 
 class StartedSum:
-    """Sums a contiguous tensor over the ranks of a group in place: each rank sums a part of it, which all gather."""
+    """Sums a contiguous tensor over two or more ranks of a CPU in place: each sums a part of it, which all gather.
 
-    def __init__(self, x: Tensor, *, group: dist.ProcessGroup) -> None:
+    A rank adds to its own part those of the next ranks, in their order. All ranks call start_gather(), or wait(), in
+    one order among the collectives of the group. `is_awaited` says that the caller waits at once.
+    """
+
+    def __init__(self, x: Tensor, *, group: dist.ProcessGroup, is_awaited: bool = False) -> None:
         self._group = group
-        self._parts: Sequence[Tensor] = []
-        if takes_messages(x):
-            self._parts = x.view(-1).tensor_split(group.size())
-            self._received, self._work = start_all_to_all(self._parts, group=group, collective="reduce_scatter")
-        else:
-            self._work = cast("dist.Work", dist.all_reduce(x, group=group, async_op=True))
+        self._is_awaited = is_awaited
+        self._parts: Sequence[Tensor] = x.view(-1).tensor_split(group.size())
+        self._received, self._messages = start_all_to_all(
+            self._parts, group=group, collective="reduce_scatter", is_awaited=is_awaited
+        )
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Waits until this rank can sum its part, and sends that; all ranks call it in one order among collectives."""
+        """Waits until this rank can sum its part, and sends that, unless it has."""
         if not self._parts:
             return
-        self._work.wait()
+        self._messages.wait()
         own = self._parts[self._group.rank()]
         for part in others(self._received, group=self._group).values():
             own.add_(part)
         received = others(self._parts, group=self._group)
         sent = dict.fromkeys(received, own)
-        self._work = start_exchange(sent, received, group=self._group, collective="all_gather", own=own)
+        self._messages = start_exchange(
+            sent, received, group=self._group, collective="all_gather", own=own, is_awaited=self._is_awaited
+        )
         self._parts, self._received = [], []
 
     def wait(self) -> None:
         """Waits until the tensor is the sum."""
         self.start_gather()
-        self._work.wait()
+        self._messages.wait()
 
 
 def sum_parts(parts: Sequence[Tensor], *, out: Tensor) -> Tensor:

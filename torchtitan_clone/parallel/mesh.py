@@ -131,7 +131,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     )
     axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
     used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
-    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:  # else FSDP sums over replicas, by gloo
+    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:  # else FSDP sums over them, by gloo
         used.append(mesh.fsdp.get_group(0))
     for group in used:
         if group.size() > 1 and dist.get_backend(group) == "gloo":

@@ -1,5 +1,6 @@
 """Data parallelism where no parameter is sharded over it: what FSDP does, without its copies."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from torchtitan_clone.torch_compat import after_backward, foreach_copy_, with_sh
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
 _PENDING = 2
-"""Gradients of which a rank may have received parts that it has not summed: they take memory."""
+"""Gradients of which a rank keeps parts that it has not summed, until the next one: they take memory."""
 _KEEPS_DTYPE = torch.__version__ >= "2.15"
 """Whether FSDP takes gradients in the data type that autograd computes, not in that of weights.
 
@@ -100,6 +101,7 @@ class _Exchange:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
         self._started: dict[nn.Parameter, StartedSum] = {}  # over replicas
+        self._pending = deque[StartedSum]()  # those that are not gathered
 
     def set_last(self, is_last: bool) -> None:
         """Says whether the next backward is the last of a step."""
@@ -147,7 +149,7 @@ class _Exchange:
         if self._tp is not None:
             parts = [p for p in with_sums if p in self._parts]
             if parts:
-                StartedSum(self._joined(parts), group=self._tp.get_group()).wait()
+                StartedSum(self._joined(parts), group=self._tp.get_group(), is_awaited=True).wait()
         if self._mesh.ndim > 1:
             remaining = [p for p in with_sums if p not in self._started]
             for parameter in remaining:
@@ -168,7 +170,7 @@ class _Exchange:
         """Gives the modules back to the DTensors, without the gradients."""
         for module, name, parameter, _ in self._kept:
             module._parameters[name] = parameter
-        for each in (self._kept, self._sums, self._parts, self._started):
+        for each in (self._kept, self._sums, self._parts, self._started, self._pending):
             each.clear()
         self._is_held = False
 
@@ -215,8 +217,9 @@ class _Exchange:
     def _start(self, parameter: nn.Parameter) -> None:
         """Starts to sum a gradient over replicas, and gathers an earlier sum, whose parts have likely arrived."""
         self._started[parameter] = StartedSum(self._sums[parameter], group=self._mesh.get_group(0))
-        for started in [*self._started.values()][-_PENDING - 1 : -_PENDING]:
-            started.start_gather()
+        self._pending.append(self._started[parameter])
+        if len(self._pending) > _PENDING:
+            self._pending.popleft().start_gather()
 
     def _joined(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Returns the gradients of several parameters as one tensor, of which they are parts from now on."""
