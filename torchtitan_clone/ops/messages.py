@@ -189,16 +189,13 @@ class StartedSum:
     """Sums a contiguous tensor over two or more ranks of a CPU in place: each sums a part of it, which all gather.
 
     A rank adds to its own part those of the next ranks, in their order. All ranks call start_gather(), or wait(), in
-    one order among the collectives of the group. `is_awaited` says that the caller waits at once.
+    one order among the collectives of the group.
     """
 
-    def __init__(self, x: Tensor, *, group: dist.ProcessGroup, is_awaited: bool = False) -> None:
+    def __init__(self, x: Tensor, *, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._is_awaited = is_awaited
         self._parts: Sequence[Tensor] = x.view(-1).tensor_split(group.size())
-        self._received, self._messages = start_all_to_all(
-            self._parts, group=group, collective="reduce_scatter", is_awaited=is_awaited
-        )
+        self._received, self._messages = start_all_to_all(self._parts, group=group, collective="reduce_scatter")
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -211,9 +208,7 @@ class StartedSum:
             own.add_(part)
         received = others(self._parts, group=self._group)
         sent = dict.fromkeys(received, own)
-        self._messages = start_exchange(
-            sent, received, group=self._group, collective="all_gather", own=own, is_awaited=self._is_awaited
-        )
+        self._messages = start_exchange(sent, received, group=self._group, collective="all_gather", own=own)
         self._parts, self._received = [], []
 
     def wait(self) -> None:

@@ -149,7 +149,7 @@ class _Exchange:
         if self._tp is not None:
             parts = [p for p in with_sums if p in self._parts]
             if parts:
-                StartedSum(self._joined(parts), group=self._tp.get_group(), is_awaited=True).wait()
+                StartedSum(self._joined(parts), group=self._tp.get_group()).wait()
         if self._mesh.ndim > 1:
             remaining = [p for p in with_sums if p not in self._started]
             for parameter in remaining:
