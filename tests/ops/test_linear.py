@@ -75,6 +75,19 @@ def test_cpp_adds_a_product_and_writes_one_into_a_given_result(shape):
     assert torch.equal(out, faster_linear(x, weight))
 
 
+def test_bits_of_a_product_do_not_depend_on_threads():
+    """Of several blocks of columns, of which a thread packs the next one while others multiply."""
+    torch.manual_seed(0)
+    x, weight, threads = torch.randn(150, 96), torch.randn(4_000, 96), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = faster_linear(x, weight)
+        torch.set_num_threads(4)
+        assert all(torch.equal(faster_linear(x, weight), expected) for _ in range(400))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_cpp_keeps_nan_and_takes_empty_matrices():
     x = torch.randn(9, 20)
     x[4, 3] = torch.nan

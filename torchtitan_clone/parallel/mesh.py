@@ -131,7 +131,8 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     )
     axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
     used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
-    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:  # else FSDP sums over them, by gloo
+    # FSDP sums gradients over replicas that shard weights, by all-reduces.
+    if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:
         used.append(mesh.fsdp.get_group(0))
     for group in used:
         if group.size() > 1 and dist.get_backend(group) == "gloo":
