@@ -80,6 +80,19 @@ def test_free_neighbors_are_joined_and_the_smallest_block_that_fits_is_used():
     run(USE + dedent(code))
 
 
+def test_a_large_tensor_uses_the_lowest_block_that_is_large_enough_others_the_smallest():
+    code = """
+    n = 1 << 20
+    tensors = [torch.ones(size * n) for size in (4, 1, 2, 1)]  # 16, 4, 8 and 4 MiB
+    low, small = tensors[0].data_ptr(), tensors[2].data_ptr()
+    tensors[0] = tensors[2] = None
+    large = torch.ones(n)
+    assert large.data_ptr() == low
+    assert torch.ones(n // 2).data_ptr() == small
+    """
+    run(USE + dedent(code))
+
+
 def test_threads_get_blocks_of_their_own():
     code = """
     wrong = []
