@@ -80,7 +80,7 @@ def test_free_neighbors_are_joined_and_the_smallest_block_that_fits_is_used():
     run(USE + dedent(code))
 
 
-def test_a_large_tensor_uses_the_lowest_block_that_is_large_enough_others_the_smallest():
+def test_a_large_tensor_uses_the_lowest_block_that_is_large_enough():
     code = """
     n = 1 << 20
     tensors = [torch.ones(size * n) for size in (4, 1, 2, 1)]  # 16, 4, 8 and 4 MiB
