@@ -57,5 +57,6 @@ def update_(
     with torch.cuda.device_of(weight):
         _update[(triton.cdiv(size, _BLOCK),)](  # pyright: ignore[reportIndexIssue]
             weight, gradient, exp_avg, exp_avg_sq, step, size, factor, lr, weight_decay, _log(beta1), _log(beta2),
-            1 - beta1, 1 - beta2, eps, DECOUPLED=bool(decoupled_weight_decay), BLOCK=_BLOCK, num_warps=8,
+            1 - beta1, 1 - beta2, eps, DECOUPLED=bool(decoupled_weight_decay), BLOCK=_BLOCK,
+            num_warps=8,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
