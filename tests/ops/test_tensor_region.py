@@ -80,15 +80,17 @@ def test_free_neighbors_are_joined_and_the_smallest_block_that_fits_is_used():
     run(USE + dedent(code))
 
 
-def test_a_large_tensor_uses_the_lowest_block_that_is_large_enough():
+def test_tensors_of_4_mib_are_placed_by_first_fit_others_by_best_fit():
     code = """
     n = 1 << 20
-    tensors = [torch.ones(size * n) for size in (4, 1, 2, 1)]  # 16, 4, 8 and 4 MiB
-    low, small = tensors[0].data_ptr(), tensors[2].data_ptr()
-    tensors[0] = tensors[2] = None
+    tensors = [torch.ones(size * n) for size in (4, 1, 8, 1, 2, 1)]  # 16, 4, 32, 4, 8 and 4 MiB
+    first, _, largest, _, smallest, _ = [x.data_ptr() for x in tensors]
+    tensors[0] = tensors[2] = tensors[4] = None
     large = torch.ones(n)
-    assert large.data_ptr() == low
-    assert torch.ones(n // 2).data_ptr() == small
+    assert large.data_ptr() == first
+    small = torch.ones(n - 64)
+    assert small.data_ptr() == smallest
+    assert torch.ones(5 * n).data_ptr() == largest
     """
     run(USE + dedent(code))
 

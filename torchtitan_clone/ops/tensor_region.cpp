@@ -2,9 +2,8 @@
 //
 // torch allocates by posix_memalign(): glibc needs some bytes more than asked for to align a block, so that a block that is
 // freed is too small for the next tensor of its size as soon as a small object lies beside it. Here blocks have the sizes of
-// tensors, rounded to their alignment. Of the free blocks that are large enough a large tensor uses the one of the lowest
-// address, others the smallest, from its start; neighbors that are free are joined. Memory that is freed stays with the
-// process, on huge pages where the kernel has them.
+// tensors, rounded to their alignment. Large tensors are placed by first fit in the order of addresses, others by best fit;
+// free neighbors are joined. Memory that is freed stays with the process, on huge pages where the kernel has them.
 
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
@@ -18,12 +17,13 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 namespace {
 
 constexpr size_t kAlignment = 64;       // bytes, as torch's
 constexpr size_t kSmallest = 64 << 10;  // bytes; smaller tensors are left to torch's allocator
-constexpr size_t kLarge = 4 << 20;      // bytes
+constexpr size_t kLarge = 4 << 20;      // bytes; best fit would leave gaps between activations and gradients
 constexpr size_t kHugePage = 2 << 20;   // bytes
 
 class Region {
@@ -50,9 +50,8 @@ class Region {
   char* allocate(size_t bytes) {
     bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     const std::lock_guard<std::mutex> guard(mutex_);
-    char* block = find_free(bytes);
+    auto [block, size] = find_free(bytes);
     if (block != nullptr) {
-      const size_t size = free_[block];
       remove_free(block, size);
       if (size > bytes) add_free(block + bytes, size - bytes);
     } else {
@@ -92,13 +91,16 @@ class Region {
   std::mutex& mutex() { return mutex_; }
 
  private:
-  char* find_free(size_t bytes) const {
+  // Returns a free block of at least this many bytes and its size, or nullptr and 0.
+  std::pair<char*, size_t> find_free(size_t bytes) const {
     if (bytes < kLarge) {
       const auto found = free_by_size_.lower_bound({bytes, nullptr});
-      return found == free_by_size_.end() ? nullptr : found->second;
+      if (found != free_by_size_.end()) return {found->second, found->first};
+    } else {
+      const auto found = std::find_if(free_.begin(), free_.end(), [=](const auto& free) { return free.second >= bytes; });
+      if (found != free_.end()) return *found;
     }
-    const auto found = std::find_if(free_.begin(), free_.end(), [=](const auto& block) { return block.second >= bytes; });
-    return found == free_.end() ? nullptr : found->first;
+    return {nullptr, 0};
   }
 
   void add_free(char* block, size_t bytes) {

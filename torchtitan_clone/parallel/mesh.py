@@ -131,7 +131,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     )
     axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
     used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
-    # FSDP sums gradients over replicas that shard weights, by all-reduces.
+    # With dp_shard or cp, FSDP all-reduces gradients over replicas itself.
     if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:
         used.append(mesh.fsdp.get_group(0))
     for group in used:
