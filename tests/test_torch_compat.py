@@ -224,7 +224,7 @@ STILL_PRIVATE = [
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._pytree", "tree_leaves"),
     ("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
-    ("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset"),
+    ("torch.distributed.tensor.placement_types", "_StridedShard"),
     ("torch._subclasses.fake_tensor", "FakeTensor"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),

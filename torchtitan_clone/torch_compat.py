@@ -96,10 +96,26 @@ def with_shard(tensor: "DTensor", local: Tensor) -> "DTensor":
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:
-    """Returns the index in the global tensor at which this rank's shard starts. DTensor has no public method for it."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    """Returns the index in the global tensor at which this rank's shard starts. DTensor has no public method for it.
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    FSDP shards what the axes after it have sharded. torch's compute_local_shape_and_global_offset() is wrong there for
+    sizes that the number of ranks does not divide.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # a rank that the mesh does not have
+        return tuple(offset)
+    axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
+    for placement, ranks, rank in sorted(axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
+        if isinstance(placement, (Shard, _StridedShard)):
+            dim = placement.dim
+            largest = -(-size[dim] // ranks)
+            start = min(size[dim], rank * largest)
+            offset[dim] += start
+            size[dim] = min(largest, size[dim] - start)
+    assert tuple(size) == tensor._local_tensor.shape, (size, tensor._local_tensor.shape)
     return tuple(offset)
 
 

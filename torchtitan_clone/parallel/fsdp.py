@@ -111,10 +111,14 @@ def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pendin
 
 
 def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
-    """Returns how FSDP shards a stack of experts: by experts, or by rows where a rank has fewer experts than shards."""
+    """Returns how FSDP shards a stack of experts: the first dimension that the shards divide.
+
+    If they divide none, by experts, of which FSDP pads the shards; it does not pad other dimensions.
+    """
 
     def placement(weight: nn.Parameter) -> Shard:
-        return Shard(0 if local_shard(weight).shape[0] % mesh.shape[-1] == 0 else 1)
+        sizes = local_shard(weight).shape
+        return Shard(next((dim for dim, size in enumerate(sizes) if size % mesh.shape[-1] == 0), 0))
 
     return placement
 

@@ -216,7 +216,13 @@ def all_cases() -> dict[str, Case]:
     cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
     cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
     cases["shard x tensor, clipped"] = axes_case(("shard", "tensor"), training__max_norm=0.5)
-    cases["shard 3"] = (3, {"training__global_batch_size": 6, "training__local_batch_size": 1})
+    three: dict[str, object] = {"training__global_batch_size": 6, "training__local_batch_size": 1}
+    cases["shard 3"] = (3, three)
+    # FSDP and the tensor axis shard the same rows, and neither divides them.
+    vocabulary: dict[str, object] = {DEGREES["tensor"]: 2, "model__args__vocab_size": 2053}
+    cases["shard 3 x tensor, vocabulary 2053"] = (6, three | vocabulary)
+    # Three shards divide neither the four experts of a rank nor their features.
+    cases["shard 6, experts over 2"] = (6, {**MOE, **three, EXPERT: 2})
     return cases
 
 
@@ -225,7 +231,8 @@ def all_cases() -> dict[str, Case]:
 QUICK = (
     "one rank", "replicate", "shard, prefetch 2", "pipeline, 5 layers", "replicate x shard", "pipeline x context",
     "replicate x context", "shard x context, ring", "context, tied", "shard x tensor x pipeline, masked",
-    "shard, accumulated", "tensor, compiled", "shard 3", "tensor, feed-forward 171",
+    "shard, accumulated", "tensor, compiled", "shard 3", "shard 3 x tensor, vocabulary 2053",
+    "shard 6, experts over 2", "tensor, feed-forward 171",
     "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
     "tensor, prediction", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
