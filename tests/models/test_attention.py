@@ -11,6 +11,8 @@ from torchtitan_clone.models.attention import BLOCK, CoreAttention, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.rope import QueryScale, RopeArgs
+from torchtitan_clone.parallel.stragglers import CollectiveTimer
+from torchtitan_clone.parallel.trace import CollectiveTrace
 
 ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, rope_theta=10000.0, max_seq_len=256)
 
@@ -102,3 +104,13 @@ def test_layers_of_several_kinds_compute_documents_as_separate_rows():
     plain.load_state_dict(model.state_dict())
     other = plain(tokens, positions_BT=positions, documents_BT=documents)
     assert (other - packed).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_flex_attention_is_compiled_where_collectives_are_traced_or_timed(is_traced):
+    """Its operator has no rule for other dispatch modes."""
+    query, key, value = (torch.randn(1, 200, 2, 16) for _ in range(3))
+    mode = CollectiveTrace({}) if is_traced else CollectiveTimer(torch.device("cpu"), group_axes={})
+    with torch.compiler.set_stance("force_eager" if is_traced else "default"), mode:
+        found = CoreAttention()(query, key, value, block_mask(torch.zeros(1, 200, dtype=torch.int32)))
+    torch.testing.assert_close(found, CoreAttention()(query, key, value, None))

@@ -19,6 +19,7 @@ from torchtitan_clone.parallel.stragglers import (
     StragglerMonitor,
     describe_slow_links,
     describe_stragglers,
+    works_of,
 )
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, read_json_lines, train
@@ -139,3 +140,8 @@ def test_link_is_compared_with_others_of_its_kind():
 def test_rank_with_two_slow_links_is_named_once(count):
     (line,) = slow_links([2, 40, 50, *[2] * (count - 3)])
     assert line == "rank 1 (a) is slow in communication, to receive and to send: 0.0400 s, usual 0.0020 s"
+
+
+def test_collectives_that_torch_waits_for_itself_have_no_work():
+    """Those of NCCL with async_op=False."""
+    assert works_of([torch.ones(2), dist.Work.boxed(None)]) == []

@@ -78,7 +78,8 @@ def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _compiled_flex_attention():
-    return torch.compile(flex_attention)  # uncompiled, it materializes the full score matrix
+    # Uncompiled, it materializes the full score matrix: it is compiled also where all else runs eagerly, as in traces.
+    return torch.compiler.set_stance("default")(torch.compile(flex_attention))
 
 
 class CoreAttention(CppAttention):

@@ -41,6 +41,11 @@ class CollectiveTimer(TorchDispatchMode):
         self._created = time.perf_counter()
         self.spans: list[Span] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch compiles functions inside the mode; FlexAttention runs in no other way there."""
+        return True
+
     @property
     def seconds(self) -> float:
         """Sum of the durations."""
@@ -52,10 +57,7 @@ class CollectiveTimer(TorchDispatchMode):
         _synchronize(self._device)
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        works = [dist.Work.unbox(value) for value in tree_leaves(result) if isinstance(value, torch.ScriptObject)]
-        if is_exchange(func):
-            works = [messages_of(result)]
-        for work in works:
+        for work in [messages_of(result)] if is_exchange(func) else works_of(result):
             work.wait()
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and func.namespace == "_c10d_functional":
@@ -64,6 +66,12 @@ class CollectiveTimer(TorchDispatchMode):
         axes = "/".join(axes_of(args, group_axes=self._group_axes)) or "replica groups"
         self.spans.append((f"{axes} {name}", start - self._created, time.perf_counter() - start))
         return result
+
+
+def works_of(result: object) -> list[dist.Work]:
+    """Returns what to wait for; nothing of a collective of NCCL that torch waits for itself."""
+    boxed = [value for value in tree_leaves(result) if isinstance(value, torch.ScriptObject)]
+    return [work for work in map(dist.Work.unbox, boxed) if work is not None]
 
 
 see_context_attention(CollectiveTimer)

@@ -143,6 +143,11 @@ class CollectiveTrace(TorchDispatchMode):
         self._unknown: set[Call] = set()
         self._in_flight: dict[int, Call] = {}
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch compiles functions inside the mode; FlexAttention runs in no other way there."""
+        return True
+
     def __enter__(self) -> "CollectiveTrace":
         # Entered again inside the operators for context parallelism, see look_inside().
         if self._depth == 0:
