@@ -108,6 +108,11 @@ RULES = [
         'fault_tolerance.process_group = "nccl": gradients are on cpu; set it to "gloo".',
     ),
     (
+        [f"{FT}.enable", f"{FT}.group_size=2", "--checkpoint.load_step=10"],
+        "cpu",
+        "checkpoint.load_step = 10: a replica group that starts again would move aside what the others have saved",
+    ),
+    (
         [f"{FT}.enable", f"{FT}.group_size=2", f"{FT}.join_timeout_ms=1000"],
         "cpu",
         "fault_tolerance.join_timeout_ms = 1000: the lighthouse would drop a replica group that waits for "

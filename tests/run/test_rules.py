@@ -68,6 +68,23 @@ RULES = [
     ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (
+        [f"{TENSOR}=2"],
+        {"num_experts": 8, "moe": MoEArgs(hidden_dim=1000)},
+        "model.args.moe.hidden_dim = 1000: must be a multiple of 16, because tensor 2 shards it, and grouped products "
+        "need rows of 16 bytes; set it to 992 or 1008, or use expert_parallel_degree",
+    ),
+    (
+        pipeline(2, "1F1B", f"{TENSOR}=2", f'{PARTS}=[["tok_embeddings", "layers.0", "norm"], ["output"]]'),
+        {"n_layers": 1},
+        "with tensor parallelism the norm leaves its tokens sharded to the output; list both in the last part",
+    ),
+    (
+        ["--training.seq_len=2048", "--data.stages=[{first_step = 9, seq_len = 32768, local_batch_size = 1}]"],
+        {"world_size": 1, "max_seq_len": 1 << 20},
+        "data.stages, first_step 9: seq_len = 32768: global_batch_size: 8 sequences of 2048 tokens are no whole number "
+        "of sequences of 32768; set global_batch_size of the stage.",
+    ),
+    (
         ["--debug.moe_force_load_balance"],
         {},
         "moe_force_load_balance = true: the model has no experts; set it to false",

@@ -168,10 +168,24 @@ def _find_stage_errors(stages: list[Stage], *, names: list[str], training: Train
         step, before, seq_len = stage.first_step, seq_len, stage.seq_len or seq_len
         for key, size in rows.items():
             rows[key] = getattr(stage, key) or (size if size == -1 else size * before // seq_len)
-            if getattr(stage, key) is None and size != -1 and (size * before % seq_len or not rows[key]):
-                rule = f"{size} sequences of {before} tokens are no whole number of sequences of {seq_len}"
-                yield f"{point}: seq_len = {seq_len}: {key}: {rule}; set {key} of the stage."
+            if getattr(stage, key) is None and size != -1 and size * before % seq_len:
+                yield _describe_rest(stage, key, rows=size, before=before, seq_len=seq_len)
                 return
+
+
+def find_batch_errors(data: Data, *, timeline: Timeline) -> Iterator[str]:
+    """Yields a message for the first stage whose global batch, which no option gives, would have other tokens."""
+    following = timeline.stages[len(timeline.stages) - len(data.stages) :]
+    for entry, before, stage in zip(data.stages, (timeline.base, *following), following, strict=False):
+        rows = before.global_batch_size
+        if entry.global_batch_size is None and rows * before.seq_len % stage.seq_len:
+            yield _describe_rest(entry, "global_batch_size", rows=rows, before=before.seq_len, seq_len=stage.seq_len)
+            return
+
+
+def _describe_rest(stage: Stage, key: str, *, rows: int, before: int, seq_len: int) -> str:
+    rule = f"{rows} sequences of {before} tokens are no whole number of sequences of {seq_len}"
+    return f"data.stages, first_step {stage.first_step}: seq_len = {seq_len}: {key}: {rule}; set {key} of the stage."
 
 
 def _following(before: DataStage, entry: Stage) -> DataStage:

@@ -11,7 +11,7 @@ from torchtitan_clone.config.checks import find_config_errors, find_range_errors
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
-from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
+from torchtitan_clone.config.stages import find_batch_errors, find_data_errors, resolved_timeline
 from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
@@ -56,6 +56,9 @@ def _data_stages(config: Config, world_size: int) -> Iterator[str]:
     rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
     timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
     if timeline is None:
+        return
+    if errors := [*find_batch_errors(config.data, timeline=timeline)]:
+        yield from errors
         return
     end = timeline.first_sample(batch=timeline.batch_of_step(config.training.steps) + 1)
     if (tokens := max(end, timeline.stages[-1].first_sample) * max(stage.seq_len for stage in timeline.stages)) >> 62:
@@ -137,6 +140,7 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
     """The expert axis divides shard x context x tensor, and the experts of the model."""
     degree = parallelism.expert_parallel_degree
     if degree == 1:
+        yield from _shards_of_experts(parallelism, args)
         return
     option = f"parallelism.expert_parallel_degree = {degree}"
     if not args.num_experts:
@@ -153,6 +157,16 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
         divisors = either(nearest_divisors(ranks, degree))
         factors = f"shard {degrees.dp_shard} x context {degrees.cp} x tensor {degrees.tp} = {ranks}"
         yield f"{option}: does not divide {factors}; set it to a divisor ({divisors})."
+
+
+def _shards_of_experts(parallelism: Parallelism, args: ModelArgs) -> Iterator[str]:
+    """Without expert parallelism every tensor-parallel rank has a part of each expert."""
+    moe: MoEArgs | None = getattr(args, "moe", None)
+    unit = 8 * parallelism.tensor_parallel_degree
+    if moe is not None and moe.hidden_dim % unit:
+        rule = f"tensor {parallelism.tensor_parallel_degree} shards it, and grouped products need rows of 16 bytes"
+        remedy = f"set it to {either(nearest_multiples(unit, moe.hidden_dim))}, or use expert_parallel_degree"
+        yield f"model.args.moe.hidden_dim = {moe.hidden_dim}: must be a multiple of {unit}, because {rule}; {remedy}."
 
 
 def _balancing(config: Config, args: ModelArgs) -> Iterator[str]:
@@ -351,6 +365,9 @@ def _stage_modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
     parts = parallelism.module_fqns_per_model_part or []
     named, wanted = [name for part in parts for name in part], model_modules(n_layers)
     if named == wanted and all(parts):
+        if parallelism.tensor_parallel_degree > 1 and parts[-1] == ["output"]:
+            rule = "with tensor parallelism the norm leaves its tokens sharded to the output"
+            yield f"parallelism.module_fqns_per_model_part: {rule}; list both in the last part."
         return
     unknown = [name for name in named if name not in wanted]
     missing = [name for name in wanted if name not in named]
