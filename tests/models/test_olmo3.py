@@ -90,6 +90,16 @@ def test_a_config_of_a_release_is_read():
     assert args.layer_kinds() == [window, window, window, full] * 2
 
 
+@pytest.mark.parametrize("seq_len", [8, 20])
+@pytest.mark.parametrize("limit", [{}, {"window": 8}, {"chunk": 8}])
+def test_tokens_attend_to_as_many_on_average_as_a_mask_has(limit, seq_len):
+    kind = LayerKind(positions=None, **limit)
+    seen = [
+        token % kind.chunk + 1 if kind.chunk else min(token + 1, kind.window or seq_len) for token in range(seq_len)
+    ]
+    assert kind.mean_attended_tokens(seq_len) == pytest.approx(sum(seen) / seq_len, abs=0.6)
+
+
 def test_attention_counts_as_flops_up_to_the_window():
     spec, args = VARIANTS["olmo3"]
     parameters = spec.state_on_meta(args)

@@ -36,3 +36,15 @@ def test_losses_by_source_add_up_to_the_loss(is_training):
     assert sums.by_source(sums.own(counts=True).tolist()) == by_source
     sums.reset()
     assert sums.own(counts=True).tolist() == [0.0] * 9
+
+
+def test_sums_over_a_large_set_are_those_of_float64():
+    """float32 counts to 2^24."""
+    sums = SourceSums(["a", "b"], bytes_V=torch.tensor([3]), device=torch.device("cpu"))
+    batch = 1 << 16
+    losses, targets = torch.full((batch,), 2.5), torch.zeros(batch, dtype=torch.int64)
+    for _ in range(300):
+        sums.add([losses], targets_N=targets, sources_N=torch.full((batch,), 2))
+    total = 300 * batch
+    assert total > 2**24
+    assert sums.by_source(sums.own(counts=True).tolist()) == {"a": (0, 0, 0), "b": (2.5 * total, total, 3 * total)}

@@ -21,6 +21,13 @@ class LayerKind:
         """Returns the most tokens that one token attends to."""
         return min(seq_len, self.window or seq_len, self.chunk or seq_len)
 
+    def mean_attended_tokens(self, seq_len: int) -> float:
+        """Returns how many tokens one token attends to on average, in a sequence that is one document."""
+        most = self.attended_tokens(seq_len)
+        if self.chunk and most == self.chunk:
+            return most / 2
+        return most * (1 - most / (2 * seq_len))
+
 
 def repeat_pattern(pattern: Sequence[str], kinds: Mapping[str, LayerKind], *, n_layers: int) -> list[LayerKind]:
     """Returns the kind of each layer: `pattern` names them, and repeats."""

@@ -20,8 +20,11 @@ class SourceSums:
     def __init__(self, names: Sequence[str], *, bytes_V: Tensor, device: torch.device) -> None:
         self._names = list(names)
         self._bytes_V = bytes_V.to(device)
-        self._sums_SC = torch.zeros(1 + len(self._names), COLUMNS, device=device)
-        """First those of targets that no source is known of, such as those of multi-token prediction."""
+        self._sums_SC = torch.zeros(1 + len(self._names), COLUMNS, dtype=torch.float64, device=device)
+        """First those of targets that no source is known of, such as those of multi-token prediction.
+
+        float64: in float32, sums over a pass of validation stop to grow after 2^24 targets.
+        """
 
     def reset(self) -> None:
         """Forgets what was added."""
@@ -38,7 +41,7 @@ class SourceSums:
         is_target_N = targets_N != IGNORE_INDEX
         bytes_N = self._bytes_V[targets_N.clamp_min(0)] * is_target_N
         values_NC = torch.stack([losses_N.detach(), is_target_N.float(), bytes_N.float()], dim=1)
-        self._sums_SC.index_add_(0, sources_N, values_NC)
+        self._sums_SC += torch.zeros_like(self._sums_SC, dtype=torch.float32).index_add_(0, sources_N, values_NC)
 
     def own(self, *, counts: bool) -> Tensor:
         """Returns the sums of this rank [S * C]; without `counts` only losses: another rank has the same tokens."""

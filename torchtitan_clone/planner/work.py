@@ -41,10 +41,10 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The weights of a layer, in the order of use, and how many tokens one token attends to at most."""
+    """The weights of a layer, in the order of use, and how many tokens one token attends to on average."""
 
     weights: tuple[Weight, ...]
-    attended_tokens: int
+    attended_tokens: float
 
     @property
     def has_experts(self) -> bool:
@@ -100,7 +100,7 @@ def _model_layers(parameters: Mapping[str, Tensor], *, args: ModelArgs, seq_len:
         each.sort(key=lambda weight: weight.name.removesuffix(".weight").endswith("w2"))
     kinds = args.layer_kinds()
     found = [
-        Layer(weights=tuple(weights[layer]), attended_tokens=kinds[layer].attended_tokens(seq_len))
+        Layer(weights=tuple(weights[layer]), attended_tokens=kinds[layer].mean_attended_tokens(seq_len))
         for layer in sorted(weights)
     ]
     unique = {layer: layer for layer in found}
@@ -223,10 +223,9 @@ def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
 
 
 def attention_flops(layer: Layer, *, shape: Shape) -> float:
-    """Returns the FLOPs of attention forward on one rank; a causal mask halves those of whole sequences."""
-    args, seen = shape.args, layer.attended_tokens
-    mean = seen * (1 - seen / (2 * shape.seq_len))
-    return 4 * shape.tokens * mean * args.n_heads * args.attention_dim / shape.degrees.tp
+    """Returns the FLOPs of attention forward on one rank."""
+    args = shape.args
+    return 4 * shape.tokens * layer.attended_tokens * args.n_heads * args.attention_dim / shape.degrees.tp
 
 
 def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
