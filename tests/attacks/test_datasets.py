@@ -20,6 +20,7 @@ import zstandard
 from tokenizers import Tokenizer, models
 
 from tests.data.corpora import TOKENIZER, jsonl, open_corpus, parquet, texts, write, write_corpus, zst
+from torchtitan_clone.checkpoint.position import check_position
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer
@@ -33,7 +34,7 @@ from torchtitan_clone.data.sources import (
     find_source,
     read_documents,
 )
-from torchtitan_clone.documents import DocumentError
+from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.train import main
@@ -328,7 +329,8 @@ def test_a_hostile_list_of_hashes_is_made_again(tmp_path, store):
     "change",
     [{"samples": value} for value in (None, "1", -1, 1.5, 2**70, True)]
     + [{"cursors": value, "bookmark": [0, 0, None]} for value in ([], 3, [[1, 2]], [[0, 0, -1]], [["a", 0, 0]])]
-    + [{"cursors": [[0, 0, 0]], "bookmark": value} for value in ([0, 0], [0, 0, 3], [-1, 0, None], [2**70, 0, None])],
+    + [{"cursors": [[0, 0, 0]], "bookmark": value} for value in ([0, 0], [0, 0, 3], [-1, 0, None], [2**70, 0, None], 5)]
+    + [{"streams": value} for value in (3, [5], [{"cursors": [[0, 0, 0]], "bookmark": 5}])],
 )
 def test_a_damaged_position_in_the_data_is_an_error(store, change):
     dataset = open_corpus(store / "corpus", cache=store / "corpus_cache")
@@ -336,6 +338,8 @@ def test_a_damaged_position_in_the_data_is_an_error(store, change):
     state = loader.state_dict() | change
     with pytest.raises(ConfigError, match="the position in the data that the checkpoint holds is damaged"):
         loader.load_state_dict(state, allow_change=True)
+    with pytest.raises(DocumentError):
+        check_position(Value(state, where="data"))
 
 
 def test_a_position_is_read_as_it_was_written():

@@ -50,8 +50,11 @@ def open_mixture(folder, *, entries=None, stages=STAGES, skip_steps=(), steps=No
 class Run:
     """Reads global batches as a trainer does, with a new loader for each phase; the ranks take turns."""
 
-    def __init__(self, dataset, *, num_ranks=1, num_workers=0, state=None, local_batch_size=1, split=1):
+    def __init__(
+        self, dataset, *, num_ranks=1, num_workers=0, state=None, local_batch_size=1, split=1, allow_change=False
+    ):
         self._dataset = dataset
+        self._allow_change = allow_change
         self._num_ranks = num_ranks
         self._options = {"num_workers": num_workers, "local_batch_size": local_batch_size}
         self._split = split
@@ -76,7 +79,7 @@ class Run:
                 **self._options,
             )
             if state:
-                loader.load_state_dict(state, allow_change=False)
+                loader.load_state_dict(state, allow_change=self._allow_change)
             self.loaders.append(loader)
 
     def _gather(self):

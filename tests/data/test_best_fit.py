@@ -101,9 +101,38 @@ def test_rows_are_packed_once_and_are_other_data(tmp_path):
     assert folder.stat().st_ino == before
     with pytest.raises(ConfigError, match="the fingerprint of the data"):
         train_loader(open_corpus(corpus, cache=tmp_path / "cache")).load_state_dict(state, allow_change=False)
-    (folder / "train.rows").write_bytes(b"")
+
+
+def change_number(place, value):
+    def change(numbers):
+        numbers = numbers.copy()
+        numbers[place] = value
+        return numbers
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rows", lambda rows: rows[:0]),
+        ("rows", lambda rows: rows.view(np.uint8)[:-1]),
+        ("rows", change_number(3, 10**6)),
+        ("rows", lambda rows: np.delete(rows, 2)),
+        ("starts", lambda starts: starts.view(np.uint8)[1:]),
+        ("starts", change_number(2, 10**9)),
+        ("starts", change_number(2, -1)),
+        ("lengths", change_number(2, 0)),
+        ("lengths", change_number(2, SEQ_LEN + 2)),
+    ],
+)
+def test_damaged_rows_are_one_error(tmp_path, name, change):
+    dataset = open_corpus(write_corpus(tmp_path / "x", count=60), cache=tmp_path / "cache", packing="best_fit")
+    train_loader(dataset)
+    path = dataset.store.folder / f"best_fit-{SEQ_LEN}" / f"train.{name}"
+    path.write_bytes(change(np.fromfile(path, dtype=np.int64)).tobytes())
     with pytest.raises(ConfigError, match=r"is corrupt .*delete that folder"):
-        train_loader(whole)
+        train_loader(dataset)
 
 
 def test_streamed_documents_are_not_packed():

@@ -161,6 +161,10 @@ def test_what_a_killed_process_leaves_is_made_anew(folder):
         ("train.runs", lambda runs: np.concatenate([runs[:3], runs[3:4] + 10**6, runs[4:]])),
         ("train.runs", lambda runs: np.concatenate([runs[:2], -runs[2:4], runs[4:]])),
         ("train.runs", lambda runs: runs[:0]),
+        ("train.runs", lambda runs: runs[:-1]),
+        ("train.runs", lambda runs: runs.view(np.uint8)[:-1]),
+        ("train.offsets", lambda offsets: offsets.view(np.uint8)[:-1]),
+        ("train.offsets", lambda offsets: offsets[:0]),
         ("train.offsets", lambda offsets: offsets[::-1]),
     ],
 )

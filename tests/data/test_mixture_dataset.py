@@ -189,6 +189,40 @@ def test_a_trained_stage_or_source_that_changes_is_an_error(folder, expected, ch
         Run(open_mixture(folder, **change), state=expected[1][step])
 
 
+def test_a_changed_weight_among_many_is_an_error(folder):
+    entries = [DataSource(name=f"source {index}", path=str(folder / "web")) for index in range(16)]
+    run = Run(open_mixture(folder, entries=entries, stages=[]))
+    run.batches(1)
+    state = run.state()
+    entries[-1] = replace(entries[-1], weight=1.5)
+    entries[-2] = replace(entries[-2], weight=0.5)
+    with pytest.raises(ConfigError, match="from step 1 has been trained: weights was"):
+        Run(open_mixture(folder, entries=entries, stages=[]), state=state)
+
+
+def test_streams_keep_their_positions_where_other_sources_change(folder):
+    """Only those with the same name and fingerprint do."""
+    write(folder, {"org/more/a.jsonl": jsonl(texts(80, seed=4)), "org/less/a.jsonl": jsonl(texts(80, seed=5))})
+    hub, more = sources(folder)[2], DataSource(name="more", dataset="org/more", weight=0.5)
+    run = Run(open_mixture(folder, entries=[*sources(folder), more], stages=[]))
+    run.batches(20)
+    state = run.state()
+    before = dict(zip(("hub", "more"), state["streams"], strict=True))
+    assert before["hub"] != before["more"]
+    other = {"name": "hub", "dataset": "org/less", "weight": 0.5}
+    for entries, kept in (
+        ([sources(folder)[1], hub, more], ["hub", "more"]),  # the first source is another one
+        ([*sources(folder)[:2], more, hub], ["more", "hub"]),
+        ([*sources(folder)[:2], more], ["more"]),
+        ([*sources(folder)[:2], DataSource(**other), more], [None, "more"]),
+    ):
+        run = Run(open_mixture(folder, entries=entries, stages=[]), state=state, allow_change=True)
+        found = run.state()
+        streams = found["streams"] if len(kept) > 1 else [{key: found[key] for key in ("cursors", "bookmark")}]
+        start = {"cursors": [[0, 0, 0]] * GLOBAL_BATCH, "bookmark": [0, 0, None]}
+        assert streams == [before.get(name, start) for name in kept]
+
+
 def test_a_hub_dataset_that_is_added_starts_at_its_beginning(folder, expected):
     write(folder, {"org/more/a.jsonl": jsonl(texts(80, seed=4))})
     more = DataSource(name="more", dataset="org/more", weight=0.0)

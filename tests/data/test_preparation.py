@@ -95,6 +95,21 @@ def test_tasks_share_the_parts(tmp_path, corpus):
     assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
 
 
+def test_tasks_leave_the_list_of_hashes_alone(tmp_path, corpus):
+    """They hold no common lock: two that wrote it would remove each other's file."""
+    folder, cache = shutil.copytree(corpus, tmp_path / "corpus"), tmp_path / "cache"
+    prepare(folder, cache=cache)
+    (listing,) = cache.glob("sources/*/files.json")
+    before = listing.read_bytes()
+    write(folder, {"more.jsonl": jsonl(["text"])})
+    source = find_source(Training(dataset_path=str(folder)))
+    data = Data(cache_folder=str(cache), prepare_processes=1)
+    assert prepare_parts(source, tokenizer=TOKENIZER, data=data, task=0, tasks=1)
+    assert listing.read_bytes() == before
+    prepare(folder, cache=cache)
+    assert listing.read_bytes() != before
+
+
 def test_files_of_finished_parts_are_not_read_again(tmp_path, corpus):
     folder = shutil.copytree(corpus, tmp_path / "corpus")
     write(folder, {"3.jsonl": jsonl(["text"]) + b"{\n"})

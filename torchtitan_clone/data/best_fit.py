@@ -19,7 +19,7 @@ from typing import Protocol, get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import Tokens, map_bytes
+from torchtitan_clone.data.formats import Tokens, map_numbers
 from torchtitan_clone.data.token_store import Split, TokenStore, build_once, corrupt_store_error
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.files import write_atomically
@@ -98,12 +98,14 @@ def open_rows(store: TokenStore, split: Split, *, seq_len: int) -> Rows:
 
 
 def _open_packed(store: TokenStore, split: Split, *, seq_len: int, folder: Path) -> PackedRows:
-    rows, starts, lengths = (
-        map_bytes(folder / f"{split}.{name}", follow_links=False).view(np.int64) for name in PIECE_FILES
-    )
+    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in PIECE_FILES)
     if not len(rows) or rows[0] != 0 or rows[-1] != len(starts) or len(starts) != len(lengths):
         raise DocumentError(f"{split}.rows does not reach from 0 to the number of pieces")
     tokens = store.tokens(split)
+    if (lengths <= 0).any() or (starts < 0).any() or (starts > len(tokens) - lengths).any():
+        raise DocumentError(f"{split}.starts and {split}.lengths exceed the {len(tokens):,} tokens of the store")
+    if (np.diff(rows) <= 0).any() or (len(rows) > 1 and np.add.reduceat(lengths, rows[:-1]).max() > seq_len + 1):
+        raise DocumentError(f"{split}.rows does not divide the pieces into rows of {seq_len + 1:,} tokens")
     eos_id = store.meta.eos_id
     return PackedRows(tokens=tokens, seq_len=seq_len, eos_id=eos_id, rows=rows, starts=starts, lengths=lengths)
 

@@ -73,7 +73,10 @@ class UniqueStore(TokenStore):
         return KeptTokens(self.base.tokens(split), runs=self._runs(split))
 
     def _runs(self, split: Split) -> np.ndarray:
-        return self._map(f"{split}.runs", dtype="int64").reshape(-1, 2)
+        numbers = self._map(f"{split}.runs", dtype="int64")
+        if len(numbers) % 2:
+            raise DocumentError(f"{split}.runs has a position without its place in the store")
+        return numbers.reshape(-1, 2)
 
     def check(self) -> None:
         """DocumentError if the files are not those of the base."""

@@ -131,6 +131,14 @@ def map_bytes(path: Path, *, follow_links: bool = True) -> np.ndarray:
         return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
 
 
+def map_numbers(path: Path, *, dtype: str) -> np.ndarray:
+    """Maps a file of numbers, which no link leads to, into memory; DocumentError if it has no whole number of them."""
+    content = map_bytes(path, follow_links=False)
+    if rest := len(content) % np.dtype(dtype).itemsize:
+        raise DocumentError(f"{path.name} has {rest} bytes after its last {dtype}")
+    return content.view(dtype)
+
+
 def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]:
     """Returns the files of token ids and their indices, () if the files are text.
 

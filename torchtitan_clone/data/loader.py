@@ -20,7 +20,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
-from torchtitan_clone.data.mixture_state import find_data_changes, mixture_record
+from torchtitan_clone.data.mixture_state import find_data_changes, mixture_record, streams_to_resume
 from torchtitan_clone.data.packing import Batch, pack
 from torchtitan_clone.data.row_reader import (
     Dataset,
@@ -191,6 +191,9 @@ class Loader:
             samples = Value(state.get("samples"), where="samples").integer(high=MAX_SAMPLES)
             streams = streams_from_plain(state)
             changes = find_data_changes(self._mixture, state=state, samples=samples)
+            if self._mixture is not None:
+                num_rows = self._slice.global_batch_size
+                streams = streams_to_resume(self._mixture, state=state, streams=streams, num_rows=num_rows)
         except DocumentError as error:
             raise ConfigError(f"the position in the data that the checkpoint holds is damaged: {error}") from error
         changed = {key: value for key, value in self._order.items() if state.get(key) != value}
@@ -207,7 +210,7 @@ class Loader:
         if report:
             logger.warning("resuming after %s samples although %s", f"{samples:,}", "; ".join(report))
         self._samples = samples
-        self._streams = [] if "data" in changed else streams
+        self._streams = [] if self._mixture is None and "data" in changed else streams
         self._restart()
 
     def _restart(self) -> None:

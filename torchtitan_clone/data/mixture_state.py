@@ -7,6 +7,8 @@ from typing import Any
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.stages import WHOLE_RUN, DataStage, Timeline
 from torchtitan_clone.data.mixture_dataset import MixtureDataset
+from torchtitan_clone.data.row_reader import StreamState
+from torchtitan_clone.data.streaming import HubDataset, start_of_streams
 from torchtitan_clone.documents import Value
 
 
@@ -14,7 +16,32 @@ def mixture_record(dataset: MixtureDataset, *, samples: int) -> dict[str, object
     """Returns what the first samples were taken from, as plain data."""
     begun = [stage for stage in dataset.mixture.timeline.stages if stage.first_sample < samples]
     sources = [[name, source.identity.data] for name, source in dataset.sources.items()]
-    return {"sources": sources, "stages": [_plain(stage) for stage in begun]}
+    streamed = [name for name, source in dataset.sources.items() if isinstance(source, HubDataset)]
+    record: dict[str, object] = {"sources": sources, "stages": [_plain(stage) for stage in begun]}
+    return record | {"streamed": streamed} if streamed else record
+
+
+def streams_to_resume(
+    dataset: MixtureDataset, *, state: Mapping[str, Any], streams: list[StreamState], num_rows: int
+) -> list[StreamState]:
+    """Returns the positions in the hub datasets of a mixture, by the names and fingerprints that a state has of them.
+
+    Others begin anew. States of a single hub dataset, and older ones, have no names. DocumentError if it is damaged.
+    """
+    now = {name: source.identity.data for name, source in dataset.sources.items() if isinstance(source, HubDataset)}
+    names = [item.text() for item in Value(state.get("streamed", [*now]), where="streamed").items()]
+    trained = dict(_trained_sources(state)) or dict.fromkeys(names[:1], state.get("data"))
+    if [*trained] == [WHOLE_RUN]:
+        trained = dict.fromkeys(now, trained[WHOLE_RUN])
+        names = [*now]
+    known = {name: stream for name, stream in zip(names, streams, strict=False) if trained.get(name) == now.get(name)}
+    start = start_of_streams(None, size=num_rows)
+    return [known.get(name, start) for name in now] if known else []
+
+
+def _trained_sources(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sources = [item.items(count=2) for item in Value(state.get("sources", []), where="sources").items()]
+    return [(name.text(), fingerprint.text()) for name, fingerprint in sources]
 
 
 def find_data_changes(dataset: MixtureDataset | None, *, state: Mapping[str, Any], samples: int) -> list[str]:
@@ -22,8 +49,7 @@ def find_data_changes(dataset: MixtureDataset | None, *, state: Mapping[str, Any
 
     A state without them is that of such a run, which read the first source. DocumentError if the state is damaged.
     """
-    sources = [item.items(count=2) for item in Value(state.get("sources", []), where="sources").items()]
-    trained = [(name.text(), fingerprint.text()) for name, fingerprint in sources]
+    trained = _trained_sources(state)
     stages = [item.plain_entries() for item in Value(state.get("stages", []), where="stages").items()]
     if dataset is None:
         is_plain = len(trained) <= 1 and len(stages) <= 1
@@ -74,8 +100,8 @@ def _find_stage_changes(timeline: Timeline, *, trained: list[dict[str, object]],
 
 def _find_value_changes(before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
     for key in before | now:
-        was, is_now = (shown(values[key]) if key in values else "unset" for values in (before, now))
-        if was != is_now:
+        if before.get(key) != now.get(key):
+            was, is_now = (shown(values[key]) if key in values else "unset" for values in (before, now))
             yield f"{key} was {was} and is {is_now}"
 
 

@@ -171,7 +171,9 @@ class _Preparation:
 
     def _find_store(self) -> tuple[StoreKey, Path]:
         """Returns key and folder of the store, after reading the files that have changed."""
-        key = self._key(source_fingerprint(self.source, listing=self._work_dir / LISTING_FILE))
+        listing = self._work_dir / LISTING_FILE
+        # Tasks, each of which has a lock of its own, leave the listing to who joins the parts.
+        key = self._key(source_fingerprint(self.source, listing=listing, updates=not self.owner))
         return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
     @property

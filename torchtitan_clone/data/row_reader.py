@@ -73,7 +73,7 @@ class StreamState:
         rows = [item.integers(count=3) for item in Value(state["cursors"], where="cursors").items()]
         if not rows:
             raise DocumentError("cursors: must not be empty")
-        bookmark = _bookmark_from_json(Value(list(state.get("bookmark", START)), where="bookmark"))
+        bookmark = _bookmark_from_json(Value(state.get("bookmark", [*START]), where="bookmark"))
         return cls(cursors=[(epoch, document, token) for epoch, document, token in rows], bookmark=bookmark)
 
 

@@ -401,13 +401,16 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
         )
 
 
-def source_fingerprint(source: Source, *, listing: Path) -> str:
-    """Returns the hash of a source; the file `listing` caches the hash of each file, so that only changes are read."""
+def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -> str:
+    """Returns the hash of a source; the file `listing` caches the hash of each file, so that only changes are read.
+
+    One process at a time may update the listing.
+    """
     known = _read_listing(listing)
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         entries = threads.map(lambda file: _entry(file, known=known.get(str(file))), source.files)
         files = dict(zip(map(str, source.files), entries, strict=True))
-    if files != known:
+    if updates and files != known:
         write_atomically(listing, json.dumps(files).encode())
     names = [file.relative_to(source.root).as_posix() for file in source.files]
     contents = [(name, size, digest) for name, (size, _, digest) in zip(names, files.values(), strict=True)]

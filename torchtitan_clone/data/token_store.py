@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.data.formats import Segment, TokenArray, Tokens, map_bytes, read_segments
+from torchtitan_clone.data.formats import Segment, TokenArray, Tokens, map_numbers, read_segments
 from torchtitan_clone.documents import DocumentError, Value, open_regular, read_json
 from torchtitan_clone.files import sync_folder, write_atomically
 
@@ -95,7 +95,7 @@ class TokenStore:
         return self._map(f"{split}.offsets", dtype="int64")
 
     def _map(self, name: str, *, dtype: str) -> np.ndarray:
-        return map_bytes(self.folder / name, follow_links=False).view(dtype)
+        return map_numbers(self.folder / name, dtype=dtype)
 
 
 def dtype_of_ids(vocab_size: int) -> str:
@@ -243,7 +243,7 @@ def _check_size(path: Path, *, expected: int) -> None:
 def check_documents(store: TokenStore, split: Split) -> None:
     """Looks at the ends of some documents: offsets increase to the number of tokens, and eos is before each."""
     tokens, offsets = store.tokens(split), store.offsets(split)
-    if offsets[0] != 0 or offsets[-1] != len(tokens):
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens):
         raise DocumentError(f"{split}.offsets does not reach from 0 to the number of tokens in {split}.tokens")
     chosen = np.linspace(0, len(offsets) - 1, min(len(offsets), CHECKED_DOCUMENTS)).astype(np.int64)[1:]
     starts, ends = offsets[chosen - 1], offsets[chosen]
