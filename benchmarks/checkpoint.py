@@ -168,7 +168,7 @@ def saver_of_ours(
     from torchtitan_clone.config.schema import Checkpoint
 
     options: Any = {"async_mode": mode, "keep_latest_k": 0}
-    manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, extra_files={})
+    manager = CheckpointManager(Checkpoint(**options), folder=folder, state=loop.state, config="")
     loop.before_update = manager.wait_for_staging
     manager.prepare()
     for _ in range(6):  # at least as long as an interval: buffers are prepared during training

@@ -113,7 +113,7 @@ def build_manager(folder: Path, mode: str, state: dict[str, DTensor]) -> Checkpo
     """Returns a manager that keeps two steps."""
     options = ("async_mode=" + mode, "keep_latest_k=2", "writer_timeout_seconds=0.3")
     checkpoint = load_config([f"--checkpoint.{option}" for option in options]).checkpoint
-    return CheckpointManager(checkpoint, folder=folder / "checkpoint", state=lambda: dict(state), extra_files={})
+    return CheckpointManager(checkpoint, folder=folder / "checkpoint", state=lambda: dict(state), config="")
 
 
 def save_until_killed(folder: Path, mode: str, again: bool) -> None:

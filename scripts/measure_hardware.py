@@ -61,7 +61,8 @@ def main(words: list[str] | None = None) -> int:
     """Measures and writes the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path, help="file to write")
-    parser.add_argument("--ranks", type=int, default=2, help="processes between which collectives are measured")
+    ranks = min(2, torch.cuda.device_count() or 2)
+    parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
     text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))

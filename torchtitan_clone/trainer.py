@@ -31,7 +31,7 @@ from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
-from torchtitan_clone.run.plan import CONFIG_FILE, describe_phase, plan_after, write_config
+from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
@@ -63,8 +63,8 @@ class Trainer:
             config.checkpoint,
             folder=run.plan.checkpoint_folder,
             state=self.state_tensors,
-            extra_files={CONFIG_FILE: to_toml(config)},
-            is_shared=config.fault_tolerance.enable,
+            config=to_toml(config),
+            group=f"r{config.fault_tolerance.replica_id}" if config.fault_tolerance.enable else "",
         )
         progress = (self._checkpoints.find_resume_point() if config.checkpoint.enable else None) or NOTHING_DONE
         plan = plan_after(progress, first=run.plan)
@@ -306,7 +306,7 @@ class Trainer:
         return is_done
 
     def _maybe_export(self, step: int) -> None:
-        if self._exporter.is_due(step) and self._replicas.is_writer:
+        if is_export_due(self._run.plan.config, step=step) and self._replicas.is_writer:
             with self._timeouts.relaxed():
                 self._exporter.export(step, engine=self.engine)
             self._metrics.restart_interval()

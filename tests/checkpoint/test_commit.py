@@ -78,3 +78,11 @@ def test_leftovers_of_killed_processes_are_restored_or_deleted(tmp_path):
     (tmp_path / "other").rmdir()
     assert load(tmp_path).step == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+def test_a_replica_group_deletes_its_own_leftovers(tmp_path):
+    for name in ("partial-r1-abc", "partial-r11-abc", "partial-abc", "purged", "replaced"):
+        (tmp_path / f"step-4.{name}").mkdir()
+    commit.delete_leftovers(tmp_path, group="r1")
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-4.partial-abc", "step-4.partial-r11-abc", "step-4.replaced"]

@@ -251,11 +251,13 @@ def test_options_choose_the_step_and_the_tensors_to_load(tmp_path):
         {"exclude_from_loading": ["model/vector"]},
         {"folder": other, "initial_load_path": str(run)},
         {"folder": other, "initial_load_path": str(run / "step-10"), "initial_load_model_only": False},
+        {"load_step": 10, "config": "another", "load_only": True},
         {"load_step": 10},
+        {"load_step": 10, "config": "another"},
     ]
     (answers,) = run_ranks(resume_each, 1, run, choices)
     steps = [(progress and progress.step, model, optimizer) for progress, model, _, optimizer in answers]
-    assert steps == [(15, 15, 0), (15, None, 15), (None, 15, 0), (10, 10, 10), (10, 10, 10)]
+    assert steps == [(15, 15, 0), (15, None, 15), (None, 15, 0), (10, 10, 10), (10, 10, 10), (15, 15, 15), (10, 10, 10)]
     assert [progress.data for progress, *_ in answers[:2]] == [{}, {"samples": 120}]
     assert answers[1][2] == 0
     assert not other.exists()

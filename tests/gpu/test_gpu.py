@@ -1,6 +1,7 @@
 """What only a GPU can show; scripts/gpu_suite.sh runs these tests. One process, one device."""
 
 import json
+import queue
 import signal
 
 import pytest
@@ -9,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
-from torchtitan_clone.config.schema import Optimizer
+from torchtitan_clone.checkpoint.saving import SaveRunner
+from torchtitan_clone.config.schema import Checkpoint, Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.cross_entropy import build_loss
@@ -109,6 +111,16 @@ def test_options_do_not_change_losses(corpus, tmp_path, changes):
         assert code == 0, output
     expected = losses(tmp_path / "plain")
     assert list(losses(tmp_path / "changed").values()) == pytest.approx(list(expected.values()), rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_thread_of_saves_uses_the_gpu_of_its_rank():
+    found = queue.SimpleQueue()
+    with torch.cuda.device(1):
+        SaveRunner(Checkpoint(), extra_files={}, group="").run_in_background(
+            lambda: found.put(torch.cuda.current_device())
+        )
+    assert found.get(timeout=10) == 1
 
 
 def test_traces_and_memory_snapshots_are_written(corpus, tmp_path):

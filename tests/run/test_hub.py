@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,21 @@ def test_exports_follow_their_own_schedule_and_type(corpus, tmp_path):
     assert {tensor.dtype for tensor in weights_in(exports / "step-4").values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(exports / "step-4").dtype == torch.bfloat16
     assert len(losses(tmp_path)) == 5
+
+
+def test_an_export_that_a_kill_prevented_is_made_at_the_next_start(corpus, tmp_path):
+    changes = {"checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": True}
+    argv = options(corpus, tmp_path, **changes, training__steps=2)
+    assert train(argv, log_folder=tmp_path)[0] == 0
+    run = tmp_path / "run"
+    expected = weights_in(run / "hf" / "step-2")
+    (run / "checkpoint" / "finished.json").unlink()  # written last
+    shutil.rmtree(run / "hf")
+    code, output = train(argv, log_folder=tmp_path)
+    assert code == 0, output
+    assert "resumed after step 2" in output
+    assert_equal(weights_in(run / "hf" / "step-2"), expected)
+    assert "is complete: step 2" in train(argv, log_folder=tmp_path)[1]
 
 
 def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.plan import CONFIG_FILE, build_plan, replica_identity, write_config
+from torchtitan_clone.run.plan import build_plan, replica_identity, write_config
 from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]

@@ -177,6 +177,13 @@ def test_a_stage_changes_the_model_and_the_shape_of_a_batch(corpus, sources, tmp
     assert f"from step {BORDER}\n" in summary(plan)
 
 
+def test_a_later_stage_that_cannot_be_read_is_an_error_at_the_start(corpus, sources, tmp_path):
+    config = load_config(stage_options(corpus, tmp_path, sources, data__num_workers=4))
+    plan = preflight.resolve(config, world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"data\.num_workers = 4: more than the 2 sequences of a global batch"):
+        preflight.prepare(plan, launch=Launch.from_environment())
+
+
 BROKEN = [
     ([{"first_step": 5, "seq_len": 256, "local_batch_size": 4}], {}, "training.global_batch_size = 2: not a multiple"),
     (

@@ -1,7 +1,8 @@
 """Checkpoint folders on disk, without torch. step-N is committed: renamed to this after its manifest was written.
 
-The suffix .partial-ID: being written, or left behind by a killed process; .bad-REASON: corrupted; .left-REASON: newer
-than load_step; .replaced: the older of two saves of one step, while they are exchanged; .purged: being deleted.
+The suffix .partial-ID, of a replica group .partial-GROUP-ID: being written, or left behind by a killed process;
+.bad-REASON: corrupted; .left-REASON: newer than load_step; .replaced: the older of two saves of one step, while they
+are exchanged; .purged: being deleted.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from torchtitan_clone.files import sync_folder, write_atomically
 
 logger = logging.getLogger("torchtitan_clone")
 
+CONFIG_FILE = "config.toml"
 MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
 VERSIONS_FILE = "versions.json"
@@ -108,15 +110,34 @@ def newest_complete_step(folder: Path) -> int | None:
     return next((step for step in reversed(committed_steps(folder)) if is_complete(folder, step=step)), None)
 
 
-def expected_progress(checkpoint: Checkpoint, *, folder: Path) -> Progress | None:
-    """Returns the progress that a run resumes from if all digests match: that of load_step or the newest step."""
+def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, config: str) -> list[int]:
+    """Returns the steps that a run may resume from, oldest first; `config` is the text of its configuration.
+
+    With load_step these are that step and the later ones that were saved with the same configuration: the run has
+    continued from load_step before.
+    """
+    steps, first = committed_steps(folder), checkpoint.load_step
+    if first == -1:
+        return steps
+    return [step for step in steps if step == first or (step > first and _has_config(folder, step=step, config=config))]
+
+
+def _has_config(folder: Path, *, step: int, config: str) -> bool:
+    try:
+        return read_regular(step_folder(folder, step) / CONFIG_FILE) == config.encode()
+    except (OSError, DocumentError):
+        return False
+
+
+def expected_progress(checkpoint: Checkpoint, *, folder: Path, config: str) -> Progress | None:
+    """Returns the progress of the newest step that a run resumes from if all digests match."""
     if not checkpoint.enable:
         return None
     restore_replaced(folder)
-    step = newest_complete_step(folder) if checkpoint.load_step == -1 else checkpoint.load_step
-    if step is None or not is_complete(folder, step=step):
-        return None
-    return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
+    for step in reversed(steps_to_resume(folder, checkpoint=checkpoint, config=config)):
+        if is_complete(folder, step=step):
+            return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
+    return None
 
 
 def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
@@ -281,10 +302,14 @@ def restore_replaced(folder: Path) -> None:
             old.rename(final)
 
 
-def delete_leftovers(folder: Path) -> None:
-    """Deletes what killed processes left behind. One process of a run calls it, before the first save."""
+def delete_leftovers(folder: Path, *, group: str = "") -> None:
+    """Deletes what killed processes left behind. One process of a run calls it, before the first save.
+
+    Other replica groups may be saving: a group deletes what it wrote itself, and what any of them began to delete.
+    """
+    kinds = rf"partial-{group}-.*|purged" if group else "partial-.*|replaced|purged"
     for entry in folder.glob("step-*.*"):
-        if re.fullmatch(r"step-\d+\.(partial-.*|replaced|purged)", entry.name):
+        if re.fullmatch(rf"step-\d+\.({kinds})", entry.name):
             shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone import __version__
-from torchtitan_clone.checkpoint.commit import VERSIONS_FILE, Progress, mark_finished, newest_complete_step
+from torchtitan_clone.checkpoint.commit import (
+    CONFIG_FILE,
+    VERSIONS_FILE,
+    Progress,
+    mark_finished,
+    newest_complete_step,
+)
 from torchtitan_clone.checkpoint.layout import plan_save
 from torchtitan_clone.checkpoint.random_state import random_state
 from torchtitan_clone.checkpoint.rank_file import RankFile
@@ -48,8 +54,8 @@ class CheckpointManager:
     """Saves and loads the training state of one run. All ranks call its "Collective" methods in the same order.
 
     `state` returns the tensors of training by name; loading fills them in place. Each is a DTensor, or identical on
-    every rank that has it. `extra_files` are text files for every checkpoint, by name. `is_shared` says that other
-    replica groups use the folder at the same time.
+    every rank that has it. `config` is the text of the configuration, which every checkpoint contains. `group` is the
+    name of this replica group if others use the folder at the same time.
     """
 
     def __init__(
@@ -58,17 +64,18 @@ class CheckpointManager:
         *,
         folder: Path,
         state: Callable[[], dict[str, Tensor]],
-        extra_files: Mapping[str, str],
-        is_shared: bool = False,
+        config: str,
+        group: str = "",
     ):
         self.is_saving_enabled = checkpoint.enable and not checkpoint.load_only
         self.saved_step = 0  # the newest step that was committed or resumed from; up to date after `finish`
         self._options = checkpoint
         self._folder = folder
         self._state = state
-        self._is_shared = is_shared
+        self._config = config
+        self._group = group
         self._policy = SavePolicy(checkpoint)
-        self._saves = SaveRunner(checkpoint, extra_files={**extra_files, VERSIONS_FILE: _versions()})
+        self._saves = SaveRunner(checkpoint, extra_files={CONFIG_FILE: config, VERSIONS_FILE: _versions()}, group=group)
         self._file: RankFile | None = None
         self._resume_point: ResumePoint | None = None
 
@@ -89,7 +96,9 @@ class CheckpointManager:
 
     def find_resume_point(self) -> Progress | None:
         """Returns the progress of the newest intact step, None for a new run; ConfigError if none is. Collective."""
-        self._resume_point = find_resume_point(self._options, folder=self._folder, is_shared=self._is_shared)
+        self._resume_point = find_resume_point(
+            self._options, folder=self._folder, config=self._config, group=self._group
+        )
         if self._resume_point is None or self._resume_point.progress is None:
             return None
         self.saved_step = self._resume_point.progress.step

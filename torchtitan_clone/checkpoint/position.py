@@ -31,6 +31,12 @@ def _check_bookmark(value: Value) -> None:
         place.text(max_chars=MAX_BYTES)
 
 
+def _check_streams(value: Value) -> None:
+    for stream in value.items():
+        for key, each in stream.table("cursors", "bookmark").items():
+            _CHECKS[key](each)
+
+
 _CHECKS: Mapping[str, Callable[[Value], object]] = {
     "samples": lambda value: value.integer(high=2**62),
     "data": Value.text,
@@ -42,4 +48,5 @@ _CHECKS: Mapping[str, Callable[[Value], object]] = {
     "seed": lambda value: value.integer(low=-MAX_INTEGER, high=MAX_INTEGER),
     "cursors": _check_cursors,
     "bookmark": _check_bookmark,
+    "streams": _check_streams,
 }

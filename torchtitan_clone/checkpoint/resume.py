@@ -34,19 +34,22 @@ class ResumePoint:
     progress: Progress | None
 
 
-def find_resume_point(checkpoint: Checkpoint, *, folder: Path, is_shared: bool) -> ResumePoint | None:
-    """Returns the newest intact step, load_step or initial_load_path; ConfigError if it is corrupted. Collective."""
-    steps, had_steps = _agree_on_steps(folder, is_shared=is_shared)
-    for step in reversed([step for step in steps if checkpoint.load_step in (-1, step)]):
+def find_resume_point(checkpoint: Checkpoint, *, folder: Path, config: str, group: str) -> ResumePoint | None:
+    """Returns the newest intact step of steps_to_resume(), or initial_load_path. Collective.
+
+    `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for is corrupted.
+    """
+    steps, saved_steps, had_steps = _agree_on_steps(checkpoint, folder=folder, config=config, group=group)
+    for step in reversed(steps):
         if (index := _verify_or_quarantine(checkpoint, folder=folder, step=step)) is not None:
-            if checkpoint.load_step != -1:
-                _quarantine_newer(folder, step=step)
+            if checkpoint.load_step != -1 and not checkpoint.load_only:
+                _quarantine_newer(folder, load_step=checkpoint.load_step, step=step)
             source = commit.step_folder(folder, step)
             progress = commit.progress_to_resume(source, checkpoint=checkpoint)
             groups = (MODEL, OPTIMIZER, OUTER, RNG)
             return ResumePoint(folder=source, index=index, groups=groups, progress=progress)
     if checkpoint.load_step != -1:
-        available = ", ".join(map(str, steps)) or "none"
+        available = ", ".join(map(str, saved_steps)) or "none"
         what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
         raise ConfigError(f"{what}; saved steps: {available}; choose one of them, or -1 for the newest")
     if had_steps and not checkpoint.start_fresh:
@@ -81,19 +84,24 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     logger.info("loaded %s from %s", loaded, point.folder)
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
+        if checkpoint.load_step not in (-1, point.progress.step):
+            logger.info("this configuration has continued from checkpoint.load_step = %d before", checkpoint.load_step)
 
 
-def _agree_on_steps(folder: Path, *, is_shared: bool) -> tuple[list[int], bool]:
-    """Returns the steps that rank 0 finds after cleaning up, and whether there ever was one."""
+def _agree_on_steps(
+    checkpoint: Checkpoint, *, folder: Path, config: str, group: str
+) -> tuple[list[int], list[int], bool]:
+    """Returns the steps to resume from that rank 0 finds after cleaning up, all steps, and if there ever was one."""
     answer: list[object] = []
     if dist.get_rank() == 0:
         commit.restore_replaced(folder)
-        if not is_shared:  # a partial folder may belong to another replica group that is saving now
-            commit.delete_leftovers(folder)
-        steps = commit.committed_steps(folder)
-        answer = [steps, bool(steps or commit.corrupt_steps(folder))]
-    steps_of_run, had_steps = broadcast_json(answer).items(count=2)
-    return steps_of_run.integers(), had_steps.flag()
+        if not checkpoint.load_only:
+            commit.delete_leftovers(folder, group=group)
+        saved = commit.committed_steps(folder)
+        steps = commit.steps_to_resume(folder, checkpoint=checkpoint, config=config)
+        answer = [steps, saved, bool(saved or commit.corrupt_steps(folder))]
+    steps_of_run, saved_steps, had_steps = broadcast_json(answer).items(count=3)
+    return steps_of_run.integers(), saved_steps.integers(), had_steps.flag()
 
 
 def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> Index | None:
@@ -107,12 +115,12 @@ def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) ->
     return None
 
 
-def _quarantine_newer(folder: Path, *, step: int) -> None:
-    """Renames the steps after load_step: the run will save these steps again, with other values."""
+def _quarantine_newer(folder: Path, *, load_step: int, step: int) -> None:
+    """Renames the steps after the one that is resumed: the run will save these again, with other values."""
     if dist.get_rank() == 0:
         for newer in [newer for newer in commit.committed_steps(folder) if newer > step]:
-            target = commit.quarantine(folder, step=newer, suffix="left", reason=f"for step {step}")
-            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", step, newer, target)
+            target = commit.quarantine(folder, step=newer, suffix="left", reason=f"for step {load_step}")
+            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, newer, target)
     dist.barrier()
 
 

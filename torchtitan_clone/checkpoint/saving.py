@@ -98,7 +98,9 @@ class SaveCoordinator:
 class Save:
     """A save in progress. `staged` is set once the state may change, `finished` once this rank has done its share."""
 
-    def __init__(self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint):
+    def __init__(
+        self, progress: Progress, *, folder: Path, save_id: str, file: RankFile, checkpoint: Checkpoint, group: str
+    ):
         self.report = SaveReport(step=progress.step, bytes=file.plan.total_bytes)
         self.file = file
         self.coordinator = SaveCoordinator(save_id)
@@ -107,7 +109,7 @@ class Save:
         self._start = time.perf_counter()
         self._progress = progress
         self._folder = folder
-        self._partial = folder / f"step-{progress.step}.partial-{save_id}"
+        self._partial = folder / f"step-{progress.step}.partial-{group and f'{group}-'}{save_id}"
         self._options = checkpoint
 
     def run(self, state: dict[str, Tensor], *, extra_files: Mapping[str, str]) -> None:
@@ -177,10 +179,15 @@ def finalize(
 class SaveRunner:
     """Runs the saves of one run; at most one is in progress."""
 
-    def __init__(self, checkpoint: Checkpoint, *, extra_files: Mapping[str, str]):
+    def __init__(self, checkpoint: Checkpoint, *, extra_files: Mapping[str, str], group: str):
         self._options = checkpoint
+        self._group = group
         self._extra_files = extra_files
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        # A thread begins with the first GPU, where the streams of other ranks would open a context each.
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="checkpoint", initializer=_use_gpu, initargs=(device,)
+        )
         self._save: Save | None = None
         self._previous: Save | None = None
         self._committed_step: int | None = None
@@ -197,7 +204,8 @@ class SaveRunner:
             if dist.get_rank() == 0:
                 _warn_of_failure(progress.step, error)
             return None
-        save = self._save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=self._options)
+        options = {"checkpoint": self._options, "group": self._group}
+        save = self._save = Save(progress, folder=folder, save_id=save_id, file=file, **options)
         if dist.get_rank() == 0:
             self._unreported.append(save)
         if file.buffer is not None:
@@ -247,6 +255,11 @@ class SaveRunner:
             self._previous.coordinator.forget()  # all ranks have read its outcome before this collective
         self._previous, self._save = self._save, None
         return save_id, error
+
+
+def _use_gpu(index: int | None) -> None:
+    if index is not None:
+        torch.cuda.set_device(index)
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:

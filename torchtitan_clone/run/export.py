@@ -21,12 +21,6 @@ class Exporter:
         self._metrics = metrics
         self.failed_steps: set[int] = set()
 
-    def is_due(self, step: int) -> bool:
-        """Whether the options ask for an export after this step."""
-        checkpoint = self._plan.config.checkpoint
-        is_last = step == self._plan.config.training.steps and checkpoint.last_save_in_hf
-        return is_last or (checkpoint.hf_export_interval > 0 and step % checkpoint.hf_export_interval == 0)
-
     def export(self, step: int, *, engine: Engine) -> None:
         """Exports the weights of a step; a collective."""
         plan = engine.plan  # its rotary positions may be those of a later stage

@@ -11,6 +11,7 @@ from typing import get_args
 
 import numpy as np
 
+from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
@@ -22,7 +23,6 @@ from torchtitan_clone.data.token_store import Split, TokenStore
 from torchtitan_clone.documents import DocumentError, parse_json
 from torchtitan_clone.observe.goodput import read_rows
 from torchtitan_clone.observe.metrics import METRICS_FILE
-from torchtitan_clone.run.plan import CONFIG_FILE
 
 PERCENTILES = (10, 50, 90, 99)
 

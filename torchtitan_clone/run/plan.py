@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from torchtitan_clone.checkpoint.commit import Progress
+from torchtitan_clone.checkpoint.commit import CONFIG_FILE, Progress
 from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import Mixture, Tokenizer
@@ -15,8 +15,6 @@ from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import phase_of_step, phases
-
-CONFIG_FILE = "config.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +220,13 @@ def total_tokens(plan: RunPlan) -> int:
         return plan.tokens_per_step * steps
     timeline = plan.mixture.timeline
     return sum(plan.mixture.tokens_before(timeline.first_sample(batch=timeline.batch_of_step(steps) + 1)))
+
+
+def is_export_due(config: Config, *, step: int) -> bool:
+    """Returns whether the options ask for an export in the Hugging Face format after this step."""
+    options = config.checkpoint
+    is_last = step == config.training.steps and options.last_save_in_hf
+    return is_last or (options.hf_export_interval > 0 and step % options.hf_export_interval == 0)
 
 
 def describe_phase(plan: RunPlan) -> str:

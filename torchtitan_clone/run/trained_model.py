@@ -5,7 +5,13 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.checkpoint.commit import MANIFEST_FILE, newest_complete_step, read_progress, step_folder
+from torchtitan_clone.checkpoint.commit import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    newest_complete_step,
+    read_progress,
+    step_folder,
+)
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE as HUB_CONFIG_FILE
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import Weights
@@ -15,7 +21,7 @@ from torchtitan_clone.data import Tokenizer, build_tokenizer
 from torchtitan_clone.models import Decoder, ModelArgs, ModelSpec, find_model
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.run.hub import family_of_folder, model_of_folder, open_initial_weights
-from torchtitan_clone.run.plan import CONFIG_FILE, build_plan
+from torchtitan_clone.run.plan import build_plan
 
 
 @dataclass(frozen=True, kw_only=True)

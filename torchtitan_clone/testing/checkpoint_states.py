@@ -113,7 +113,7 @@ def build_manager(
         Checkpoint(**options),  # pyright: ignore[reportArgumentType]
         folder=folder,
         state=state if callable(state) else lambda: state,
-        extra_files={"config.toml": config},
+        config=config,
     )
 
 
