@@ -42,6 +42,10 @@ has_argument() { # NAME ARGUMENTS...: succeeds if NAME or NAME=VALUE is among AR
     return 1
 }
 
+is_simulated() { # ARGUMENTS...: succeeds if --comm.mode asks for a run without other processes
+    [[ " $* " == *" --comm.mode"[=\ ]"fake_backend "* ]]
+}
+
 setup_env ""
 NNODES="${NNODES:-1}"
 NGPU="${NGPU:-$(count_gpus)}"
@@ -52,7 +56,7 @@ has_argument --job.config_file "$@" ||
 if [ "$NGPU" = 1 ] && [ "$NNODES" = 1 ]; then
     exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi
-if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@" || has_argument --comm.mode "$@"; then
+if has_argument --dry-run "$@" || has_argument --help "$@" || has_argument -h "$@" || is_simulated "$@"; then
     # These need no other process.
     WORLD_SIZE=$((NGPU * NNODES)) exec "$PYTHON" -m torchtitan_clone.train "$@"
 fi

@@ -58,6 +58,11 @@ DEFAULT = f"--job.config_file={REPO}/train_configs/debug_model.toml"
             f"-m torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0,1 {DEFAULT}",
         ),
         (
+            {"NGPU": "2"},
+            ["--comm.mode=default"],
+            f"-m torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0 {DEFAULT} --comm.mode=default",
+        ),
+        (
             {"NGPU": "1", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head"},
             [],
             "-m torchtitan_clone.launch.torchrun --nproc-per-node=1 --log-rank=0 --nnodes=2 --node-rank=1 "
@@ -72,9 +77,10 @@ def test_arguments_of_run_train(tmp_path, python, environment, arguments, called
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-def test_dry_run_is_one_process_with_the_world_size(tmp_path, python):
-    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
-    assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} --dry-run\n"
+@pytest.mark.parametrize("words", ["--dry-run", "--comm.mode=fake_backend", "--comm.mode fake_backend"])
+def test_a_simulation_is_one_process_with_the_world_size(tmp_path, python, words):
+    answer = run_train(*words.split(), cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
+    assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} {words}\n"
 
 
 @pytest.mark.parametrize(
