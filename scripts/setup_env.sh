@@ -83,8 +83,11 @@ install() { # EXTRAS
     local extras="${1:+[$1]}" start=$SECONDS constraints="$VENV/constraints.txt" torch
     say "installing torchtitan_clone$extras (takes minutes; log: $PIP_LOG)"
     cp "$REPO/scripts/constraints.txt" "$constraints"
-    torch="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)" &&
+    if torch="$("$PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)"; then
+        # Triton's version is that of the torch below.
+        grep -qx "torch==${torch%%+*}" "$constraints" || sed -i "/^triton==/d" "$constraints"
         sed -i "s/^torch==.*/torch==$torch/" "$constraints"
+    fi
     "$PYTHON" -m pip install --disable-pip-version-check -c "$constraints" -e "$REPO$extras" 2>&1 | show_progress ||
         fail "installation failed; last lines of $PIP_LOG: $(tail -n 5 "$PIP_LOG")"
     say "installed in $((SECONDS - start)) s"

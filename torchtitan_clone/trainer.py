@@ -31,7 +31,7 @@ from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
 from torchtitan_clone.run.outcome import RunOutcome, StepResult
-from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, write_config
+from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, run_identity, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
@@ -64,6 +64,7 @@ class Trainer:
             folder=run.plan.checkpoint_folder,
             state=self.state_tensors,
             config=to_toml(config),
+            identity=run_identity(config),
             group=f"r{config.fault_tolerance.replica_id}" if config.fault_tolerance.enable else "",
         )
         progress = (self._checkpoints.find_resume_point() if config.checkpoint.enable else None) or NOTHING_DONE

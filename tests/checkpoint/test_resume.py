@@ -251,9 +251,9 @@ def test_options_choose_the_step_and_the_tensors_to_load(tmp_path):
         {"exclude_from_loading": ["model/vector"]},
         {"folder": other, "initial_load_path": str(run)},
         {"folder": other, "initial_load_path": str(run / "step-10"), "initial_load_model_only": False},
-        {"load_step": 10, "config": "another", "load_only": True},
+        {"load_step": 10, "load_only": True},
+        {"load_step": 15},
         {"load_step": 10},
-        {"load_step": 10, "config": "another"},
     ]
     (answers,) = run_ranks(resume_each, 1, run, choices)
     steps = [(progress and progress.step, model, optimizer) for progress, model, _, optimizer in answers]
@@ -261,7 +261,22 @@ def test_options_choose_the_step_and_the_tensors_to_load(tmp_path):
     assert [progress.data for progress, *_ in answers[:2]] == [{}, {"samples": 120}]
     assert answers[1][2] == 0
     assert not other.exists()
-    assert sorted(path.name for path in run.iterdir()) == ["step-10", "step-15.left-for-step-10", "step-5"]
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-10", "step-15.left-for-step-10", "step-5"]
+    (run / "finished.json").write_text('{"step": 18}')
+    save(run, [18])
+    choices = [
+        {"load_step": 10},  # again, as by a scheduler
+        {"load_step": 10, "load_only": True, "identity": "another"},
+        {"load_step": 10},
+        {"load_step": 10, "identity": "another"},
+        {"load_step": 10},
+    ]
+    (answers,) = run_ranks(resume_each, 1, run, choices)
+    assert [progress.step for progress, *_ in answers] == [18, 10, 18, 10, 10]
+    assert sorted(path.name for path in run.glob("step-*")) == [
+        "step-10", "step-15.left-for-step-10", "step-18.left-for-step-10", "step-5",
+    ]  # fmt: skip
+    assert not (run / "finished.json").exists()
     error = load(run, load_step=15).error or ""
     assert "has no complete checkpoint of this step; saved steps: 5, 10; choose one of them" in error
 

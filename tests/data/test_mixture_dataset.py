@@ -201,7 +201,7 @@ def test_a_changed_weight_among_many_is_an_error(folder):
 
 
 def test_streams_keep_their_positions_where_other_sources_change(folder):
-    """Only those with the same name and fingerprint do."""
+    """Only those with the same fingerprint do."""
     write(folder, {"org/more/a.jsonl": jsonl(texts(80, seed=4)), "org/less/a.jsonl": jsonl(texts(80, seed=5))})
     hub, more = sources(folder)[2], DataSource(name="more", dataset="org/more", weight=0.5)
     run = Run(open_mixture(folder, entries=[*sources(folder), more], stages=[]))
@@ -214,6 +214,7 @@ def test_streams_keep_their_positions_where_other_sources_change(folder):
         ([sources(folder)[1], hub, more], ["hub", "more"]),  # the first source is another one
         ([*sources(folder)[:2], more, hub], ["more", "hub"]),
         ([*sources(folder)[:2], more], ["more"]),
+        ([*sources(folder)[:2], replace(hub, name="renamed"), more], ["hub", "more"]),
         ([*sources(folder)[:2], DataSource(**other), more], [None, "more"]),
     ):
         run = Run(open_mixture(folder, entries=entries, stages=[]), state=state, allow_change=True)

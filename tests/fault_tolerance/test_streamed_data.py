@@ -46,7 +46,7 @@ def single(corpus, tmp_path_factory, changes):
 
 def cursors(folder):
     """Returns the final positions of all streams."""
-    progress = expected_progress(Checkpoint(), folder=folder / "run" / "checkpoint")
+    progress = expected_progress(Checkpoint(), folder=folder / "run" / "checkpoint", identity="")
     assert progress is not None
     assert progress.step == STEPS
     return progress.data["cursors"]

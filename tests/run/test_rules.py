@@ -68,10 +68,10 @@ RULES = [
     ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (
-        [f"{TENSOR}=2"],
+        [f"{TENSOR}=2", "--training.mixed_precision_param=bfloat16"],
         {"num_experts": 8, "moe": MoEArgs(hidden_dim=1000)},
         "model.args.moe.hidden_dim = 1000: must be a multiple of 16, because tensor 2 shards it, and grouped products "
-        "need rows of 16 bytes; set it to 992 or 1008, or use expert_parallel_degree",
+        "need rows of a multiple of 16 bytes; set it to 992 or 1008, or use expert_parallel_degree",
     ),
     (
         pipeline(2, "1F1B", f"{TENSOR}=2", f'{PARTS}=[["tok_embeddings", "layers.0", "norm"], ["output"]]'),

@@ -40,6 +40,7 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
 VERSIONS_FILE = "versions.json"
 _FINISHED_FILE = "finished.json"
+_WENT_BACK_FILE = "went_back.json"
 _FORMAT = 1
 _MAX_DIGITS = 18  # of a step
 _MAX_REASON = 100  # characters in the name of a folder
@@ -110,31 +111,42 @@ def newest_complete_step(folder: Path) -> int | None:
     return next((step for step in reversed(committed_steps(folder)) if is_complete(folder, step=step)), None)
 
 
-def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, config: str) -> list[int]:
-    """Returns the steps that a run may resume from, oldest first; `config` is the text of its configuration.
+def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, identity: str) -> list[int]:
+    """Returns the steps that a run may resume from, oldest first; `identity` is text that tells it from other runs.
 
-    With load_step these are that step and the later ones that were saved with the same configuration: the run has
-    continued from load_step before.
+    With load_step these are that step and, if this run has gone back to it before, the later ones.
     """
     steps, first = committed_steps(folder), checkpoint.load_step
     if first == -1:
         return steps
-    return [step for step in steps if step == first or (step > first and _has_config(folder, step=step, config=config))]
+    last = steps[-1] if steps and _has_gone_back(folder, step=first, identity=identity) else first
+    return [step for step in steps if first <= step <= last]
 
 
-def _has_config(folder: Path, *, step: int, config: str) -> bool:
+def _has_gone_back(folder: Path, *, step: int, identity: str) -> bool:
     try:
-        return read_regular(step_folder(folder, step) / CONFIG_FILE) == config.encode()
+        record = read_json(folder / _WENT_BACK_FILE).table("step", "run")
+        return record["step"].integer() == step and record["run"].text() == _digest_of(identity, algorithm=DIGEST)
     except (OSError, DocumentError):
         return False
 
 
-def expected_progress(checkpoint: Checkpoint, *, folder: Path, config: str) -> Progress | None:
+def note_origin(folder: Path, *, checkpoint: Checkpoint, identity: str) -> None:
+    """Records that the steps after load_step are those of this run, or that nothing was resumed by load_step."""
+    file = folder / _WENT_BACK_FILE
+    if checkpoint.load_step != -1:
+        record = {"step": checkpoint.load_step, "run": _digest_of(identity, algorithm=DIGEST)}
+        write_atomically(file, json.dumps(record).encode())
+    elif file.exists():
+        file.unlink()
+
+
+def expected_progress(checkpoint: Checkpoint, *, folder: Path, identity: str) -> Progress | None:
     """Returns the progress of the newest step that a run resumes from if all digests match."""
     if not checkpoint.enable:
         return None
     restore_replaced(folder)
-    for step in reversed(steps_to_resume(folder, checkpoint=checkpoint, config=config)):
+    for step in reversed(steps_to_resume(folder, checkpoint=checkpoint, identity=identity)):
         if is_complete(folder, step=step):
             return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
     return None
@@ -341,6 +353,11 @@ def mark_finished(folder: Path, *, step: int) -> None:
     except OSError as error:
         text = "%s/%s cannot be written: %s; the run is complete, but nothing but its last step says so"
         logger.warning(text, folder, _FINISHED_FILE, error.strerror)
+
+
+def mark_unfinished(folder: Path) -> None:
+    """Forgets that the run was complete: it has gone back to an earlier step."""
+    (folder / _FINISHED_FILE).unlink(missing_ok=True)
 
 
 def finished_step(folder: Path) -> int:

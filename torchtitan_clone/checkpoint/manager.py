@@ -54,8 +54,8 @@ class CheckpointManager:
     """Saves and loads the training state of one run. All ranks call its "Collective" methods in the same order.
 
     `state` returns the tensors of training by name; loading fills them in place. Each is a DTensor, or identical on
-    every rank that has it. `config` is the text of the configuration, which every checkpoint contains. `group` is the
-    name of this replica group if others use the folder at the same time.
+    every rank that has it. `config` is the text of the configuration, which every checkpoint contains, `identity` the
+    part of it that tells the run from others. `group` is the name of this replica group if others use the folder too.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class CheckpointManager:
         folder: Path,
         state: Callable[[], dict[str, Tensor]],
         config: str,
+        identity: str = "",
         group: str = "",
     ):
         self.is_saving_enabled = checkpoint.enable and not checkpoint.load_only
@@ -72,7 +73,7 @@ class CheckpointManager:
         self._options = checkpoint
         self._folder = folder
         self._state = state
-        self._config = config
+        self._identity = identity
         self._group = group
         self._policy = SavePolicy(checkpoint)
         self._saves = SaveRunner(checkpoint, extra_files={CONFIG_FILE: config, VERSIONS_FILE: _versions()}, group=group)
@@ -97,7 +98,7 @@ class CheckpointManager:
     def find_resume_point(self) -> Progress | None:
         """Returns the progress of the newest intact step, None for a new run; ConfigError if none is. Collective."""
         self._resume_point = find_resume_point(
-            self._options, folder=self._folder, config=self._config, group=self._group
+            self._options, folder=self._folder, identity=self._identity, group=self._group
         )
         if self._resume_point is None or self._resume_point.progress is None:
             return None

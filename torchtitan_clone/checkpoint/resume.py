@@ -34,16 +34,16 @@ class ResumePoint:
     progress: Progress | None
 
 
-def find_resume_point(checkpoint: Checkpoint, *, folder: Path, config: str, group: str) -> ResumePoint | None:
+def find_resume_point(checkpoint: Checkpoint, *, folder: Path, identity: str, group: str) -> ResumePoint | None:
     """Returns the newest intact step of steps_to_resume(), or initial_load_path. Collective.
 
     `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for is corrupted.
     """
-    steps, saved_steps, had_steps = _agree_on_steps(checkpoint, folder=folder, config=config, group=group)
+    steps, saved_steps, had_steps = _agree_on_steps(checkpoint, folder=folder, identity=identity, group=group)
     for step in reversed(steps):
         if (index := _verify_or_quarantine(checkpoint, folder=folder, step=step)) is not None:
-            if checkpoint.load_step != -1 and not checkpoint.load_only:
-                _quarantine_newer(folder, load_step=checkpoint.load_step, step=step)
+            if not checkpoint.load_only:
+                _quarantine_newer(folder, checkpoint=checkpoint, identity=identity, step=step)
             source = commit.step_folder(folder, step)
             progress = commit.progress_to_resume(source, checkpoint=checkpoint)
             groups = (MODEL, OPTIMIZER, OUTER, RNG)
@@ -85,11 +85,11 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
         if checkpoint.load_step not in (-1, point.progress.step):
-            logger.info("this configuration has continued from checkpoint.load_step = %d before", checkpoint.load_step)
+            logger.info("this run has gone back to checkpoint.load_step = %d before", checkpoint.load_step)
 
 
 def _agree_on_steps(
-    checkpoint: Checkpoint, *, folder: Path, config: str, group: str
+    checkpoint: Checkpoint, *, folder: Path, identity: str, group: str
 ) -> tuple[list[int], list[int], bool]:
     """Returns the steps to resume from that rank 0 finds after cleaning up, all steps, and if there ever was one."""
     answer: list[object] = []
@@ -98,7 +98,7 @@ def _agree_on_steps(
         if not checkpoint.load_only:
             commit.delete_leftovers(folder, group=group)
         saved = commit.committed_steps(folder)
-        steps = commit.steps_to_resume(folder, checkpoint=checkpoint, config=config)
+        steps = commit.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
         answer = [steps, saved, bool(saved or commit.corrupt_steps(folder))]
     steps_of_run, saved_steps, had_steps = broadcast_json(answer).items(count=3)
     return steps_of_run.integers(), saved_steps.integers(), had_steps.flag()
@@ -115,12 +115,17 @@ def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) ->
     return None
 
 
-def _quarantine_newer(folder: Path, *, load_step: int, step: int) -> None:
-    """Renames the steps after the one that is resumed: the run will save these again, with other values."""
+def _quarantine_newer(folder: Path, *, checkpoint: Checkpoint, identity: str, step: int) -> None:
+    """With load_step, renames the steps after the one that is resumed, which the run will save with other values."""
     if dist.get_rank() == 0:
-        for newer in [newer for newer in commit.committed_steps(folder) if newer > step]:
-            target = commit.quarantine(folder, step=newer, suffix="left", reason=f"for step {load_step}")
-            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, newer, target)
+        load_step = checkpoint.load_step
+        newer = [each for each in commit.committed_steps(folder) if each > step and load_step != -1]
+        for each in newer:
+            target = commit.quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
+            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
+        if newer:
+            commit.mark_unfinished(folder)
+        commit.note_origin(folder, checkpoint=checkpoint, identity=identity)
     dist.barrier()
 
 

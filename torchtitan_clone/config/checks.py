@@ -129,7 +129,8 @@ def _find_replica_group_errors(config: Config, device_type: str) -> Iterator[str
         rule = "the lighthouse would drop a replica group that waits for process_group_timeout_ms"
         remedy = f"set it to more than {options.process_group_timeout_ms}"
         yield f"fault_tolerance.join_timeout_ms = {options.join_timeout_ms}: {rule}; {remedy}."
-    if (step := config.checkpoint.load_step) != -1:
+    checkpoint = config.checkpoint
+    if (step := checkpoint.load_step) != -1 and checkpoint.enable and not checkpoint.load_only:
         rule = "a replica group that starts again would move aside what the others have saved since"
         remedy = "move newer steps out of the folder of checkpoints, and set it to -1"
         yield f"checkpoint.load_step = {step}: {rule}; {remedy}."

@@ -363,8 +363,8 @@ class Checkpoint:
     verify: Literal["full", "sizes"] = "full"
     """Verification before loading: "full" compares the digest of every file, "sizes" only file sizes."""
     load_step: Annotated[int, Range(0, MAX_STEPS, or_auto=True)] = -1
-    """Step to resume from; later checkpoints are moved aside, except those saved by this configuration, from which it
-    continues. -1: the latest complete checkpoint."""
+    """Step to resume from; later checkpoints are moved aside, and a run that is started again continues from what it
+    saved since. -1: the latest complete checkpoint."""
     load_only: bool = False
     """Resume from a checkpoint but never save."""
     start_fresh: bool = False

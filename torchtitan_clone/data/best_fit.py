@@ -12,7 +12,7 @@ Source: H. Ding et al., Fewer Truncations Improve Language Modeling, arXiv 2404.
 
 import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -27,6 +27,7 @@ from torchtitan_clone.files import write_atomically
 logger = logging.getLogger("torchtitan_clone")
 
 PIECE_FILES = ("rows", "starts", "lengths")
+_CHECKED_AT_ONCE = 1 << 20
 
 
 class Rows(Protocol):
@@ -102,12 +103,25 @@ def _open_packed(store: TokenStore, split: Split, *, seq_len: int, folder: Path)
     if not len(rows) or rows[0] != 0 or rows[-1] != len(starts) or len(starts) != len(lengths):
         raise DocumentError(f"{split}.rows does not reach from 0 to the number of pieces")
     tokens = store.tokens(split)
-    if (lengths <= 0).any() or (starts < 0).any() or (starts > len(tokens) - lengths).any():
-        raise DocumentError(f"{split}.starts and {split}.lengths exceed the {len(tokens):,} tokens of the store")
-    if (np.diff(rows) <= 0).any() or (len(rows) > 1 and np.add.reduceat(lengths, rows[:-1]).max() > seq_len + 1):
-        raise DocumentError(f"{split}.rows does not divide the pieces into rows of {seq_len + 1:,} tokens")
+    changed = tuple((folder / f"{split}.{name}").stat().st_mtime_ns for name in PIECE_FILES)
+    _check_rows(folder, split, seq_len=seq_len, num_tokens=len(tokens), changed=changed)
     eos_id = store.meta.eos_id
     return PackedRows(tokens=tokens, seq_len=seq_len, eos_id=eos_id, rows=rows, starts=starts, lengths=lengths)
+
+
+@cache  # rows are opened several times, and reading all pieces takes 5 s for 10^8
+def _check_rows(folder: Path, split: Split, *, seq_len: int, num_tokens: int, changed: tuple[int, ...]) -> None:
+    """DocumentError if a row has a piece that is not in the tokens, or more than it has room for."""
+    rows, starts, lengths = (map_numbers(folder / f"{split}.{name}", dtype="int64") for name in PIECE_FILES)
+    for first in range(0, len(rows) - 1, _CHECKED_AT_ONCE):
+        bounds = rows[first : first + _CHECKED_AT_ONCE + 1]
+        if (np.diff(bounds) <= 0).any() or bounds[0] < 0 or bounds[-1] > len(starts):
+            raise DocumentError(f"{split}.rows does not increase")
+        begins, sizes = starts[bounds[0] : bounds[-1]], lengths[bounds[0] : bounds[-1]]
+        if (sizes <= 0).any() or (begins < 0).any() or (begins > num_tokens - sizes).any():
+            raise DocumentError(f"{split}.starts and {split}.lengths exceed the {num_tokens:,} tokens of the store")
+        if np.add.reduceat(sizes, bounds[:-1] - bounds[0]).max() > seq_len + 1:
+            raise DocumentError(f"{split}.rows has more than {seq_len + 1:,} tokens in a row")
 
 
 def _write_rows(folder: Path, *, store: TokenStore, seq_len: int) -> None:

@@ -24,17 +24,23 @@ def mixture_record(dataset: MixtureDataset, *, samples: int) -> dict[str, object
 def streams_to_resume(
     dataset: MixtureDataset, *, state: Mapping[str, Any], streams: list[StreamState], num_rows: int
 ) -> list[StreamState]:
-    """Returns the positions in the hub datasets of a mixture, by the names and fingerprints that a state has of them.
+    """Returns the positions in the hub datasets of a mixture, by the fingerprints that a state has of them.
 
-    Others begin anew. States of a single hub dataset, and older ones, have no names. DocumentError if it is damaged.
+    Others begin anew. States of a single hub dataset, and older ones, do not name them. DocumentError if it is damaged.
     """
     now = {name: source.identity.data for name, source in dataset.sources.items() if isinstance(source, HubDataset)}
     names = [item.text() for item in Value(state.get("streamed", [*now]), where="streamed").items()]
-    trained = dict(_trained_sources(state)) or dict.fromkeys(names[:1], state.get("data"))
-    if [*trained] == [WHOLE_RUN]:
-        trained = dict.fromkeys(now, trained[WHOLE_RUN])
-        names = [*now]
-    known = {name: stream for name, stream in zip(names, streams, strict=False) if trained.get(name) == now.get(name)}
+    trained = dict(_trained_sources(state)) or dict.fromkeys(names, state.get("data"))
+    if [*trained] == [WHOLE_RUN]:  # it had no name
+        trained = dict.fromkeys(names, trained[WHOLE_RUN])
+    left = [(trained.get(name), name, stream) for name, stream in zip(names, streams, strict=False)]
+    known: dict[str, StreamState] = {}
+    for may_be_renamed in (False, True):
+        for name in now.keys() - known.keys():
+            found = [each for each in left if each[0] == now[name] and (may_be_renamed or each[1] == name)]
+            if found:
+                left.remove(found[0])
+                known[name] = found[0][2]
     start = start_of_streams(None, size=num_rows)
     return [known.get(name, start) for name in now] if known else []
 

@@ -23,7 +23,7 @@ class SourceSums:
         self._sums_SC = torch.zeros(1 + len(self._names), COLUMNS, dtype=torch.float64, device=device)
         """First those of targets that no source is known of, such as those of multi-token prediction.
 
-        float64: in float32, sums over a pass of validation stop to grow after 2^24 targets.
+        float64: in float32, sums over a pass of validation stop growing after 2^24 targets.
         """
 
     def reset(self) -> None:

@@ -169,12 +169,18 @@ def plan_on_mesh(plan: RunPlan, *, config: Config, world_size: int, layer_costs:
 
 
 def plan_after(progress: Progress, *, first: RunPlan) -> RunPlan:
-    """Returns the plan of the step after a progress, whose position in the data the loader checks."""
+    """Returns the plan of the step after a progress, whose position in the data the loader checks.
+
+    After the last step it is the plan of that step, which a run may still have to export.
+    """
+    is_complete = progress.step > 0 and progress.step == first.config.training.steps
+    step = progress.step if is_complete else progress.step + 1
     samples = progress.data.get("samples")
     if first.mixture is None or type(samples) is not int or samples < 0:
-        return first.at_step(progress.step + 1)
+        return first.at_step(step)
     timeline = first.mixture.timeline
-    return first.at_step(progress.step + 1, batch=timeline.unskipped(timeline.batch_at(samples)))
+    following = timeline.batch_at(samples)
+    return first.at_step(step, batch=max(1, following - 1) if is_complete else timeline.unskipped(following))
 
 
 def _stages(
@@ -211,6 +217,11 @@ def replica_identity(config: Config) -> str:
     data = (sources, config.data.stages, config.data.skip_steps, config.data.packing, config.data.drop_duplicates)
     debug = (config.debug.seed, config.debug.moe_force_load_balance)
     return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data))
+
+
+def run_identity(config: Config) -> str:
+    """Returns the options that determine what the steps of a run train, without their number, as text."""
+    return replica_identity(replace(config, training=replace(config.training, steps=1)))
 
 
 def total_tokens(plan: RunPlan) -> int:

@@ -22,7 +22,7 @@ from torchtitan_clone.checkpoint.commit import (
     finished_step,
     initial_folder,
 )
-from torchtitan_clone.config import Config, ConfigError, load_config, to_toml
+from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
@@ -38,7 +38,7 @@ from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
-from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, plan_after
+from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, plan_after, run_identity
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import find_run_errors
 from torchtitan_clone.run.run_folder import RunFolder
@@ -179,7 +179,7 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     tasks, prompts = _open_tasks(plan)
     progress = _expected_progress(plan)
     open_loaders(plan_after(progress, first=plan), dataset=dataset, rank=launch.rank, position=progress.data)
-    for phase in plan.later_phases():
+    for phase in _phases_to_come(plan, progress=progress):
         open_loaders(phase, dataset=dataset, rank=launch.rank)
     folder = RunFolder(plan) if launch.rank == 0 else None
     if folder is not None:
@@ -207,21 +207,27 @@ def _open_tasks(plan: RunPlan) -> tuple[list[Task], list[list[int]]]:
 
 def _expected_progress(plan: RunPlan) -> Progress:
     config = plan.config
-    progress = expected_progress(config.checkpoint, folder=plan.checkpoint_folder, config=to_toml(config))
+    progress = expected_progress(config.checkpoint, folder=plan.checkpoint_folder, identity=run_identity(config))
     return progress or NOTHING_DONE
 
 
 def _completed_steps(plan: RunPlan, *, progress: Progress) -> int:
-    """Returns the step up to which the run is complete, with the exports of its last step; 0 if these are missing."""
+    """Returns the step up to which the run is complete; 0 where the exports of its last step are missing."""
     options = plan.config.checkpoint
-    if not options.enable:
-        return 0
-    finished = finished_step(plan.checkpoint_folder) if options.load_step == -1 else 0
-    is_last = progress.step == plan.config.training.steps and not options.load_only
     has_exports = is_export_due(plan.config, step=progress.step) or options.last_save_model_only
-    if is_last and has_exports and not plan.config.fault_tolerance.enable:
-        return finished
-    return max(progress.step, finished)
+    exports = has_exports and not options.load_only and not plan.config.fault_tolerance.enable
+    if progress.step == plan.config.training.steps and exports:
+        return finished_step(plan.checkpoint_folder)
+    return progress.step
+
+
+def _phases_to_come(plan: RunPlan, *, progress: Progress) -> Iterator[RunPlan]:
+    """Yields the plans of the later phases that the run will reach."""
+    steps = plan.config.training.steps
+    last = steps if plan.mixture is None else plan.mixture.timeline.batch_of_step(steps)
+    for phase in plan.later_phases():
+        if progress.step < max(phase.first_step, phase.first_batch) <= last:
+            yield phase
 
 
 def find_initial_weights(plan: RunPlan) -> InitialWeights | None:

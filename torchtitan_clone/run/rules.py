@@ -88,6 +88,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *_tensor(config, heads),
         *_context(config, heads),
         *_experts(config.parallelism, world_size, args),
+        *_shards_of_experts(config, args),
         *_balancing(config, args),
         *_float8(config),
     ]
@@ -140,7 +141,6 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
     """The expert axis divides shard x context x tensor, and the experts of the model."""
     degree = parallelism.expert_parallel_degree
     if degree == 1:
-        yield from _shards_of_experts(parallelism, args)
         return
     option = f"parallelism.expert_parallel_degree = {degree}"
     if not args.num_experts:
@@ -159,12 +159,13 @@ def _experts(parallelism: Parallelism, world_size: int, args: ModelArgs) -> Iter
         yield f"{option}: does not divide {factors}; set it to a divisor ({divisors})."
 
 
-def _shards_of_experts(parallelism: Parallelism, args: ModelArgs) -> Iterator[str]:
+def _shards_of_experts(config: Config, args: ModelArgs) -> Iterator[str]:
     """Without expert parallelism every tensor-parallel rank has a part of each expert."""
     moe: MoEArgs | None = getattr(args, "moe", None)
-    unit = 8 * parallelism.tensor_parallel_degree
-    if moe is not None and moe.hidden_dim % unit:
-        rule = f"tensor {parallelism.tensor_parallel_degree} shards it, and grouped products need rows of 16 bytes"
+    degree = config.parallelism.tensor_parallel_degree
+    unit = (4 if config.training.mixed_precision_param == "float32" else 8) * degree
+    if moe is not None and config.parallelism.expert_parallel_degree == 1 and degree > 1 and moe.hidden_dim % unit:
+        rule = f"tensor {degree} shards it, and grouped products need rows of a multiple of 16 bytes"
         remedy = f"set it to {either(nearest_multiples(unit, moe.hidden_dim))}, or use expert_parallel_degree"
         yield f"model.args.moe.hidden_dim = {moe.hidden_dim}: must be a multiple of {unit}, because {rule}; {remedy}."
 

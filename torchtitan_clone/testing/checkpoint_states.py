@@ -106,14 +106,20 @@ def progress_at(step: int) -> Progress:
 
 
 def build_manager(
-    folder: Path, state: dict[str, Tensor] | Callable[[], dict[str, Tensor]], *, config: str = "", **options: object
+    folder: Path,
+    state: dict[str, Tensor] | Callable[[], dict[str, Tensor]],
+    *,
+    config: str = "",
+    **options: object,
 ) -> CheckpointManager:
-    """Returns a manager with these options of `[checkpoint]`."""
+    """Returns a manager with these options of `[checkpoint]`; `identity` is one of the manager."""
+    identity = str(options.pop("identity", ""))
     return CheckpointManager(
         Checkpoint(**options),  # pyright: ignore[reportArgumentType]
         folder=folder,
         state=state if callable(state) else lambda: state,
         config=config,
+        identity=identity,
     )
 
 
