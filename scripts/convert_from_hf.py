@@ -33,7 +33,7 @@ def convert(source: Path, folder: Path, *, spec: ModelSpec, dtype: torch.dtype) 
     if problems := args.violations():
         raise ConfigError(problems)
     state = {
-        name: tensor.detach().to(exported_dtype(tensor.dtype, wanted=dtype))
+        name: tensor.detach().to(exported_dtype(name, tensor.dtype, wanted=dtype))
         for name, tensor in spec.state_on_meta(args).items()
     }
     weights = open_initial_weights(source, spec=spec, model_args=args, state=state)

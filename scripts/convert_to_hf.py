@@ -24,16 +24,16 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
+from torchtitan_clone.run.trained_model import args_at_step
 
 
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
     """Reads the checkpoint's own config.toml for the model; ConfigError where something does not fit."""
     weights = Weights(checkpoint)
-    model = load_config([f"--job.config_file={checkpoint / 'config.toml'}"]).model
-    if hf_assets_path is not None:
-        model = replace(model, hf_assets_path=hf_assets_path)
-    spec = find_model(model)
-    args = spec.resolve_args(model)
+    config = load_config([f"--job.config_file={checkpoint / 'config.toml'}"])
+    model = replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path)
+    spec, tokenizer = find_model(model), build_tokenizer(model.hf_assets_path)
+    args = args_at_step(replace(config, model=model), folder=checkpoint, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
@@ -43,7 +43,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     write_weights(
         folder,
         entries=[
-            entry_for(name, dtype=exported_dtype(found[ours].dtype, wanted=dtype), shape=piece.shape)
+            entry_for(name, dtype=exported_dtype(ours, found[ours].dtype, wanted=dtype), shape=piece.shape)
             for name, ((ours, piece), *_) in sources.items()
         ],
         read=lambda entry: assemble_source(sources[entry.name], read=read, dtype=entry.torch_dtype),
@@ -51,7 +51,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
             spec=spec,
             model_args=args,
             model=model,
-            tokenizer=build_tokenizer(model.hf_assets_path),
+            tokenizer=tokenizer,
             dtype=dtype,
         ),
     )

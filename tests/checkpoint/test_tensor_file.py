@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan_clone.checkpoint.tensor_file import entry_for, read_header, write_tensor_file
+from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype, read_header, write_tensor_file
 
 
 def mixed_tensors():
@@ -71,3 +71,10 @@ def test_corruption_is_found_before_writing_returns(tmp_path, damage):
 def test_an_unsupported_type_is_refused_by_name():
     with pytest.raises(TypeError, match=r"model/freqs: .* torch.complex64 cannot be saved, only .*float32"):
         entry_for("model/freqs", dtype=torch.complex64, shape=(2,))
+
+
+def test_biases_of_routers_are_exported_as_they_are():
+    wanted = torch.bfloat16
+    assert exported_dtype("layers.0.feed_forward.router.expert_bias", torch.float32, wanted=wanted) == torch.float32
+    assert exported_dtype("layers.0.attention.wq.bias", torch.float32, wanted=wanted) == wanted
+    assert exported_dtype("layers.0.feed_forward.router.expert_load", torch.int64, wanted=wanted) == torch.int64

@@ -338,3 +338,14 @@ def test_bad_arguments_are_named(changes, message):
 def test_unsupported_hub_configs_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         HUB.from_config(HUB.to_config(ARGS) | changes)
+
+
+def test_groups_that_a_config_leaves_out_are_those_of_transformers():
+    v3, v2 = (HUB.to_config(args) for args in (ARGS, replace(ARGS, moe=V2_MOE)))
+    del v3["n_group"], v3["topk_group"]
+    groups = HUB.from_config({**v3, "n_routed_experts": 64})["moe"]
+    defaults = DeepseekV3Config()
+    assert (groups["num_groups"], groups["top_groups"]) == (defaults.n_group, defaults.topk_group)
+    del v2["topk_method"]
+    with pytest.raises(ConfigError, match=r"topk_method = 'greedy', and .* supports only 'group_limited_greedy'"):
+        HUB.from_config({**v2, "n_group": 4, "topk_group": 2})

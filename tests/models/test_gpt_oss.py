@@ -13,7 +13,7 @@ from tests.models.twins import assert_logits_equal, assert_round_trip, assert_te
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
-from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.moe import Experts, MoEArgs
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import open_initial_weights
@@ -167,3 +167,12 @@ def test_bad_parts_of_experts_in_4_bits_are_refused(tmp_path):
     for number, (tensors, message) in enumerate(cases):
         with pytest.raises(ConfigError, match=message):
             open_initial_weights(write(tmp_path / str(number), tensors), spec=SPEC, model_args=QUANTIZED, state=state)
+
+
+def test_gradients_of_biases_of_experts_in_bfloat16_are_those_of_float32():
+    experts = Experts(MoEArgs(num_experts=2, hidden_dim=16, biases=True), dim=16).to(torch.bfloat16)
+    rows = torch.zeros(4096, 16, dtype=torch.bfloat16)
+    ends = torch.tensor([4096, 4096], dtype=torch.int32)
+    out = experts._product(rows, experts.w1, experts.w1_bias, ends)
+    out.backward(torch.ones_like(out))
+    assert experts.w1_bias.grad[0].tolist() == [4096.0] * 16

@@ -95,6 +95,27 @@ def test_yarn_is_read_from_config_and_written_to_it(optional):
 
 
 @pytest.mark.parametrize(
+    ("mscale", "of_all_dimensions"), [(2.0, 0.0), (0.707, 0.0), (0.0, 0.0), (0.0, 1.0), (1.0, 0.0)]
+)
+def test_magnitudes_that_yarn_computes_from_one_factor_survive_an_export(mscale, of_all_dimensions):
+    scaling = RopeScaling(rope_type="yarn", factor=40.0, mscale=mscale, mscale_all_dim=of_all_dimensions)
+    config = hf.to_config(replace(SMALL, rope_scaling=scaling))
+    _, magnitude = ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**config), torch.device("cpu"))
+    assert magnitude == pytest.approx(scaling.magnitude(), rel=1e-9)
+    again = RopeScaling(**hf.from_config(config)["rope_scaling"])
+    assert again.magnitude() == pytest.approx(scaling.magnitude(), rel=1e-9)
+
+
+def test_a_scaling_that_was_added_to_a_config_is_read():
+    """transformers 5 writes rope_parameters, and prefers rope_scaling."""
+    config = LlamaConfig(**hf.to_config(SMALL)).to_dict() | {"rope_scaling": YARN}
+    assert (
+        hf.from_config(config)["rope_scaling"]
+        == hf.from_config(hf.to_config(SMALL) | {"rope_scaling": YARN})["rope_scaling"]
+    )
+
+
+@pytest.mark.parametrize(
     ("changes", "fragment"),
     [
         ({"model_type": "mistral"}, "mistral"),

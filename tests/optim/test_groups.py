@@ -184,3 +184,12 @@ def test_groups_train_on_a_pipeline_as_on_one_rank_and_resume_exactly(corpus, tm
     assert uninterrupted == pytest.approx(expected, rel=1e-5)
     run("resumed", 2, **PIPELINE, training__steps=3)
     assert run("resumed", 2, **PIPELINE) == uninterrupted
+
+
+def test_stacked_biases_of_experts_are_not_decayed():
+    parameters = {"experts.w1": torch.empty(2, 4, 4), "experts.w1_bias": torch.empty(2, 4)}
+    groups = resolve_groups(Optimizer(weight_decay=0.1), parameters=parameters)
+    assert [(list(group.parameters), group.settings.weight_decay) for group in groups] == [
+        (["experts.w1"], 0.1),
+        (["experts.w1_bias"], 0.0),
+    ]

@@ -1,7 +1,11 @@
 """Stages change the sequence length, the batch and the mixture in the middle of a run; see phases.py and plan.py."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from scripts.convert_to_hf import convert
 from tests.data.corpora import jsonl, write
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
@@ -175,6 +179,14 @@ def test_a_stage_changes_the_model_and_the_shape_of_a_batch(corpus, sources, tmp
         assert found.tokens_per_step == plan.tokens_per_step
     assert plan.model_args.rope_theta != 5e6
     assert f"from step {BORDER}\n" in summary(plan)
+
+
+def test_a_converted_checkpoint_has_the_positions_of_its_stage(corpus, sources, tmp_path):
+    run_ranks(train_all, 1, [stage_options(corpus, tmp_path, sources, checkpoint__enable=True)])
+    convert(
+        tmp_path / "run" / "checkpoint" / f"step-{STEPS}", tmp_path / "hf", dtype=torch.float32, hf_assets_path=None
+    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_theta"] == EXTENSION["rope_theta"]
 
 
 def test_a_later_stage_that_cannot_be_read_is_an_error_at_the_start(corpus, sources, tmp_path):

@@ -86,7 +86,7 @@ class FullTensorGather:
     def entries(self) -> list[Entry]:
         dtypes = {ours: next(iter(shards.values())).dtype for ours, shards in self._shards.items()}
         return [
-            entry_for(name, dtype=exported_dtype(dtypes[ours], wanted=self._dtype), shape=piece.shape)
+            entry_for(name, dtype=exported_dtype(ours, dtypes[ours], wanted=self._dtype), shape=piece.shape)
             for name, ((ours, piece), *_) in self._sources.items()
         ]
 

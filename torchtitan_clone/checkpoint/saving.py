@@ -238,7 +238,7 @@ class SaveRunner:
         """Saves parameters and buffers only, with floating-point tensors in export_dtype, and waits. Collective."""
         wanted = getattr(torch, self._options.export_dtype)
         model = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
-        model = {name: tensor.to(exported_dtype(tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
+        model = {name: tensor.to(exported_dtype(name, tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
         file = RankFile(plan_save(model), mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
         if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, file=file, state=model) is not None:
             self.finish()

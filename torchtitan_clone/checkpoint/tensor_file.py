@@ -73,9 +73,12 @@ def entry_for(name: str, *, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
     return Entry(name=name, dtype=NAMES[dtype], shape=tuple(shape))
 
 
-def exported_dtype(dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
-    """Returns the wanted type for floating-point types; integers and booleans stay."""
-    return wanted if dtype.is_floating_point else dtype
+def exported_dtype(name: str, dtype: torch.dtype, *, wanted: torch.dtype) -> torch.dtype:
+    """Returns the type in which a tensor of the model is exported: the wanted one for weights in floating point.
+
+    The biases that balance routers stay: they choose experts by differences that bfloat16 does not have.
+    """
+    return wanted if dtype.is_floating_point and not name.endswith(".expert_bias") else dtype
 
 
 def write_tensor_file(path: Path, *, entries: Sequence[Entry], tensors: Iterable[Tensor]) -> None:

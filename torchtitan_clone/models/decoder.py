@@ -19,7 +19,7 @@ from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotar
 from torchtitan_clone.ops.rms_norm import RMSNorm
 from torchtitan_clone.ops.source_sums import split_targets
 from torchtitan_clone.ops.varlen_attention import OnHost
-from torchtitan_clone.torch_compat import persistent_buffers
+from torchtitan_clone.torch_compat import is_fake, persistent_buffers
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
@@ -165,6 +165,20 @@ class OutputProjection(nn.Module):
         return torch.stack(losses) if later else losses[0]
 
 
+class Embedding(nn.Embedding):
+    """Looks up in float32 where a CPU trains in bfloat16, with the same results.
+
+    torch's backward adds the gradient of one token after another to a total in the weight's type there, in which the
+    gradients of frequent tokens are lost.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight = self.weight
+        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or is_fake(weight):
+            return super().forward(input)
+        return F.embedding(input, weight.float()).to(weight.dtype)
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer, or a pipeline stage of it: an absent embedding, norm or output passes its input on.
 
@@ -186,7 +200,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.auxiliary: Mapping[str, float] = auxiliary or {}
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         self.attention_mask = DocumentMask()
         self.layers = nn.ModuleDict({str(i): build_block(args, i) for i in range(args.n_layers + args.mtp_depth)})
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)

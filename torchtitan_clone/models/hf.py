@@ -128,7 +128,10 @@ class DecoderHub:
         ]
         if problems:
             raise ConfigError(problems)
-        given = {**self.defaults, "num_key_value_heads": given["num_attention_heads"], **given}
+        defaults = dict(self.defaults)
+        if given.get("rope_parameters"):  # they have both
+            defaults.pop("rope_scaling", None)
+        given = {**defaults, "num_key_value_heads": given["num_attention_heads"], **given}
         values = read_arguments(self.keys, given)
         if "head_dim" not in self.keys:
             self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
@@ -140,8 +143,8 @@ class DecoderHub:
             entry.refuse(f"{self.family} supports only {supported}")
 
     def _rope(self, given: Mapping[str, object]) -> Arguments:
-        """Returns theta and scaling; transformers 5 writes both into rope_parameters."""
-        key = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+        """Returns theta and scaling; transformers 5 writes both into rope_parameters, and prefers rope_scaling."""
+        key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
         entries = _entry(given, key).entries() if given.get(key) else {}
         scaling = {name: entry for name, entry in entries.items() if entry.value is not None}
         theta = scaling.get("rope_theta", _entry({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
@@ -175,8 +178,12 @@ def scaling_to_config(scaling: RopeScaling) -> dict[str, object]:
     found = {theirs: values[ours] for ours, theirs in _SCALING_KEYS[scaling.rope_type].items()}
     if scaling.rope_type == "yarn":
         found |= {name: values[name] for name in ("beta_fast", "beta_slow", "truncate")}
-        optional = ("attention_factor", *(("mscale", "mscale_all_dim") if scaling.mscale_all_dim else ()))
-        found |= {name: values[name] for name in optional if values[name]}
+        if scaling.mscale and scaling.mscale_all_dim:
+            found |= {name: values[name] for name in ("mscale", "mscale_all_dim")}
+        elif scaling.magnitude() != scaling.growth(1.0):  # transformers reads both of mscale or none
+            values["attention_factor"] = scaling.magnitude()
+        if values["attention_factor"]:
+            found["attention_factor"] = values["attention_factor"]
     return {"rope_type": scaling.rope_type, **found}
 
 

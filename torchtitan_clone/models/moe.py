@@ -257,7 +257,8 @@ class Experts(nn.Module):
         if bias is None:
             return out
         index = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        return out + share_of_sum(bias)[torch.searchsorted(ends_E, index, right=True)].type_as(out)
+        # In float32: backward adds the gradient of one row after another, of which bfloat16 loses most.
+        return out + share_of_sum(bias).float()[torch.searchsorted(ends_E, index, right=True)].type_as(out)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float, alpha: float = 1.702) -> Tensor:

@@ -29,11 +29,16 @@ def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) ->
         own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
         settings = replace(optimizer, groups=[], **own)
         decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
-        decayed = {name: parameter for name, parameter in matched.items() if decay_all or parameter.ndim >= 2}
+        decayed = {name: parameter for name, parameter in matched.items() if decay_all or _is_matrix(name, parameter)}
         others = {name: parameter for name, parameter in matched.items() if name not in decayed}
         found.append(ResolvedGroup(settings=settings, parameters=decayed))
         found.append(ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others))
     return [group for group in found if group.parameters]
+
+
+def _is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is one or more matrices; the biases of experts are stacked too."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:

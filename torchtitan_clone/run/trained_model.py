@@ -70,7 +70,7 @@ def _open_checkpoint(
     config = replace(config, model=replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path))
     spec = find_model(config.model)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
-    args = _args_at_step(config, folder=folder, spec=spec, tokenizer=tokenizer)
+    args = args_at_step(config, folder=folder, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if unlike := [name for name, tensor in state.items() if name not in found or found[name].shape != tensor.shape]:
         raise ConfigError(f"{folder} has no {', '.join(unlike[:5])} of the shape that its {CONFIG_FILE} asks for")
@@ -80,7 +80,7 @@ def _open_checkpoint(
     return TrainedModel(path=folder, model=model, args=args, tokenizer=tokenizer, device=device)
 
 
-def _args_at_step(config: Config, *, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> ModelArgs:
+def args_at_step(config: Config, *, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> ModelArgs:
     """Returns the arguments of the model, with the rotary positions of the stage of the data that the step is in."""
     args = spec.resolve_args(config.model)
     if problems := args.violations():

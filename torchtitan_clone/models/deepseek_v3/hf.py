@@ -99,8 +99,10 @@ class _Release(MoEHub):
         }
 
     def from_config(self, config: Mapping[str, object]) -> Arguments:
-        # transformers derives head_dim; no groups are one group.
+        # transformers derives head_dim; null is one group, and what is absent has a default.
         given = {key: value for key, value in config.items() if key != "head_dim"}
+        absent_groups = {"n_group": 8, "topk_group": 4} if self.router.expert_bias else {}
+        given = absent_groups | given
         given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
         values = super().from_config(given)
         if absent := [key for key in ("q_lora_rank", "first_k_dense_replace") if key not in given]:
@@ -116,8 +118,9 @@ class _Release(MoEHub):
             raise ConfigError(str(error)) from None
         values["moe"] |= {name: getattr(self.router, name) for name in ROUTER}
         wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router.expert_bias)
-        if given.get("topk_method", wanted) != wanted:
-            found = shorten(repr(given["topk_method"]))
+        method = given.get("topk_method", "noaux_tc" if self.router.expert_bias else "greedy")
+        if method != wanted:
+            found = shorten(repr(method))
             raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
         return values
 

@@ -44,6 +44,13 @@ class Olmo3Args(Olmo2Args, WindowedArgs):
     max_seq_len: Size = 65536
     layer_types: list[LayerType] = field(default_factory=lambda: ["window", "window", "window", "full"])
 
+    def violations(self) -> list[str]:
+        found = super().violations()
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn" and not self.rope_scaling.truncate:
+            rule = "transformers does not read it in a config.json of olmo3"
+            found.append(f"model.args.rope_scaling.truncate = false: {rule}; set it to true")
+        return found
+
     def window_rope_args(self) -> RopeArgs:
         return RopeArgs(dim=self.head_dim, theta=self.rope_theta)
 
