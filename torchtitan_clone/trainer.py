@@ -214,6 +214,7 @@ class Trainer:
         if count:
             self._metrics.ledger.throw_away(steps=count, seconds=count * self._stop.step_seconds)
             self._metrics.forget(after_step=self._state.step)
+            self._metrics.restart_interval()
 
     def _maybe_change_phase(self) -> bool:
         """Freezes layers and moves the state to another mesh in memory, where training.freeze_schedule says so."""

@@ -108,6 +108,16 @@ RULES = [
         'fault_tolerance.process_group = "nccl": gradients are on cpu; set it to "gloo".',
     ),
     (
+        [*SEMI_SYNC, "--training.steps=1000", f"{FT}.sync_steps=5", "--checkpoint.interval_minutes=5"],
+        "cpu",
+        "checkpoint.interval_minutes: saves a step between two averages, when replica groups hold other weights",
+    ),
+    (
+        [*SEMI_SYNC, "--training.steps=1000", f"{FT}.sync_steps=5", "--checkpoint.keep_every=7"],
+        "cpu",
+        "checkpoint.keep_every = 7: not a multiple of the 5 steps between two averages",
+    ),
+    (
         [f"{FT}.enable", f"{FT}.group_size=2", "--checkpoint.load_step=10"],
         "cpu",
         "checkpoint.load_step = 10: a replica group that starts again would move aside what the others have saved",

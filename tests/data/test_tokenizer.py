@@ -3,12 +3,13 @@
 import hashlib
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models
 
 from scripts import train_tokenizer
-from tests.data.corpora import texts
+from tests.data.corpora import TOKENIZER, texts
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
@@ -89,3 +90,13 @@ def test_byte_lengths_of_tokens_add_up_to_the_text():
     text = "def größe(日本): return 'x' * 3\n\n\t🙂"
     assert sum(lengths[token] for token in tokenizer.encode_batch([text])[0]) == len(text.encode())
     assert lengths[tokenizer.eos_id] == 0
+
+
+def test_added_tokens_that_are_text_have_its_bytes(tmp_path):
+    backend = Tokenizer.from_str(TOKENIZER.backend.to_str())
+    backend.add_tokens(["\u65e5\u672c\u8a9e"])
+    tokenizer = replace(TOKENIZER, backend=backend, vocab_size=backend.get_vocab_size())
+    text = "\u65e5\u672c\u8a9e and \u65e5\u672c\u8a9e"
+    (ids,) = tokenizer.encode_batch([text])
+    lengths = tokenizer.byte_lengths()
+    assert sum(lengths[token] for token in ids) == len(text.encode())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torchtitan_clone.config import Config, ConfigError, to_toml
-from torchtitan_clone.observe.report import build_report
+from torchtitan_clone.observe.report import build_report, unique_names
 from torchtitan_clone.observe.report_charts import all_charts, kept_indices
 from torchtitan_clone.observe.report_data import MAX_COLUMNS, read_run
 from torchtitan_clone.observe.report_server import ReportServer
@@ -296,3 +296,7 @@ def test_a_browser_without_network_draws_every_chart(page, tmp_path):
     assert body == expected
     assert "CONSOLE" not in done.stderr
     assert "<title>full</title>" in done.stdout  # no text of a file ran as a script
+
+
+def test_runs_whose_folders_have_the_same_name_are_told_apart():
+    assert unique_names(["a", "b", "a", "a (2)", "a"]) == ["a", "b", "a (2)", "a (2) (2)", "a (3)"]

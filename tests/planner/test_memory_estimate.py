@@ -25,3 +25,11 @@ def test_estimate_is_within_a_tenth_of_the_simulation(case):
     plan = plan_of(world_size, **LLAMA, **{"training.local_batch_size": 2} | options)
     simulated = predict_step_memory(plan, device_type="cpu")[0]
     assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)
+
+
+def test_a_tied_embedding_counts_once():
+    sizes = {"model.name": "qwen3", "model.flavor": "0.6B", "model.args.n_layers": 2}
+    tied, untied = (plan_of(8, **sizes, **{"model.args.tied_embeddings": flag}) for flag in ("true", "false"))
+    weights = tied.model_args.vocab_size * tied.model_args.dim
+    assert untied.parameter_count - tied.parameter_count == weights
+    assert estimate_memory(untied).state - estimate_memory(tied).state == pytest.approx(3 * 4 * weights / 8, rel=1e-3)

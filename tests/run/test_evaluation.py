@@ -14,7 +14,7 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.ops import SOURCE_BITS
 from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
-from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices
+from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
 from torchtitan_clone.run.scoring import ScoredText, pack_texts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output, rows
@@ -193,3 +193,11 @@ def test_accuracies_divide_by_the_length_of_choices():
     assert found["accuracy"] == found["accuracy_per_char"] == 0.0
     assert found["accuracy_per_byte"] == 1.0
     assert found["gold_bits_per_byte"] == pytest.approx(5.0 / math.log(2) / 6)
+
+
+def test_a_choice_that_merges_with_its_query_is_scored():
+    """Nothing of a text of one token would be, and its likelihood would be 1."""
+    tokenizer = build_tokenizer(None)
+    assert len(tokenizer.encode_batch(["import"])[0]) == 1
+    (text,) = score_pairs([("im", "port")], tokenizer=tokenizer)
+    assert (tokenizer.decode(text.tokens), text.first) == ("import", len(tokenizer.encode_batch(["im"])[0]))

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import signal
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from scripts import convert_to_hf
 from scripts import generate as script
 from tests.models.test_kv_cache import generator_of
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.run.generation import Sampling, choose
 from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import options, train_rank
 
@@ -139,3 +141,15 @@ def test_damaged_weights_are_refused(killed_run, tmp_path, capsys):
     file.write_bytes(content)
     assert script.main([str(damaged), "--prompt=a"]) == 2
     assert "rank-1.safetensors does not match its digest" in capsys.readouterr().err
+
+
+def test_the_largest_number_that_can_be_drawn_chooses_a_token_with_a_share():
+    class Largest(Random):
+        def random(self):
+            return 1 - 2**-53  # 1 in float32
+
+    logits = torch.zeros(1, 50)
+    for top_k, most in ((None, 50), (3, 3)):
+        sampling = Sampling(max_new_tokens=1, temperature=1.0, top_k=top_k)
+        order = logits.softmax(dim=-1).sort(dim=-1, descending=True).indices
+        assert choose(logits, sampling=sampling, draws=[Largest()]).item() == order[0, most - 1]

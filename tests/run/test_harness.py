@@ -138,6 +138,10 @@ def test_rolling_log_likelihoods_and_generation(trained_run):
     (long,) = whole.generate_until(requests("generate_until", text, {"until": [], "max_gen_toks": 12}))
     (short,) = whole.generate_until(requests("generate_until", text, {"until": [long[3:5]], "max_gen_toks": 12}))
     assert short == long[: long.index(long[3:5])]
+    assert whole.generate_until(requests("generate_until", text, {"until": long[3:5], "max_gen_toks": 12})) == [short]
+    # As many tokens as the model has positions leave one for the prompt.
+    everything = {"until": [], "max_gen_toks": trained.args.max_seq_len}
+    assert whole.generate_until(requests("generate_until", "a b c", everything))[0]
     # The model is unchanged by generating.
     assert whole.loglikelihood_rolling(requests("loglikelihood_rolling", text)) == [rolling]
 

@@ -24,6 +24,13 @@ def test_state_is_divided_among_the_ranks_that_share_it():
     assert state_bytes(replicated) == state_bytes(one)
 
 
+def test_weights_that_are_frozen_from_the_first_step_have_no_gradients():
+    plan = plan_of("--training.freeze_schedule=[{step = 1, layers = 3}]")
+    trained = [name for name in plan.parameters if name.startswith(("layers.3.", "norm.", "output."))]
+    count = sum(plan.parameters[name].numel() for name in trained)
+    assert state_bytes(plan) == 16 * count + 4 * (plan.parameter_count - count)
+
+
 def test_inputs_of_layers_are_those_of_what_runs_at_once():
     hidden = 8 * 64 * 256 * 4
     assert activation_bytes(plan_of(), rows=8) == 4 * hidden

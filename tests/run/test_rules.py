@@ -258,6 +258,16 @@ RULES = [
         'set it to "default" or "never".',
     ),
     (
+        pipeline(
+            2,
+            "ZBVZeroBubble",
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+        ),
+        {},
+        'selective_ac_option = "op": ZBVZeroBubble computes gradients of inputs and of weights separately, and torch',
+    ),
+    (
         pipeline(2, "ZBVZeroBubble", "--compile.enable"),
         {},
         'a compiled block computes both at once; set compile.components to ["loss"]',

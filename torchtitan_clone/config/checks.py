@@ -150,7 +150,20 @@ def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[
         rule = f"must be less than the interval between two averages, {round_steps} steps"
         remedy = f"set it to at most {round_steps - 1}"
         yield f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: {rule}; {remedy}."
-    intervals = {"training.steps": config.training.steps, "checkpoint.interval": config.checkpoint.interval}
+    checkpoint = config.checkpoint
+    intervals = {
+        "training.steps": config.training.steps,
+        "checkpoint.interval": checkpoint.interval,
+        "checkpoint.keep_every": checkpoint.keep_every,
+        "checkpoint.hf_export_interval": checkpoint.hf_export_interval,
+    }
+    others = {
+        "interval_minutes": checkpoint.interval_minutes is not None,
+        "enable_first_step_checkpoint": checkpoint.enable_first_step_checkpoint,
+    }
+    for name in (name for name, is_set in others.items() if is_set and round_steps > 1):
+        rule = "saves a step between two averages, when replica groups hold other weights"
+        yield f"checkpoint.{name}: {rule}; remove it, and set checkpoint.interval."
     for name, steps in intervals.items():
         if steps % round_steps:
             rule = f"not a multiple of the {round_steps} steps between two averages"

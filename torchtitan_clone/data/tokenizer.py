@@ -42,11 +42,13 @@ class Tokenizer:
 
     def byte_lengths(self) -> list[int]:
         """Returns the bytes of text that each id stands for; 0 for special tokens and ids without a token."""
-        special = {token_id for token_id, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        added = self.backend.get_added_tokens_decoder()
         is_byte_level = "ByteLevel" in str(json.loads(self.backend.to_str()).get("decoder"))
         lengths = [0] * self.vocab_size
         for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
-            if token_id not in special:
+            if token_id in added:
+                lengths[token_id] = 0 if added[token_id].special else len(token.encode(errors="replace"))
+            else:
                 # A character of a byte-level token is one byte; others mark a space and spell out single bytes.
                 text = re.sub("<0x[0-9A-F]{2}>", "x", token.replace("\u2581", " "))
                 lengths[token_id] = len(token if is_byte_level else text.encode(errors="replace"))

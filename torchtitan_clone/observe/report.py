@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from string import Template
 
@@ -37,7 +37,8 @@ def build_report(folders: Sequence[Path]) -> str:
     """Returns the page about these run folders. ConfigError if one has no metrics, or plotly is not installed."""
     script = _plotly_script()
     places = [(place, folder) for folder in folders for place in run_folders(folder)]
-    runs = [read_run(place, name=_name(place, folder=folder)) for place, folder in places]
+    names = unique_names([_name(place, folder=folder) for place, folder in places])
+    runs = [read_run(place, name=name) for name, (place, _) in zip(names, places, strict=True)]
     data, points, charts = _charts_that_fit(runs)
     rows = sum(run.num_rows for run in runs)
     skipped = sum(run.num_skipped for run in runs)
@@ -70,6 +71,15 @@ def _plotly_script() -> str:
 def _name(place: Path, *, folder: Path) -> str:
     name = folder.resolve().name
     return name if place == folder else f"{name}/{place.name}"
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Returns the names, with a number after each that occurs before."""
+    found: list[str] = []
+    for name in names:
+        numbered = (f"{name} ({number})" for number in count(2))
+        found.append(name if name not in found else next(each for each in numbered if each not in found))
+    return found
 
 
 def _charts_that_fit(runs: Sequence[RunData]) -> tuple[str, int, int]:

@@ -48,7 +48,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     counts = Counter(id(work.layers[int(name[7:])]) for name in modules if name.startswith("layers."))
     layers = {layer: counts[id(layer)] for layer in work.kinds if counts[id(layer)]}
     end = fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)
-    ends = sum(name in ("tok_embeddings", "output") for name in modules)
+    ends = sum(name == "output" or (name == "tok_embeddings" and not args.tied_embeddings) for name in modules)
     groups = [(sharded_groups(layer, degrees=degrees), count) for layer, count in layers.items()] + [([end], ends)]
     complete = sum(count * group.elements for each, count in groups for group in each)
     largest = max((sum(group.elements for group in each) for each, _ in groups[:-1]), default=0.0)

@@ -382,9 +382,10 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     embedding = [fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)]
     end = {"machine": machine, "reduce_itemsize": reduce_itemsize, "regathers": False}
     known |= {
-        "tok_embeddings": _block(embedding, passes=Passes(), **end),
         "output": _block(embedding, passes=output_passes(shape, machine=machine), **end),
     }
+    if not args.tied_embeddings:
+        known["tok_embeddings"] = _block(embedding, passes=Passes(), **end)
     frees = reshards(config, degrees=degrees)
     found: list[Stage] = []
     same: dict[tuple[tuple[str, int], ...], Stage] = {}

@@ -128,10 +128,12 @@ def score_pairs(pairs: Sequence[tuple[str, str]], *, tokenizer: Tokenizer) -> li
     cut = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
     contexts = tokenizer.encode_batch([context for context, _ in cut])
     wholes = tokenizer.encode_batch([context + continuation for context, continuation in cut])
-    # The first token of all has nothing that it is given.
+    # The first token of all has nothing that it is given. Of a single token, nothing would be scored.
+    apart = [context + ending if len(whole) < 2 else whole for context, ending, whole in zip(
+        contexts, tokenizer.encode_batch([ending for _, ending in cut]), wholes, strict=True)]  # fmt: skip
     return [
-        ScoredText(tokens=whole, first=max(1, min(len(context), len(whole) - 1)))
-        for context, whole in zip(contexts, wholes, strict=True)
+        ScoredText(tokens=tokens, first=max(1, min(len(context), len(tokens) - 1)))
+        for context, tokens in zip(contexts, apart, strict=True)
     ]
 
 

@@ -171,4 +171,5 @@ def choose(logits_BV: Tensor, *, sampling: Sampling, draws: Sequence[Random]) ->
     sums_BV = shares_BV.cumsum(dim=-1)
     drawn_B1 = torch.tensor([[draw.random()] for draw in draws], device=sums_BV.device)
     index_B1 = (sums_BV <= drawn_B1 * sums_BV[:, -1:]).sum(dim=-1, keepdim=True)
-    return order_BV.gather(1, index_B1)
+    # A number close to 1 is 1 in float32, after the last token that has a share.
+    return order_BV.gather(1, torch.minimum(index_B1, (shares_BV > 0).sum(dim=-1, keepdim=True) - 1))

@@ -48,11 +48,13 @@ class HarnessModel(TemplateLM):
         """Returns the greedy continuations, up to the first of the texts that end them."""
         return [self._continue(context, **options) for context, options in (request.args for request in requests)]
 
-    def _continue(self, context: str, *, until: Sequence[str] = (), max_gen_toks: int = 256, **_: object) -> str:
-        generator = Generator(self._trained, sampling=Sampling(max_new_tokens=max_gen_toks))
+    def _continue(self, context: str, *, until: str | Sequence[str] = (), max_gen_toks: int = 256, **_: object) -> str:
+        until = [until] if isinstance(until, str) else until
+        longest = self._trained.args.max_seq_len
+        new_tokens = min(max_gen_toks, longest - 1)
+        generator = Generator(self._trained, sampling=Sampling(max_new_tokens=new_tokens))
         text = ""
-        kept = self._trained.args.max_seq_len - max_gen_toks
-        for piece in generator.stream_text(self.tok_encode(context)[-kept:]):
+        for piece in generator.stream_text(self.tok_encode(context)[new_tokens - longest :]):
             text += piece
             if ends := [text.index(end) for end in until if end in text]:
                 return text[: min(ends)]

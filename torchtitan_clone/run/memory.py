@@ -9,7 +9,7 @@ import torch
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.run.plan import RunPlan
 
-TENSORS_PER_PARAMETER = 4
+TENSORS_PER_PARAMETER = 4  # the weight, its gradient and two moments; of a frozen one the weight
 """Weight, gradient and Adam's two moments."""
 TOKEN_BYTES = 24
 """Token, target and position, each of 8 bytes."""
@@ -60,7 +60,10 @@ def state_bytes(plan: RunPlan) -> int:
     """Returns the bytes of weights, gradients and optimizer state that a rank holds on average."""
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
-    return TENSORS_PER_PARAMETER * plan.parameter_count * getattr(torch, plan.config.training.dtype).itemsize // ranks
+    frozen_modules = tuple(f"{name}." for name in plan.at_step(1).frozen_modules)
+    frozen = sum(weight.numel() for name, weight in plan.parameters.items() if name.startswith(frozen_modules))
+    tensors = TENSORS_PER_PARAMETER * (plan.parameter_count - frozen) + frozen
+    return tensors * getattr(torch, plan.config.training.dtype).itemsize // ranks
 
 
 def activation_bytes(plan: RunPlan, *, rows: int) -> int:

@@ -389,6 +389,13 @@ def _splits_backward(config: Config) -> Iterator[str]:
     if not splits_backward(parallelism):
         return
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+    recompute = config.activation_checkpoint
+    if recompute.mode == "selective" and recompute.selective_ac_option == "op":
+        yield (
+            f'activation_checkpoint.selective_ac_option = "op": {schedule} computes gradients of inputs and of weights '
+            'separately, and torch keeps what "op" saves for one backward; set it to a number, or '
+            'activation_checkpoint.mode to "full" or "none".'
+        )
     if parallelism.fsdp_reshard_after_forward == "always":
         yield (
             f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights separately, '
