@@ -16,10 +16,11 @@ from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
+from torchtitan_clone.ops.embedding import Embedding
 from torchtitan_clone.ops.rms_norm import RMSNorm
 from torchtitan_clone.ops.source_sums import split_targets
 from torchtitan_clone.ops.varlen_attention import OnHost
-from torchtitan_clone.torch_compat import is_fake, persistent_buffers
+from torchtitan_clone.torch_compat import persistent_buffers
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [B, T, D], output weight [V, D] and targets [B, T] to the sum of the loss over the targets."""
@@ -163,20 +164,6 @@ class OutputProjection(nn.Module):
             return F.linear(hidden_BTD, self.weight)
         losses = [loss_fn(hidden, self.weight, targets) for hidden, targets in ((hidden_BTD, targets_BT), *later)]
         return torch.stack(losses) if later else losses[0]
-
-
-class Embedding(nn.Embedding):
-    """Looks up in float32 where a CPU trains in bfloat16, with the same results.
-
-    torch's backward adds the gradient of one token after another to a total in the weight's type there, in which the
-    gradients of frequent tokens are lost.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or is_fake(weight):
-            return super().forward(input)
-        return F.embedding(input, weight.float()).to(weight.dtype)
 
 
 class Decoder(nn.Module):
