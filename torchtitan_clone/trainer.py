@@ -101,7 +101,7 @@ class Trainer:
             plan, state=self._state, checkpoints=self._checkpoints, timeouts=self._timeouts, stop=self._stop
         )
         self._replicas = replicas if wrap_replica_group is None else wrap_replica_group(replicas)
-        self._exporter = Exporter(run.plan, metrics=self._metrics)
+        self._exporter = Exporter(metrics=self._metrics)
         self._saver = Saver(
             self._checkpoints,
             state=self._state,

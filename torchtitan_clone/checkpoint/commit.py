@@ -40,7 +40,7 @@ MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
 VERSIONS_FILE = "versions.json"
 _FINISHED_FILE = "finished.json"
-_WENT_BACK_FILE = "went_back.json"
+_REWIND_FILE = "rewind.json"
 _FORMAT = 1
 _MAX_DIGITS = 18  # of a step
 _MAX_REASON = 100  # characters in the name of a folder
@@ -114,31 +114,35 @@ def newest_complete_step(folder: Path) -> int | None:
 def steps_to_resume(folder: Path, *, checkpoint: Checkpoint, identity: str) -> list[int]:
     """Returns the steps that a run may resume from, oldest first; `identity` is text that tells it from other runs.
 
-    With load_step these are that step and, if this run has gone back to it before, the later ones.
+    With load_step these are that step and, if this run was rewound to it before, the later ones.
     """
     steps, first = committed_steps(folder), checkpoint.load_step
     if first == -1:
         return steps
-    last = steps[-1] if steps and _has_gone_back(folder, step=first, identity=identity) else first
+    last = steps[-1] if steps and _was_rewound(folder, step=first, identity=identity) else first
     return [step for step in steps if first <= step <= last]
 
 
-def _has_gone_back(folder: Path, *, step: int, identity: str) -> bool:
+def _was_rewound(folder: Path, *, step: int, identity: str) -> bool:
     try:
-        record = read_json(folder / _WENT_BACK_FILE).table("step", "run")
+        record = read_json(folder / _REWIND_FILE).table("step", "run")
         return record["step"].integer() == step and record["run"].text() == _digest_of(identity, algorithm=DIGEST)
     except (OSError, DocumentError):
         return False
 
 
-def note_origin(folder: Path, *, checkpoint: Checkpoint, identity: str) -> None:
-    """Records that the steps after load_step are those of this run, or that nothing was resumed by load_step."""
-    file = folder / _WENT_BACK_FILE
-    if checkpoint.load_step != -1:
-        record = {"step": checkpoint.load_step, "run": _digest_of(identity, algorithm=DIGEST)}
-        write_atomically(file, json.dumps(record).encode())
-    elif file.exists():
-        file.unlink()
+def record_rewind(folder: Path, *, checkpoint: Checkpoint, identity: str) -> None:
+    """Records the step that load_step rewinds this run to, -1 for none; only warns if it cannot."""
+    record = {"step": checkpoint.load_step, "run": _digest_of(identity, algorithm=DIGEST)}
+    file = folder / _REWIND_FILE
+    try:
+        if checkpoint.load_step == -1:
+            file.unlink(missing_ok=True)
+        else:
+            write_atomically(file, json.dumps(record).encode())
+    except OSError as error:
+        text = "%s cannot be written: %s; started again with checkpoint.load_step, the run resumes from that step again"
+        logger.warning(text, file, error.strerror)
 
 
 def expected_progress(checkpoint: Checkpoint, *, folder: Path, identity: str) -> Progress | None:
@@ -356,7 +360,7 @@ def mark_finished(folder: Path, *, step: int) -> None:
 
 
 def mark_unfinished(folder: Path) -> None:
-    """Forgets that the run was complete: it has gone back to an earlier step."""
+    """Forgets that the run was complete: it was rewound to an earlier step."""
     (folder / _FINISHED_FILE).unlink(missing_ok=True)
 
 

@@ -85,7 +85,7 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     if point.progress is not None:
         logger.info("resumed after step %d", point.progress.step)
         if checkpoint.load_step not in (-1, point.progress.step):
-            logger.info("this run has gone back to checkpoint.load_step = %d before", checkpoint.load_step)
+            logger.info("this run was rewound to checkpoint.load_step = %d before", checkpoint.load_step)
 
 
 def _agree_on_steps(
@@ -125,7 +125,7 @@ def _quarantine_newer(folder: Path, *, checkpoint: Checkpoint, identity: str, st
             logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
         if newer:
             commit.mark_unfinished(folder)
-        commit.note_origin(folder, checkpoint=checkpoint, identity=identity)
+        commit.record_rewind(folder, checkpoint=checkpoint, identity=identity)
     dist.barrier()
 
 

@@ -8,7 +8,6 @@ from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.hub import EXPORT_FOLDER, export_files
-from torchtitan_clone.run.plan import RunPlan
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -16,8 +15,7 @@ logger = logging.getLogger("torchtitan_clone")
 class Exporter:
     """Writes hf/step-N below the run's folder; training waits. A failed export is reported, and training continues."""
 
-    def __init__(self, plan: RunPlan, *, metrics: MetricsWriter) -> None:
-        self._plan = plan
+    def __init__(self, *, metrics: MetricsWriter) -> None:
         self._metrics = metrics
         self.failed_steps: set[int] = set()
 
