@@ -123,3 +123,12 @@ def test_limits_of_an_8b_model_move_with_the_mesh():
     lines = describe_step_time(plan_of(8, **options), hardware=h100).splitlines()
     assert lines[0] == "predicted step time on 8 x NVIDIA H100 SXM 80 GB"
     assert lines[-1].endswith(f"{shard.tokens_per_second:,.0f} tokens/s/GPU, MFU {shard.mfu:.1%}")
+
+
+def test_a_tied_embedding_is_gathered_once():
+    sizes = {"model.name": "qwen3", "model.flavor": "0.6B", "model.args.n_layers": 1, "training.local_batch_size": 1}
+    tied, untied = (
+        predict_step_time(plan_of(8, **sizes, **{"model.args.tied_embeddings": flag}), hardware=read_hardware("h100"))
+        for flag in ("true", "false")
+    )
+    assert tied.parts["fsdp"] < 0.8 * untied.parts["fsdp"]
