@@ -157,6 +157,26 @@ def test_inductor_imports_what_it_uses_when_it_does() -> None:
     assert result.stderr.strip() == "[False, False, True, '42', 2]"
 
 
+WITHOUT_GPU = """
+import sys
+import torchtitan_clone.trainer
+from torchtitan_clone.torch_compat import import_inductor
+import_inductor()
+seen = [name in sys.modules for name in ("torch._dynamo", "torch._inductor.runtime.triton_compat", "triton")]
+import triton
+sys.exit(str([*seen, triton.IS_FOUND]))
+"""
+
+
+def test_without_a_gpu_torch_does_not_import_triton(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("IS_FOUND = True")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", WITHOUT_GPU]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert result.stderr.strip() == "[True, True, False, True]"
+
+
 def test_another_torch_has_another_identity(tmp_path: Path) -> None:
     def identify() -> bytes:
         torch_compat.identify_torch.cache_clear()

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
@@ -231,6 +231,11 @@ def runs_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def keeps_graph() -> bool:
+    """Whether the backward that runs leaves tensors saved for another one; there is no public way to ask."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the backward that runs ends; public hooks belong to one tensor, module or node."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -289,27 +294,36 @@ def default_compile_cache() -> str:
     return default_cache_dir()
 
 
+@contextmanager
+def _imported_as(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
+    """Lets imports of these modules give others, or fail for None; not of those that are imported already."""
+    replaced = [
+        name for name in modules if sys.modules.setdefault(name, cast("ModuleType", modules[name])) is modules[name]
+    ]
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del sys.modules[name]
+
+
 @cache
 def import_inductor() -> None:
     """Imports what torch.compile calls on a CPU, and skips what a start with a full cache does not use.
 
-    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s). networkx is imported when it
-    is used (0.06 s). Sizes and modification times of torch's sources identify it in the cache, not their content
-    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s).
+    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s), nor Triton, which would stay
+    in memory (75 MiB). networkx is imported when it is used (0.06 s). Sizes and modification times of torch's sources
+    identify it in the cache, not their content (0.2 s). Sources are not tokenized for the names of functions in a log
+    (0.1 s).
     """
     from torch._dynamo import funcname_cache
 
     funcname_cache._add_file = lambda path: funcname_cache.cache.update({path: {}})
     networkx = ModuleType("networkx")
     vars(networkx)["DiGraph"] = object  # in annotations, which are evaluated
-    hidden = {"jinja2": cast("ModuleType", None), "networkx": networkx}
-    hidden = {name: module for name, module in hidden.items() if sys.modules.setdefault(name, module) is module}
-    try:
+    with _imported_as({"jinja2": None, "triton": None, "networkx": networkx}):
         from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
         from torch._inductor.codegen.common import jinja2_env
-    finally:
-        for name in hidden:
-            del sys.modules[name]
     del vars(networkx)["DiGraph"]
     networkx.__getattr__ = lambda name: getattr(import_module("networkx"), name)
     jinja2_env.cache_clear()
@@ -372,6 +386,19 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
         return result.exists()
 
     codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, check_build_once
+
+
+def _ignore_triton_without_gpu() -> None:
+    """Keeps torch from importing Triton where there is no GPU to compile for: 75 MiB and 0.3 s of every process."""
+    from torch.utils._triton import has_triton_package
+
+    if torch.cuda.device_count() == 0:
+        with _imported_as({"triton": None}):
+            has_triton_package()  # torch asks once
+
+
+_ignore_triton_without_gpu()
+assume_constant_result = torch.compiler.assume_constant_result  # imports torch.compile
 
 
 def has_triton() -> bool:

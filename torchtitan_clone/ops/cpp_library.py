@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone.torch_compat import assume_constant_result
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -84,7 +85,7 @@ def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], librar
     return ctypes.CDLL(str(library))
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def is_loaded() -> bool:
     """Whether the library could be compiled and loaded, for which the first call waits."""
     return start_compiling().result() is not None
