@@ -37,13 +37,15 @@ MANY_STEPS = 1_000_000
 class Work:
     """What every program does: a size, its precision, eager or compiled, on which device.
 
-    `micro_batches`, `activation_checkpoint` and `tied` (one weight for the embedding and the output) are options of
-    ours alone.
+    Options of ours alone: `micro_batches`, `tied` (one weight for the embedding and the output), and those of
+    activation checkpointing.
     """
 
     size: str
     micro_batches: int = 1
     activation_checkpoint: str = "none"
+    selective_ac_option: str = "2"
+    first_blocks: int = -1
     tied: bool = False
     dtype: str = "float32"
     compile: bool = False
@@ -79,6 +81,8 @@ def _options(work: Work, folder: str) -> list[str]:
         "training.steps": MANY_STEPS, "training.document_masking": "false",
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
         "activation_checkpoint.mode": work.activation_checkpoint,
+        "activation_checkpoint.selective_ac_option": work.selective_ac_option,
+        "activation_checkpoint.first_blocks": work.first_blocks,
         "checkpoint.enable": "false", "validation.enable": "false",
         "model.args.dim": size.dim, "model.args.n_layers": size.layers, "model.args.n_heads": size.heads,
         "model.args.n_kv_heads": size.heads, "model.args.vocab_size": size.vocab,

@@ -111,10 +111,23 @@ def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype
 def test_the_weight_gradient_exists_once(dim):
     hidden, weight, targets = example(dim=dim)
     with LargeTensors(weight.numel()) as seen:
-        build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets)
+        loss = build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets)
+        torch.autograd.grad(loss / 7, (hidden, weight))
     by_cpp = dim == WIDE and has_faster_product(hidden, weight)
-    assert seen.operators == (["faster_linear"] if by_cpp else ["mm", *["addmm_"] * (B - 1)])  # add_product_() is void
+    products = ["faster_linear"] if by_cpp else ["mm", *["addmm_"] * (B - 1)]  # add_product_() is void
+    assert seen.operators == [*products, "mul_"]
     assert len(seen.memory) == 1
+
+
+def test_a_graph_that_is_kept_has_the_same_gradients_again():
+    hidden, weight, targets = example()
+    loss = build_loss(chunk_tokens=T, compile_backend=None)(hidden, weight, targets) / 7
+    passes = [torch.autograd.grad(loss, (hidden, weight), retain_graph=keeps) for keeps in (True, True, False)]
+    for hidden_grad, weight_grad in passes[1:]:
+        assert torch.equal(hidden_grad, passes[0][0])
+        assert torch.equal(weight_grad, passes[0][1])
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -143,6 +143,10 @@ MESHES = {
     "whole": (1, {"training__local_batch_size": 8}),
     "accumulate": (1, {"training__local_batch_size": 2}),
     "selective op": (1, {"training__local_batch_size": 4, **SELECTIVE_OP}),
+    "selective op, first block": (
+        1,
+        {"training__local_batch_size": 4, "activation_checkpoint__first_blocks": 1, **SELECTIVE_OP},
+    ),
     "2 ranks": (2, {"training__local_batch_size": 1}),
     "2 full ac": (2, {"training__local_batch_size": 4, "activation_checkpoint__mode": "full"}),
     "2 tied": (2, {"training__local_batch_size": 2, **TIED}),

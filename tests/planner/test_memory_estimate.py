@@ -11,12 +11,13 @@ PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
 CASES = {
     "full": (8, FULL),
     "one GPU": (1, FULL),
+    "first blocks": (1, FULL | {"activation_checkpoint.first_blocks": 2}),
     "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
     "per operation": (8, PER_OPERATION),
     "pipeline, full": (8, FULL | PIPELINE),
     "pipeline, none": (8, NONE | PIPELINE),
 }
-SLOW = list(CASES)[2:]
+SLOW = list(CASES)[3:]
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

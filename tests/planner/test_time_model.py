@@ -29,9 +29,11 @@ def plan_of(world_size, **options):
     return preflight.resolve(load_config(argv), world_size=world_size, device_type="cuda")
 
 
-@pytest.mark.parametrize(("recompute", "passes"), [(NONE, 3), (FULL, 4)])
+@pytest.mark.parametrize(
+    ("recompute", "passes"), [(NONE, 3), (FULL, 4), (FULL | {"activation_checkpoint.first_blocks": 1}, 3.5)]
+)
 def test_products_take_their_flops(recompute, passes):
-    """Forward once, backward twice, recomputation once more, which ends before w2; logits are not recomputed."""
+    """Forward once, backward twice, recomputation of all layers or one of two once more; not of w2 and logits."""
     fitted = Fitted(products=1.0, eager_passes=0.0)
     one_tflops = Hardware(products=[[1, 1.0]], memory_gbps=1e12, fitted=fitted)
     plan = plan_of(1, **recompute)

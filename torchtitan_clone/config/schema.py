@@ -138,7 +138,7 @@ class Training:
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
     loss_chunk_tokens: AutoOrSize = -1
     """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster. -1:
-    1,024, or on a GPU the power of two with logits of at most 256 MiB, at least 1,024."""
+    the power of two with logits of at most 256 MiB, at least 1,024, or on a CPU of at most 64 MiB, 512 to 1,024."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -412,6 +412,9 @@ class ActivationCheckpoint:
     """Recompute nothing, every block, or a selection."""
     selective_ac_option: str = "2"
     """For mode = "selective": "op" stores the outputs of expensive operations; "n" recomputes every n-th block."""
+    first_blocks: AutoOrSize = -1
+    """Recompute only in so many blocks of each pipeline stage, from its first one on; -1: in all. The last blocks, of
+    which backward comes first, gain least."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from torchtitan_clone.ops.vocabulary import (
     logits_of,
     pieces_of,
 )
+from torchtitan_clone.torch_compat import keeps_graph
 
 ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[..., tuple[Tensor, ...]]
@@ -103,9 +104,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
-        hidden_grad_ND, weight_grad_VD = ctx.saved_tensors
+        grads = ctx.saved_tensors
         (scale,) = grad_outputs
-        return hidden_grad_ND * scale, weight_grad_VD * scale, None, None, None, None
+        # In place unless they are read again: at this moment all activations are in memory.
+        scaled = [grad * scale if keeps_graph() else grad.mul_(scale) for grad in grads]
+        return *scaled, None, None, None, None
 
 
 def _ignore(_: list[Tensor]) -> None:

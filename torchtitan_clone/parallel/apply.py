@@ -86,7 +86,8 @@ def _checkpoint_activations(layers: nn.ModuleDict, *, config: ActivationCheckpoi
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
     options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
-    for index, (name, block) in enumerate(list(layers.items())):
+    first = len(layers) if config.first_blocks == -1 else config.first_blocks
+    for index, (name, block) in enumerate(list(layers.items())[:first]):
         if index % every == 0:
             layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=True, **options)
 

@@ -91,29 +91,24 @@ def _microbatches(plan: RunPlan) -> int:
 
 
 def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:
-    """Returns the bytes of the weight's gradient in fp32, and of the logits of a chunk or that gradient once more."""
+    """Returns the bytes of the weight's gradient in fp32, and of logits or that gradient in lower precision."""
     columns = plan.model_args.vocab_size / plan.degrees.tp
     chunk = min(shape.tokens, loss_chunk_tokens(plan))
     logits = (8 + shape.itemsize) * chunk  # and twice in fp32
-    return columns * (4 * plan.model_args.dim + max(logits, shape.itemsize * (chunk + plan.model_args.dim)))
+    converted = shape.itemsize * (chunk + plan.model_args.dim) if shape.itemsize < 4 else 0
+    return columns * (4 * plan.model_args.dim + max(logits, converted))
 
 
 def saved_bytes(layer: Layer, *, shape: Shape, all_saved: bool = False) -> float:
     """Returns the bytes of activations that a layer keeps for backward; `all_saved`: without recomputation."""
-    tokens, tp, hidden = shape.tokens, shape.degrees.tp, shape.args.dim
-    recompute = "none" if all_saved else shape.recompute
-    if recompute == "full":
-        return tokens * hidden / tp * shape.itemsize
-    complete = _complete_features(layer, shape=shape)
+    tp, hidden = shape.degrees.tp, shape.args.dim
+    share = 0.0 if all_saved else shape.share_again
     # Inputs of norms are sharded over the sequence, their results are gathered.
-    everything = tokens * (2 * hidden / tp + 2 * hidden + complete / tp) * shape.itemsize
-    if recompute == "none":
-        return everything
-    if recompute == "op":
-        kept = _kept_features(layer, shape=shape)
-        return tokens * (hidden / tp + hidden + kept / tp) * shape.itemsize
-    share = shape.share_again
-    return share * tokens * hidden / tp * shape.itemsize + (1 - share) * everything
+    everything = 2 * hidden / tp + 2 * hidden + _complete_features(layer, shape=shape) / tp
+    kept = hidden / tp
+    if shape.recompute == "op":
+        kept += hidden + _kept_features(layer, shape=shape) / tp
+    return (share * kept + (1 - share) * everything) * shape.tokens * shape.itemsize
 
 
 def _attention_features(shape: Shape) -> float:

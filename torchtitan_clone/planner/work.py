@@ -152,6 +152,8 @@ class Shape:
     degrees: Degrees
     recompute: str
     """Mode of activation checkpointing, or its option where it is selective: "none", "full", "op" or a number."""
+    share: float
+    """Share of the layers for which that holds; of the others nothing is computed again."""
     rotate: str
     itemsize: int
     """Bytes of an activation."""
@@ -164,9 +166,9 @@ class Shape:
     @property
     def share_again(self) -> float:
         """Share of the layers that are computed again in backward."""
-        return {"none": 0.0, "full": 1.0, "op": 1.0}.get(self.recompute) or (
-            1 / int(self.recompute) if self.recompute.isdigit() else 0.0
-        )
+        if self.recompute == "none":
+            return 0.0
+        return self.share / (int(self.recompute) if self.recompute.isdigit() else 1)
 
 
 def recompute_option(config: Config) -> str:
@@ -186,12 +188,14 @@ def shape_of(plan: RunPlan) -> Shape:
     config = plan.config
     parallelism, training = config.parallelism, config.training
     pipelined = plan.degrees.pp > 1
+    first = config.activation_checkpoint.first_blocks
     return Shape(
         args=plan.model_args,
         rows=parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size,
         seq_len=training.seq_len,
         degrees=plan.degrees,
         recompute=recompute_option(config),
+        share=1.0 if first == -1 else min(1.0, first * len(plan.stages.modules) / plan.model_args.n_layers),
         rotate=parallelism.context_parallel_rotate_method,
         itemsize=getattr(torch, training.mixed_precision_param).itemsize,
     )
@@ -205,7 +209,7 @@ def layer_products(layer: Layer, *, shape: Shape) -> Iterator[Product]:
     for index, weight in enumerate(matrices):
         again = shape.share_again
         if shape.recompute == "op":
-            again = float(index % 2)
+            again *= index % 2
         elif weight is last:
             again = 0.0  # recomputation ends as soon as it has what backward reads
         if weight.is_expert:

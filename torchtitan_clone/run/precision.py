@@ -1,6 +1,7 @@
 """Data types and sizes of a step that follow from the device where the configuration leaves them open."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,15 @@ def resolved_precision(config: Config, *, device_type: str) -> Config:
     return replace(config, training=replace(training, mixed_precision_param=dtype))
 
 
-_CHUNK_TOKENS = 1024
-_GPU_LOGITS = 2**28
-"""Bytes of a chunk's logits with which products on a GPU are as fast as with all."""
+class _Chunks(NamedTuple):
+    """The bytes of a chunk's logits with which products are about as fast as with all, and bounds of its tokens."""
+
+    logits: int
+    least: int
+    most: int
+
+
+_CHUNKS = {"cpu": _Chunks(logits=2**26, least=512, most=1024), "cuda": _Chunks(logits=2**28, least=1024, most=2**30)}
 
 
 def loss_chunk_tokens(plan: RunPlan) -> int:
@@ -29,11 +36,9 @@ def loss_chunk_tokens(plan: RunPlan) -> int:
     training = plan.config.training
     if training.loss_chunk_tokens != -1:
         return training.loss_chunk_tokens
-    if plan.device_type == "cpu":
-        return _CHUNK_TOKENS
-    itemsize = getattr(torch, training.mixed_precision_param).itemsize
-    fitting = _GPU_LOGITS // (itemsize * plan.model_args.vocab_size)
-    return max(_CHUNK_TOKENS, 1 << max(0, fitting.bit_length() - 1))
+    logits, least, most = _CHUNKS[plan.device_type]
+    fitting = logits // (getattr(torch, training.mixed_precision_param).itemsize * plan.model_args.vocab_size)
+    return min(max(least, 1 << max(0, fitting.bit_length() - 1)), most)
 
 
 def keeps_gradients(plan: RunPlan) -> bool:
