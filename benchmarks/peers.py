@@ -11,7 +11,7 @@ of equal products, the same batch and precision and AdamW; FLOPs are counted and
 also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
 alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half of the
 rows at a time and sums gradients, "ours, selective" computes every second block again in backward, as the package's
-default does, and "per operation" some operations of the first ten blocks, with more FLOPs; all take less memory.
+default does, and "per operation" some operations of all blocks, with more FLOPs; all take less memory.
 Programs live at once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with
 quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the
 peers too. The first step is timed from the start of the process; with --compile once with empty caches ("cold") and
@@ -46,12 +46,7 @@ OPTIONS = {
     "ours, tied": {"tied": True},
     "ours, selective": {"activation_checkpoint": "selective"},
     "ours, tied, selective": {"activation_checkpoint": "selective", "tied": True},
-    "ours, tied, per operation": {
-        "activation_checkpoint": "selective",
-        "selective_ac_option": "op",
-        "first_blocks": 10,
-        "tied": True,
-    },
+    "ours, tied, per operation": {"activation_checkpoint": "selective", "selective_ac_option": "op", "tied": True},
 }
 """What the programs of this package do differently from the others, by name."""
 NAMES = [*OPTIONS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]

@@ -144,6 +144,26 @@ def test_freed_memory_is_kept(allocator, kept):
     run(USE + PAGES.format(kept=kept), ALLOCATOR=allocator)
 
 
+def test_gaps_between_tensors_take_no_memory():
+    code = """
+    def mib():
+        with open("/proc/self/smaps_rollup") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) >> 10
+    def ones(mib):
+        return torch.full((mib << 18,), float(mib))
+    before = mib()
+    tensors = [ones(16) for _ in range(16)]
+    assert 256 <= mib() - before <= 264, mib() - before
+    tensors[::2] = [None] * 8  # gaps of 16 MiB
+    tensors += [ones(32) for _ in range(4)]  # as much is in use as before
+    assert 256 <= mib() - before <= 264, mib() - before
+    tensors += [ones(16) for _ in range(8)]  # in the gaps
+    assert 384 <= mib() - before <= 392, mib() - before
+    assert all((x == x.numel() >> 18).all() for x in tensors if x is not None)
+    """
+    run(USE + dedent(code))
+
+
 def test_tensors_that_existed_before_and_that_grow_keep_their_values():
     code = """
     before = torch.arange(1 << 20)

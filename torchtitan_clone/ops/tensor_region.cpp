@@ -3,7 +3,8 @@
 // torch allocates by posix_memalign(): glibc needs some bytes more than asked for to align a block, so that a block that is
 // freed is too small for the next tensor of its size as soon as a small object lies beside it. Here blocks have the sizes of
 // tensors, rounded to their alignment. Large tensors are placed by first fit in the order of addresses, others by best fit;
-// free neighbors are joined. Memory that is freed stays with the process, on huge pages where the kernel has them.
+// free neighbors are joined. Memory that is freed stays with the process, on huge pages where the kernel has them, up to as
+// much as was ever in use at a time: gaps between blocks take no memory.
 
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
@@ -18,6 +19,7 @@
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -25,6 +27,7 @@ constexpr size_t kAlignment = 64;       // bytes, as torch's
 constexpr size_t kSmallest = 64 << 10;  // bytes; smaller tensors are left to torch's allocator
 constexpr size_t kLarge = 4 << 20;      // bytes; best fit would leave gaps between activations and gradients
 constexpr size_t kHugePage = 2 << 20;   // bytes
+constexpr size_t kSpareShare = 128;     // one page of so many may be free beyond what was in use; returning them takes time
 
 class Region {
  public:
@@ -63,6 +66,9 @@ class Region {
       top_ = block + bytes;
     }
     used_[block] = bytes;
+    live_ += bytes;
+    most_live_ = std::max(most_live_, live_);
+    take_pages(block, bytes);
     return block;
   }
 
@@ -71,6 +77,7 @@ class Region {
     const auto entry = used_.find(block);
     size_t bytes = entry->second;
     used_.erase(entry);
+    live_ -= bytes;
     const auto next = free_.lower_bound(block);
     if (next != free_.end() && block + bytes == next->first) {
       bytes += next->second;
@@ -103,6 +110,32 @@ class Region {
     return {nullptr, 0};
   }
 
+  // Counts the pages of a block, which will be in memory. If they are more with others than ever were in use, free ones go
+  // back to the kernel: those at the highest addresses, which large tensors would take last.
+  void take_pages(char* block, size_t bytes) {
+    const size_t before = pages_;
+    resident_.resize(std::max(resident_.size(), page_of(block + bytes - 1) + 1));
+    for (size_t page = page_of(block); page <= page_of(block + bytes - 1); ++page) {
+      pages_ += !resident_[page];
+      resident_[page] = true;
+    }
+    const size_t used = most_live_ / kHugePage, most = used + used / kSpareShare + 2;
+    for (auto free = free_.rbegin(); pages_ > std::max(before, most) && free != free_.rend(); ++free)
+      return_pages(free->first, free->second, pages_ - most);
+  }
+
+  // Returns up to `count` pages that lie within a free block to the kernel.
+  void return_pages(char* block, size_t bytes, size_t count) {
+    for (size_t page = page_of(block + kHugePage - 1); page < page_of(block + bytes) && count > 0; ++page) {
+      if (!resident_[page] || madvise(start_ + page * kHugePage, kHugePage, MADV_DONTNEED) != 0) continue;
+      resident_[page] = false;
+      --pages_;
+      --count;
+    }
+  }
+
+  size_t page_of(const char* place) const { return static_cast<size_t>(place - start_) / kHugePage; }
+
   void add_free(char* block, size_t bytes) {
     free_[block] = bytes;
     free_by_size_.insert({bytes, block});
@@ -119,6 +152,9 @@ class Region {
   std::mutex mutex_;
   std::map<char*, size_t> used_, free_;
   std::set<std::pair<size_t, char*>> free_by_size_;
+  size_t live_ = 0, most_live_ = 0;  // bytes of blocks
+  std::vector<bool> resident_;       // whether each page is in memory
+  size_t pages_ = 0;                 // in memory
 };
 
 Region& region() {
