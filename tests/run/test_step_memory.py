@@ -158,6 +158,22 @@ def test_another_recomputed_layer_keeps_its_input():
     )
 
 
+def test_blocks_after_the_first_keep_what_they_do_without_recomputation():
+    sizes = {"training.seq_len": 2048, "model.args.dim": 64, "training.mixed_precision_param": "bfloat16"}
+
+    def activations(layers, mode, **first):
+        options = {**sizes, **mode, "model.args.n_layers": layers}
+        options |= {f"activation_checkpoint.{name}": count for name, count in first.items()}
+        return predicted(options, device_type="cuda").activations
+
+    kept, recomputed = (activations(10, mode) - activations(9, mode) for mode in (NONE, FULL))
+    assert kept > 3 * recomputed
+    for first in (3, 7):
+        found = activations(10, FULL, first_blocks=first)
+        assert found == activations(9, FULL, first_blocks=first) + kept
+        assert found == activations(10, FULL, first_blocks=first + 1) + kept - recomputed
+
+
 def test_another_layer_of_a_gpu_keeps_what_its_kernels_keep():
     """Inputs and results of norms with a scale of each row, attention and its lse, gates and their product."""
     sizes = {
