@@ -11,11 +11,10 @@ of equal products, the same batch and precision and AdamW; FLOPs are counted and
 also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
 alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half of the
 rows at a time and sums gradients, "ours, selective" computes every second block again in backward, as the package's
-default does, and "per operation" some operations of all blocks, with more FLOPs; all take less memory.
-Programs live at once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with
-quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the
-peers too. The first step is timed from the start of the process; with --compile once with empty caches ("cold") and
-once with full ones.
+default does, and "per operation" some operations of all blocks, with more FLOPs; all take less memory. Programs live at
+once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with quartiles. On a
+CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
+step is timed from the start of the process; with --compile once with empty caches ("cold") and once with full ones.
 """
 
 import argparse

@@ -11,7 +11,7 @@ PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
 CASES = {
     "full": (8, FULL),
     "one GPU": (1, FULL),
-    "first blocks": (1, FULL | {"activation_checkpoint.first_blocks": 2}),
+    "first blocks": (1, FULL | {"activation_checkpoint.first_blocks": 2, "training.local_batch_size": 8}),
     "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
     "per operation": (8, PER_OPERATION),
     "pipeline, full": (8, FULL | PIPELINE),

@@ -413,8 +413,8 @@ class ActivationCheckpoint:
     selective_ac_option: str = "2"
     """For mode = "selective": "op" stores the outputs of expensive operations; "n" recomputes every n-th block."""
     first_blocks: AutoOrSize = -1
-    """Recompute only in so many blocks of each pipeline stage, from its first one on; -1: in all. The last blocks, of
-    which backward comes first, gain least."""
+    """Number of blocks, from the first one of each pipeline stage on, to which the mode applies; later ones recompute
+    nothing. Use it to recompute no more than memory requires. -1: all blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 // torch allocates by posix_memalign(): glibc needs some bytes more than asked for to align a block, so that a block that is
 // freed is too small for the next tensor of its size as soon as a small object lies beside it. Here blocks have the sizes of
 // tensors, rounded to their alignment. Large tensors are placed by first fit in the order of addresses, others by best fit;
-// free neighbors are joined. Memory that is freed stays with the process, on huge pages where the kernel has them, up to as
-// much as was ever in use at a time: gaps between blocks take no memory.
+// free neighbors are joined. Freed memory stays with the process, on huge pages where the kernel has them, as long as no more
+// pages are in memory than the blocks at the peak need: free pages beyond that are returned to the kernel.
 
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
@@ -27,7 +27,7 @@ constexpr size_t kAlignment = 64;       // bytes, as torch's
 constexpr size_t kSmallest = 64 << 10;  // bytes; smaller tensors are left to torch's allocator
 constexpr size_t kLarge = 4 << 20;      // bytes; best fit would leave gaps between activations and gradients
 constexpr size_t kHugePage = 2 << 20;   // bytes
-constexpr size_t kSpareShare = 128;     // one page of so many may be free beyond what was in use; returning them takes time
+constexpr size_t kSpareShare = 128;     // pages at the peak for each page that may be in memory beyond them
 
 class Region {
  public:
@@ -110,8 +110,8 @@ class Region {
     return {nullptr, 0};
   }
 
-  // Counts the pages of a block, which will be in memory. If they are more with others than ever were in use, free ones go
-  // back to the kernel: those at the highest addresses, which large tensors would take last.
+  // Counts the pages of a block as in memory. Beyond the number at the peak, and a few, it returns free pages to the kernel,
+  // those at the highest addresses first: large tensors take them last.
   void take_pages(char* block, size_t bytes) {
     const size_t before = pages_;
     resident_.resize(std::max(resident_.size(), page_of(block + bytes - 1) + 1));
