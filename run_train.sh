@@ -50,6 +50,9 @@ setup_env ""
 NNODES="${NNODES:-1}"
 NGPU="${NGPU:-$(count_gpus)}"
 [ "$NGPU" != 0 ] || NGPU=1
+for name in NGPU NNODES; do
+    [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "$name = ${!name}: must be an integer of at least 1; change or unset it"
+done
 has_argument --job.config_file "$@" ||
     set -- "--job.config_file=${CONFIG_FILE:-$REPO/train_configs/debug_model.toml}" "$@"
 

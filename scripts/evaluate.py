@@ -59,15 +59,17 @@ def main(words: list[str] | None = None) -> int:
     if options.batch_size < 1:
         parser.error(f"--batch_size={options.batch_size}: must be at least 1")
     try:
+        if options.json and not options.json.parent.is_dir():
+            raise ConfigError(f"--json={options.json}: there is no folder {options.json.parent}; create it first")
         results = evaluate(options)
+        for task, metrics in results.items():
+            values = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            print("\n".join(f"{task}  {name} {value:.6f}" for name, value in values.items()))
         if options.json:
             options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
     except (ConfigError, OSError) as error:
         print_error(error)
         return 2
-    for task, metrics in results.items():
-        values = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        print("\n".join(f"{task}  {name} {value:.6f}" for name, value in values.items()))
     return 0
 
 

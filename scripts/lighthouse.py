@@ -8,14 +8,13 @@ until it is started again at the same address.
 """
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config import ConfigError, load_run_config
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.network import LOOPBACK
 
@@ -34,9 +33,8 @@ def main(argv: list[str]) -> int:
         "several machines, its address in their private network: who reaches the lighthouse can disturb the run",
     )
     own, options = parser.parse_known_args(argv)
-    file = os.environ.get("CONFIG_FILE")
     try:
-        config = load_config([*([f"--job.config_file={file}"] if file else []), *options])
+        config = load_run_config(options)
         lighthouse = start_lighthouse(config.fault_tolerance, port=own.port, bind=own.bind)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

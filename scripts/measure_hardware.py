@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.observe.outputs import print_error
 from torchtitan_clone.planner import measure
 from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.testing.harness import run_ranks
@@ -65,9 +66,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
+    if not args.table.parent.is_dir():
+        print_error(f"{args.table}: there is no folder {args.table.parent}; create it first")
+        return 2
     text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
-    args.table.write_text(text)
     print(text, end="")
+    args.table.write_text(text)
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config import ConfigError, load_run_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
 from torchtitan_clone.data.preparation import PART_BYTES
@@ -45,7 +45,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"--task={options.task}: must be from 0 to {options.tasks - 1} for --tasks={options.tasks}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        config = load_config(words)
+        config = load_run_config(words)
         part_bytes = max(1, int(options.part_mib * 2**20))
         choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
         if not (local := find_sources(training=config.training, data=config.data)):

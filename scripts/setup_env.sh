@@ -40,7 +40,7 @@ check() { # PYTHON EXTRAS: succeeds, or prints what is missing
 }
 
 install_exclusively() { # EXTRAS: one process installs; others wait for it
-    exec 9<"$REPO"
+    exec 9>>"$VENV.lock" # NFS does not tell other machines of locks on folders
     if command -v flock >/dev/null && ! flock --nonblock 9; then
         say "waiting for another process that installs packages"
         flock 9
@@ -52,7 +52,7 @@ install_exclusively() { # EXTRAS: one process installs; others wait for it
     [ -d "$VENV" ] || make_venv
     check "$PYTHON" "$1" >/dev/null || install "$1"
     rm -f "$UNFINISHED"
-    exec 9<&-
+    exec 9>&-
 }
 
 make_venv() {

@@ -26,7 +26,7 @@ master_address() {
     {
         getent ahosts "$(grep -o "^NodeName=$SLURMD_NODENAME .*" <<<"$nodes" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)"
         hostname -I | tr ' ' '\n'
-    } | awk '$1 && $1 !~ /^127\.|^::1$/ { print $1; found = 1; exit } END { exit !found }'
+    } | awk '!found && $1 && $1 !~ /^127\.|^::1$/ { print $1; found = 1 } END { exit !found }'
 }
 
 # Succeeds unless Slurm is terminating the job, for example after scancel.
@@ -43,6 +43,8 @@ REPO=$(dirname "$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")")
 export NNODES="$SLURM_JOB_NUM_NODES"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}"
 export LOGS="$RUN_FOLDER/slurm/$JOB.${SLURM_RESTART_COUNT:-0}"
+export INVALID_FILE="$LOGS/invalid" # created by a launcher that exits with 2
+mkdir -p "$LOGS" && rm -f "$INVALID_FILE"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-}"
 [ -n "$SRUN_CPUS_PER_TASK" ] || unset SRUN_CPUS_PER_TASK
 if [ -z "${MASTER_ADDR:-}" ] && ! MASTER_ADDR=$(master_address); then
@@ -65,6 +67,8 @@ srun --kill-on-bad-exit=1 --cpu-bind=none bash -c '
     NODE_RANK=$SLURM_NODEID LOG_FOLDER=$LOGS/node$SLURM_NODEID exec "$@"' node \
     ${CONTAINER:-} "$REPO/run_train.sh" "$@"
 code=$?
+# srun returns the highest code, 75 where other nodes saved as it stopped them. find reads the folder anew on NFS, too.
+[ -z "$(find "$LOGS" -maxdepth 1 -name invalid)" ] || code=2
 
 case $code in
 0) say "complete" && exit 0 ;;

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import Config, ConfigError, load_config
+from torchtitan_clone.config import Config, ConfigError, load_run_config
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.launch.slurm_script import batch_script, check_cluster, processes_per_node
 from torchtitan_clone.run import preflight
@@ -23,11 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def main(argv: list[str]) -> int:
     """Prints or submits the batch script; returns exit code 2 for an invalid configuration."""
-    default = os.environ.get("CONFIG_FILE", str(REPOSITORY / "train_configs" / "debug_model.toml"))
     try:
-        config = load_config(argv)
-        if config.job.config_file is None:
-            config = load_config([*argv, f"--job.config_file={default}"])
+        config = load_run_config(argv, default=str(REPOSITORY / "train_configs" / "debug_model.toml"))
         folder = validated_folder(config)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.config import Config, ConfigError, load_config
+from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 
 
 @pytest.fixture
@@ -41,6 +41,21 @@ def test_command_line_overrides_file_overrides_defaults(write) -> None:
     config = load_config([file, "--training.steps=7"])
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
     assert config.job.config_file == "a.toml"
+
+
+def test_the_file_of_the_environment_is_read_unless_another_is_named(write, monkeypatch) -> None:
+    for name, steps in (("a", 5), ("b", 6), ("c", 7)):
+        write(f"{name}.toml", f"[training]\nsteps = {steps}\nseq_len = 64\n")
+    monkeypatch.delenv("CONFIG_FILE", raising=False)
+    assert load_run_config([]) == Config()
+    assert load_run_config([], default="a.toml").training.steps == 5
+    monkeypatch.setenv("CONFIG_FILE", "b.toml")
+    assert load_run_config(["--training.seq_len=32"], default="a.toml") == load_config(
+        ["--job.config_file=b.toml", "--training.seq_len=32"]
+    )
+    assert load_run_config(["--job.config_file=c.toml"]).training.steps == 7
+    monkeypatch.setenv("CONFIG_FILE", "")
+    assert load_run_config([], default="a.toml").training.steps == 5
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,15 @@ def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monk
     assert str(store) in outputs[1]
 
 
+def test_the_script_reads_the_file_of_the_environment(tmp_path, corpus, script, monkeypatch):
+    file = tmp_path / "my.toml"
+    file.write_text(f'[training]\ndataset_path = "{corpus}"\n[data]\ncache_folder = "{tmp_path / "cache"}"\n')
+    monkeypatch.setenv("CONFIG_FILE", str(file))
+    assert script.main([]) == 0
+    prepare(corpus, cache=tmp_path / "fresh")
+    assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -3,6 +3,8 @@
 Every lighthouse is a process of its own, which is killed and started again at the same address.
 """
 
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from torch import nn
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.fault_tolerance.attempt_log import AttemptLog
 from torchtitan_clone.fault_tolerance.history import MAX_CHANGES, History
 from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
@@ -303,6 +306,22 @@ def test_a_death_while_groups_connect_costs_half_a_heartbeat_timeout(corpus, tmp
         reasons = [line["left"] for group in (1, 2) for line in lines_that(cluster, group, "left")]
         assert any("refused" in reason or "1500ms" in reason for reason in reasons)
         assert not [reason for reason in reasons if "3000ms" in reason or "10000ms" in reason]
+
+
+@pytest.mark.parametrize(
+    ("number", "running"),
+    [(errno.ENOLCK, []), (errno.ENOSYS, []), (errno.EAGAIN, [(1, 0)]), (errno.EACCES, [(1, 0)])],
+)
+def test_on_a_file_system_without_locks_no_group_seems_to_run(tmp_path, monkeypatch, number, running):
+    logs = [AttemptLog(tmp_path / f"replica-{group}", rank=0, manager=None) for group in range(2)]
+
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert logs[0].running_groups() == running
+    for log in logs:
+        log.close()
 
 
 def test_a_history_survives_json_and_forgets_old_quorums():

@@ -33,7 +33,7 @@ def test_a_port_in_use_is_a_config_error():
     lighthouse.server.shutdown()
 
 
-@pytest.mark.parametrize("bind", ["198.51.100.7", "no-such.invalid", "", "a b"])
+@pytest.mark.parametrize("bind", ["198.51.100.7", "no-such.invalid", "", "a b", "a..b"])
 def test_an_address_of_another_machine_is_a_config_error(bind):
     with pytest.raises(ConfigError, match=f"cannot listen at {bind}:0: .*; choose another port, or an address of this"):
         start_lighthouse(FaultTolerance(), port=0, bind=bind)
@@ -48,6 +48,20 @@ def test_a_lighthouse_listens_at_the_address_that_it_prints():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
         lighthouse.server.shutdown()
+
+
+def test_a_name_is_resolved_before_connections_are_forbidden(monkeypatch):
+    """The name stands for one that only a DNS server knows, which a process that cannot connect cannot ask."""
+    resolve = socket.getaddrinfo
+
+    def resolve_as_dns(host, *args, **kwargs):
+        return resolve("127.0.0.3" if host == "known-to-dns.invalid" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_as_dns)
+    lighthouse = start_lighthouse(FaultTolerance(), port=0, bind="known-to-dns.invalid")
+    assert lighthouse.url.startswith("http://known-to-dns.invalid:")
+    wait_for_lighthouse(lighthouse.url, seconds=5)
+    lighthouse.server.shutdown()
 
 
 @pytest.mark.parametrize("address", ["localhost:29510", "http://localhost", "29510", "http://localhost:x"])

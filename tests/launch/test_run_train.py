@@ -1,6 +1,7 @@
 """Arguments of run_train.sh, and its setup of the environment."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,51 @@ def test_a_simulation_is_one_process_with_the_world_size(tmp_path, python, words
 def test_missing_or_invalid_node_variables(tmp_path, environment, problem):
     answer = run_train(cwd=tmp_path, PYTHON=sys.executable, NO_SETUP="1", NGPU="1", NNODES="2", **environment)
     assert (answer.returncode, answer.stderr) == (2, f"{problem}\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [({"NGPU": "abc"}, "NGPU = abc"), ({"NGPU": "08"}, "NGPU = 08"), ({"NNODES": "-2", "NGPU": "2"}, "NNODES = -2")],
+)
+def test_a_number_of_processes_that_is_none_is_one_error(tmp_path, python, environment, shown):
+    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), **environment)
+    problem = f"setup: {shown}: must be an integer of at least 1; change or unset it\n"
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", problem)
+
+
+INSTALLER = """#!/bin/bash
+case "$*" in
+*check_environment.py*) [ -e {folder}/installed ] ;;
+*"-m venv"*) mkdir "$3/bin"; cp "$0" "$3/bin/python" ;;
+*"-m pip"*) readlink /proc/$$/fd/9 >>{folder}/locked; sleep 0.5; touch {folder}/installed ;;
+*importlib*) exit 1 ;;
+*torchtitan_clone.train*) echo "trained, $(readlink /proc/$$/fd/9)" ;;
+esac
+"""
+"""A Python that installs nothing, and says what its descriptor 9 is."""
+
+
+def test_one_of_two_processes_installs_and_locks_a_regular_file(tmp_path):
+    """NFS does not tell other machines of a lock on a folder."""
+    copy = tmp_path / "copy"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("run_train.sh", "scripts/setup_env.sh", "scripts/constraints.txt"):
+        shutil.copy(REPO / name, copy / name)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"
+    python.write_text(INSTALLER.format(folder=tmp_path))
+    python.chmod(0o755)
+    inherited = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "NO_SETUP", "NNODES"}}
+    env = inherited | {"PATH": f"{python.parent}:{os.environ['PATH']}", "NGPU": "1"}
+    pipe, command = subprocess.PIPE, [copy / "run_train.sh"]
+    both = [subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    outputs = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert [out for out, _ in outputs] == ["trained, \n"] * 2
+    assert sum("waiting for another process" in err for _, err in outputs) == 1
+    (locked,) = (tmp_path / "locked").read_text().splitlines()
+    assert Path(locked) == copy / ".venv.lock"
+    assert Path(locked).is_file()
 
 
 def test_unusable_python_is_reported_with_the_reason(tmp_path):

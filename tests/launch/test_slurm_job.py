@@ -1,7 +1,9 @@
 """Decisions of scripts/slurm/job.sh, with Slurm's commands replaced by small scripts; needs no cluster."""
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,15 @@ def test_rendezvous_address_is_reachable_from_other_nodes(tmp_path, addresses, o
     assert "complete" in log
 
 
+@pytest.mark.skipif(not shutil.which("mawk"), reason="needs mawk, which can read a line at a time as gawk does")
+def test_rendezvous_address_is_found_before_all_addresses_are_listed(tmp_path):
+    node = Node(tmp_path)
+    node.add_command("awk", f'exec {shutil.which("mawk")} -W interactive "$@"')
+    node.add_command("hostname", "sleep 0.2; echo 10.9.9.9")
+    code, log = node.start()
+    assert (code, "address 10.1.2.3:" in log) == (0, True), log
+
+
 def test_node_with_only_loopback_addresses_is_an_error(tmp_path):
     node = Node(tmp_path, addresses=("127.0.1.1", "10.1.2.4"), own="127.0.0.1")
     code, log = node.start()
@@ -99,6 +110,39 @@ def test_requeue_by_exit_code_and_job_state(tmp_path, code, state, requeued, mes
     assert node.start(CODE=str(code))[0] == (0 if requeued else code)
     assert node.calls("scontrol") == ("requeue 7\n" if requeued else "")
     assert message in node.start(CODE=str(code))[1]
+
+
+TWO_NODES = """
+shift 2
+SLURM_NODEID=0 "$@" &
+until [ -e {folder}/trains ]; do sleep 0.05; done
+SLURM_NODEID=1 LOG_RANK=7 "$@"; codes=$?
+kill -TERM $!
+wait $!; codes="$codes $?"
+echo "nodes exit with $codes"
+exit ${{codes#* }}
+"""
+"""Node 1 has an invalid configuration; node 0 saves when srun ends it, and srun exits with the higher code."""
+
+
+def test_an_invalid_configuration_of_one_node_is_not_requeued(tmp_path):
+    node = Node(tmp_path)
+    node.add_command("srun", TWO_NODES.format(folder=tmp_path))
+    node.add_command(
+        "python",
+        f"""[ $NODE_RANK = 0 ] || exec {sys.executable} "$@"
+        trap "exit 75" TERM
+        touch {tmp_path}/trains
+        while :; do sleep 0.05; done""",
+    )
+    variables = {"PYTHON": str(tmp_path / "bin" / "python"), "NO_SETUP": "1", "NGPU": "1", "MASTER_ADDR": "127.0.0.1"}
+    code, log = node.start(**variables)
+    assert "nodes exit with 2 75" in log
+    assert (code, "not requeued: the configuration is invalid" in log) == (2, True), log
+    assert not node.calls("scontrol")
+    node.add_command("srun", "exit 75")
+    assert node.start(**variables)[0] == 0  # in the same folder
+    assert node.calls("scontrol") == "requeue 7\n"
 
 
 def test_job_is_requeued_while_recent_starts_make_progress(tmp_path):

@@ -48,10 +48,10 @@ def launch(tmp_path, python):
     """Starts two workers in a given mode, whose output is piped; kills what is left of them after the test."""
     started: list[subprocess.Popen] = []
 
-    def start(mode: str, *, interpreter: str | Path = python) -> subprocess.Popen:
+    def start(mode: str, *options: str, interpreter: str | Path = python) -> subprocess.Popen:
         (tmp_path / "worker.py").write_text(WORKER)
-        (tmp_path / "tmp").mkdir()
-        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker", mode]
+        (tmp_path / "tmp").mkdir(exist_ok=True)
+        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker", *options, mode]
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "TMPDIR": str(tmp_path / "tmp")}
         environment["OMP_NUM_THREADS"] = "1"  # the stand-in would start threads, which do not block signals
         pipe = subprocess.PIPE
@@ -99,6 +99,15 @@ def test_killed_rank_is_reported_with_its_signal(launch):
     cause, *others = err.splitlines()[1:]
     assert cause == "  rank 1: killed by SIGKILL"
     assert others in ([], ["  rank 0: killed by SIGTERM"])  # it may not have had handlers yet
+
+
+def test_a_failure_is_told_without_the_logs_of_an_earlier_launch(launch):
+    assert "RuntimeError: boom" in finish(launch("crash", "--log-folder=logs"))[2]
+    code, _, err = finish(launch("die", "--log-folder=logs"))
+    assert (code, err.splitlines()[0]) == (
+        128 + signal.SIGKILL,
+        "launch: training failed; logs of ranks that are not shown: logs",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
@@ -156,8 +165,9 @@ def test_a_killed_launcher_leaves_nothing_behind(launch, tmp_path, number, code)
         (["--log-rank=0,7"], "LOG_RANK = 0,7: no local rank 7; available: 0, 1"),
         (
             ["--log-folder=/proc/here"],
-            "LOG_FOLDER = /proc/here: cannot create it: No such file or directory; set it to",
+            "LOG_FOLDER = /proc/here: cannot write to it: No such file or directory; set it to",
         ),
+        (["--log-folder=/proc"], "LOG_FOLDER = /proc: cannot write to it: No such file or directory; set it to"),
         (["--master-addr=no-such.invalid"], "MASTER_ADDR = no-such.invalid: unknown host; set it to the"),
         (
             ["--master-addr=192.0.2.199", "--nnodes=2"],

@@ -1,10 +1,14 @@
-"""What a machine is measured to reach becomes a table that the planner reads, and whose prediction follows it."""
+"""What a machine is measured to reach becomes a table that the planner reads, and whose prediction follows it.
+
+Runs scripts/measure_hardware.py, too.
+"""
 
 from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+from tests.programs import load_program
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.hardware import Cpu, Fitted, Hardware, read_hardware
 from torchtitan_clone.planner.measure import RUNS, best_seconds, fit_rounds, step_plans, to_toml
@@ -46,6 +50,12 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     (tmp_path / "mine.toml").write_text(to_toml(TABLE))
     assert read_hardware(str(tmp_path / "mine.toml")) == TABLE
     assert 0 < best_seconds(lambda: torch.ones(10).sum(), device=torch.device("cpu"), repeats=2) < 10
+
+
+def test_a_missing_folder_of_the_table_is_an_error_before_measuring(tmp_path, capsys):
+    file = tmp_path / "missing" / "mine.toml"
+    assert load_program("scripts/measure_hardware.py").main([str(file), "--rounds=0"]) == 2
+    assert capsys.readouterr() == ("", f"error: {file}: there is no folder {file.parent}; create it first\n")
 
 
 def test_ranks_share_a_processor_and_hide_no_communication():

@@ -146,6 +146,20 @@ def test_rolling_log_likelihoods_and_generation(trained_run):
     assert whole.loglikelihood_rolling(requests("loglikelihood_rolling", text)) == [rolling]
 
 
+def test_a_missing_folder_of_results_is_an_error_before_evaluating(tmp_path, capsys):
+    file = tmp_path / "missing" / "results.json"
+    assert script.main([str(tmp_path / "run"), "--tasks=mine", f"--json={file}"]) == 2
+    problem = f"error: --json={file}: there is no folder {file.parent}; create it first\n"
+    assert capsys.readouterr() == ("", problem)
+
+
+@needs_harness
+def test_results_that_cannot_be_written_are_printed(trained_run, task_folder, capsys):
+    words = ["--tasks=mine", f"--include_path={task_folder}", "--json=/dev/full"]
+    assert script.main([str(trained_run), *words]) == 2
+    assert "mine  acc,none " in capsys.readouterr().out
+
+
 def test_one_line_says_what_is_wrong(trained_run, tmp_path, capsys):
     assert script.main([str(trained_run), "--tasks=nothing", f"--include_path={tmp_path}"]) == 2
     message = "--tasks: no such task: nothing" if HAS_HARNESS else "the package lm_eval is not installed"

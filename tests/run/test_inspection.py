@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,16 @@ def test_the_script_shows_documents_and_their_lengths(run, corpus, script, capsy
     store = inspect_run(run, words=[]).dataset.store
     assert shown[1].split()[:3] == ["train", f"{store.meta.documents['train']:,}", f"{store.meta.tokens['train']:,}"]
     assert "are longer than a row of 65 tokens" in shown[2]
+
+
+def test_the_file_of_the_environment_is_read_without_a_folder(run, tmp_path, script, capsys, monkeypatch):
+    shutil.copy(run / "config.toml", tmp_path / "my.toml")
+    monkeypatch.setenv("CONFIG_FILE", str(tmp_path / "my.toml"))
+    assert script.main(["documents"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "my.toml").write_text("[training]\nseq_len = 3")
+    assert script.main(["documents", f"--folder={run}"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 SOURCES = ("web", "sums", "lines")

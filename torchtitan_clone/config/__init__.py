@@ -1,10 +1,10 @@
 """Configuration of a run as plain data: schema, loading, validation. Of the package it imports only documents."""
 
-from torchtitan_clone.config.loader import load_config, read_config
+from torchtitan_clone.config.loader import load_config, load_run_config, read_config
 from torchtitan_clone.config.overlay import ConfigError, overlay
 from torchtitan_clone.config.render import changes_to_toml, help_text, to_toml
 from torchtitan_clone.config.resolved import Degrees, resolved_degrees, resolved_global_batch_size, run_folder
 from torchtitan_clone.config.schema import Config
 
-__all__ = ["Config", "ConfigError", "Degrees", "changes_to_toml", "help_text", "load_config", "overlay", "read_config"]
-__all__ += ["resolved_degrees", "resolved_global_batch_size", "run_folder", "to_toml"]
+__all__ = ["Config", "ConfigError", "Degrees", "changes_to_toml", "help_text", "load_config", "overlay"]
+__all__ += ["load_run_config", "read_config", "resolved_degrees", "resolved_global_batch_size", "run_folder", "to_toml"]

@@ -1,6 +1,7 @@
 """Loads a Config from TOML files and --table.key=value arguments, merged key by key before they are validated."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -54,6 +55,12 @@ def read_config(argv: list[str]) -> Loaded:
     if foreign.ignored and (differences := describe_differences(config)):
         logger.info("keys of torchtitan: unlike there, %s; see docs/from_torchtitan.md", differences)
     return Loaded(config=config, problems=[*foreign.unsupported, *foreign.unknown])
+
+
+def load_run_config(argv: list[str], *, default: str = "") -> Config:
+    """Returns what run_train.sh trains with: the file $CONFIG_FILE, else `default`, unless the arguments name one."""
+    file = os.environ.get("CONFIG_FILE") or default
+    return load_config([*([f"--job.config_file={file}"] if file else []), *argv])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What a replica group records of its attempts at steps in its folder, and what it reads from those of the others."""
 
+import errno
 import fcntl
 import json
 import time
@@ -36,7 +37,7 @@ class AttemptLog:
         """Records that the group starts after this step and, until the process ends, that it runs."""
         self.write(started=step)
         for _ in range(LOCK_ATTEMPTS):
-            if self._lock is None or _is_locked_by_us(self._lock):
+            if self._lock is None or _try_lock(self._lock) is None:
                 break
             time.sleep(0.05)
 
@@ -73,13 +74,12 @@ class AttemptLog:
             self._lock.close()
 
 
-def _is_locked_by_us(file: TextIO) -> bool:
-    """Locks the file; returns False on a file system without locks, or if another process has locked it."""
+def _try_lock(file: TextIO) -> int | None:
+    """Locks the file; returns the error's number if it cannot, EACCES or EAGAIN if another process has locked it."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.errno
 
 
 def _is_running(folder: Path) -> bool:
@@ -88,7 +88,7 @@ def _is_running(folder: Path) -> bool:
         return False
     try:
         with (folder / LOCK_FILE).open("r+") as file:
-            return not _is_locked_by_us(file)
+            return _try_lock(file) in (errno.EACCES, errno.EAGAIN)
     except OSError:  # it has never run, or with another version
         return False
 

@@ -60,7 +60,7 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int, bind: str = 
     def start() -> LighthouseServer:
         forbid_connections()  # inherited by the server's threads
         return LighthouseServer(
-            bind=join_host_and_port(bind, port),
+            bind=join_host_and_port(address, port),  # a name cannot be resolved without connections
             min_replicas=fault_tolerance.min_replica_size,
             join_timeout_ms=fault_tolerance.join_timeout_ms,
             quorum_tick_ms=TICK_MS,
@@ -68,9 +68,10 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int, bind: str = 
         )
 
     try:
+        address = str(socket.getaddrinfo(bind, None, type=socket.SOCK_STREAM)[0][4][0])
         with ThreadPoolExecutor(max_workers=1) as thread:
             server = thread.submit(start).result()
-    except RuntimeError as error:
+    except (OSError, UnicodeError, RuntimeError) as error:
         place = f"at port {port}" if bind == LOOPBACK else f"at {join_host_and_port(bind, port)}"
         remedy = "choose another port" if bind == LOOPBACK else "choose another port, or an address of this machine"
         raise ConfigError(f"the lighthouse cannot listen {place}: {error}; {remedy}") from None

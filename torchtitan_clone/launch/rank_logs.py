@@ -17,11 +17,12 @@ class FolderLogs(DefaultLogsSpecs):
 
     def __init__(self, folder: Path, *, ranks: Collection[int], hidden: Collection[int]) -> None:
         super().__init__(str(folder), {rank: Std.ALL if rank in hidden else Std.NONE for rank in ranks})
+        self.paths = LogsDest()
 
-    def content(self, rank: int, stream: str) -> str:
-        """Returns what a rank has written, "" if it is not hidden."""
-        files = Path(self.root_log_dir).glob(f"*/*/{rank}/{stream}.log")
-        return "".join(file.read_text(errors="replace") for file in files)
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Returns where each rank writes, in a new folder of this launch; "" is the launcher's own stream."""
+        self.paths = super().reify(envs)
+        return self.paths
 
     def keep(self) -> Path:
         return Path(self.root_log_dir)
@@ -36,23 +37,18 @@ class UnnamedLogs(LogsSpecs):
     def __init__(self, *, hidden: Collection[int]) -> None:
         super().__init__()
         self._files = {(rank, stream): tempfile.TemporaryFile() for rank in hidden for stream in STREAMS}  # noqa: SIM115
+        self.paths = LogsDest()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Returns where each rank writes; "" is the launcher's own stream."""
         paths = {key: f"/proc/self/fd/{file.fileno()}" for key, file in self._files.items()}
         errors, outputs = ({rank: paths.get((rank, stream), "") for rank in envs} for stream in STREAMS)
-        return LogsDest(stdouts=outputs, stderrs=errors, error_files=dict.fromkeys(envs, os.devnull))
+        self.paths = LogsDest(stdouts=outputs, stderrs=errors, error_files=dict.fromkeys(envs, os.devnull))
+        return self.paths
 
     @property
     def root_log_dir(self) -> str:
         return os.devnull
-
-    def content(self, rank: int, stream: str) -> str:
-        """Returns what a rank has written, "" if it is not hidden."""
-        if (file := self._files.get((rank, stream))) is None:
-            return ""
-        file.seek(0)
-        return file.read().decode(errors="replace")
 
     def keep(self) -> Path:
         """Copies the files to a new folder, as RANK/STREAM.log. OSError if they cannot be copied."""
@@ -71,5 +67,6 @@ RankLogs = FolderLogs | UnnamedLogs
 
 def tail(logs: RankLogs, *, rank: int) -> str:
     """Returns the last lines of a hidden rank's stderr, or of its stdout if stderr is empty."""
-    content = next(filter(None, (logs.content(rank, stream) for stream in STREAMS)), "")
-    return "".join(content.splitlines(keepends=True)[-LAST_LINES:])
+    paths = (logs.paths.stderrs.get(rank, ""), logs.paths.stdouts.get(rank, ""))
+    contents = (Path(path).read_text(errors="replace") for path in paths if os.path.exists(path))
+    return "".join(next(filter(None, contents), "").splitlines(keepends=True)[-LAST_LINES:])

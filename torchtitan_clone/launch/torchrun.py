@@ -1,7 +1,8 @@
 """Launches the training processes of this node, one per device, with torchrun's elastic agent.
 
 Unlike torchrun it forwards the stop signals once, so that workers finish the step and save; SIGQUIT (Ctrl-\\) kills
-them, and so does the launcher's death. Exit codes 2 and 75 are passed on; other failures print one short block.
+them, and so does the launcher's death. Exit codes 2 and 75 are passed on; other failures print one short block. Exit
+code 2 also creates the file that $INVALID_FILE names.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -100,8 +102,9 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
     try:
         if options.log_folder:
             options.log_folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.log_folder).close()
     except OSError as error:
-        yield f"LOG_FOLDER = {options.log_folder}: cannot create it: {error.strerror}; set it to a writable path"
+        yield f"LOG_FOLDER = {options.log_folder}: cannot write to it: {error.strerror}; set it to a writable path"
 
 
 def _listen_address(options: argparse.Namespace, arguments: list[str]) -> str:
@@ -262,4 +265,6 @@ def _log(text: str) -> None:
 
 if __name__ == "__main__":
     guard_outputs()
-    sys.exit(main(sys.argv[1:]))
+    if (code := main(sys.argv[1:])) == CONFIG_ERROR and (invalid_file := os.environ.get("INVALID_FILE")):
+        Path(invalid_file).touch()
+    sys.exit(code)

@@ -12,7 +12,7 @@ from typing import get_args
 import numpy as np
 
 from torchtitan_clone.checkpoint.commit import CONFIG_FILE
-from torchtitan_clone.config import Config, ConfigError, load_config
+from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.duplicates import UniqueStore
@@ -177,9 +177,8 @@ def _describe_shares(tokens: np.ndarray, *, weights: Mapping[str, float], epochs
 
 
 def inspect_run(folder: Path | None, *, words: list[str]) -> InspectedRun:
-    """Opens the configuration of a run folder, None: of the command line alone, changed by options. ConfigError."""
-    file = [] if folder is None else [f"--job.config_file={folder / CONFIG_FILE}"]
-    config = load_config([*file, *words])
+    """Opens the configuration of a run folder, None: of $CONFIG_FILE if set, changed by options. ConfigError."""
+    config = load_config([f"--job.config_file={folder / CONFIG_FILE}", *words]) if folder else load_run_config(words)
     if errors := [*find_data_errors(config.data, training=config.training)]:
         raise ConfigError(errors)
     if (dataset := hub_id(config.training)) and not config.data.sources:
