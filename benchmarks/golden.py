@@ -103,8 +103,11 @@ def main() -> int:
 
 
 def copy_step_10(recorded: Path, folder: Path) -> None:
-    """Copies a recorded run without its later checkpoint, so that training resumes after step 10."""
+    """Copies a recorded run without its later checkpoint and numbers, so that training resumes after step 10."""
     shutil.copytree(recorded, folder)
+    metrics = folder / "run" / "metrics.jsonl"
+    rows = [line for line in metrics.read_text().splitlines(keepends=True) if json.loads(line).get("step", 0) <= 10]
+    metrics.write_text("".join(rows))
     for path in (folder / "run" / "checkpoint").glob("*"):
         if path.is_dir() and path.name != "step-10":
             shutil.rmtree(path)

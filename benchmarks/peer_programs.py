@@ -81,6 +81,7 @@ def _options(work: Work, folder: str) -> list[str]:
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
         "activation_checkpoint.mode": work.activation_checkpoint,
         "activation_checkpoint.selective_ac_option": work.selective_ac_option,
+        "data.cache_folder": Path.home() / ".cache" / "torchtitan_clone",  # text is not tokenized for each program
         "checkpoint.enable": "false", "validation.enable": "false",
         "model.args.dim": size.dim, "model.args.n_layers": size.layers, "model.args.n_heads": size.heads,
         "model.args.n_kv_heads": size.heads, "model.args.vocab_size": size.vocab,
@@ -275,7 +276,7 @@ def train_litgpt(work: Work, turn: Turn) -> None:
             return torch.utils.data.DataLoader(Rows(), batch_size=None)
 
         def val_dataloader(self) -> torch.utils.data.DataLoader:
-            return torch.utils.data.DataLoader([torch.zeros(1, size.tokens + 1)], batch_size=None)  # required
+            return torch.utils.data.DataLoader([next(work.batches())], batch_size=None)  # required
 
     config = Config(
         block_size=size.tokens, n_layer=size.layers, n_embd=size.dim, n_head=size.heads, vocab_size=size.vocab,

@@ -14,7 +14,8 @@ rows at a time and sums gradients, "ours, selective" computes every second block
 default does, and "per operation" some operations of all blocks, with more FLOPs; all take less memory. Programs live at
 once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with quartiles. On a
 CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
-step is timed from the start of the process; with --compile once with empty caches ("cold") and once with full ones.
+step is timed from the start of the process; with --compile once with all caches of the compiler empty ("cold"), also
+that of precompiled headers, and once with full ones.
 """
 
 import argparse
@@ -147,12 +148,24 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "OMP_NUM_THREADS": str(options.threads),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name.replace(" ", "_")),
             "ALLOCATOR": "" if with_allocator else "default",
         }
+        environment |= _empty_caches(folder / name.replace(" ", "_"))
         own_work = json.dumps({**work, **OPTIONS.get(name, {})})
         command = [python, "benchmarks/peer_programs.py", OURS if is_ours else name, own_work]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
+
+
+def _empty_caches(folder: Path) -> dict[str, str]:
+    """Returns the environment of a program whose caches are in this folder, which is created.
+
+    torch keeps the headers that it precompiles below TMPDIR, wherever the inductor's cache is, and this package what it
+    compiles and what it finds out about the compiler below XDG_CACHE_HOME.
+    """
+    caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}
+    for name in caches.values():
+        (folder / name).mkdir(parents=True)
+    return {variable: str(folder / name) for variable, name in caches.items()}
 
 
 def _prepare_environment(folder: Path, *, names: Sequence[str]) -> str:

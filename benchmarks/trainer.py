@@ -5,8 +5,8 @@
 
 Every round starts each as a process of its own, in changing order. Tokens per second come from the median step of a
 process after its first; the ratio is the median over rounds of the trainer's rate over the plain loop's in that round.
-The row "in turn" is more exact where a machine's speed drifts: trainer and plain loop live in one process and train
-their steps alternately; its ratio is the median over pairs of steps.
+The row "in turn" is more exact where a machine's speed drifts: trainer and plain loop live in one process, where both
+allocate tensors as the trainer does, and train their steps alternately; its ratio is the median over pairs of steps.
 Arguments after `--` are options of the run, for both.
 """
 
@@ -145,7 +145,7 @@ def _run(name: str, dtype: str, arguments: argparse.Namespace) -> dict:
 
 def _execute(command: list[str], *, rows_file: Path) -> tuple[list[dict], float]:
     """Runs the command; returns its rows, from its output or else the file, and its peak resident memory in GiB."""
-    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NGPU": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     output = process.stdout.read()

@@ -48,7 +48,7 @@ fi
 run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its output in a file of the section
     local section="$1" seconds="$2" code
     shift 2
-    timeout --signal=INT --kill-after=5 "$seconds" "$PYTHON" "$@" >>"$FOLDER/$section.txt" 2>>"$FOLDER/$section.err"
+    timeout --foreground --signal=INT --kill-after=5 "$seconds" "$PYTHON" "$@" >>"$FOLDER/$section.txt" 2>>"$FOLDER/$section.err"
     code=$?
     [ $code != 124 ] || echo "stopped after $seconds s" >>"$FOLDER/$section.txt"
     return $code
@@ -105,9 +105,10 @@ run_section() {
     esac
 }
 
+trap 'exit 130' INT
 for section in "${SECTIONS[@]}"; do
     [ ! -e "$FOLDER/$section.done" ] || continue
-    rm -f "$FOLDER/$section.txt" "$FOLDER/$section.err"
+    rm -f "$FOLDER/$section".{txt,err,json} "$FOLDER/$section"_*.json
     SECONDS=0
     run_section "$section" && echo $SECONDS >"$FOLDER/$section.done"
 done

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -57,6 +59,33 @@ def test_failed_sections_are_repeated_and_others_are_not(suite, tmp_path):
     lines = done.stdout.splitlines()[-11:]
     assert sorted(line.split()[0] for line in lines) == sorted(results["sections"])
     assert (tmp_path / "results" / "summary.txt").read_text() == done.stdout
+
+
+def test_figures_of_a_repeated_section_are_its_own(suite, tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    for name in ("peers", "peers_compiled", "long"):
+        (results / f"{name}.json").write_text("{}")
+    suite("peers", broken="peers")
+    figures = json.loads((results / "results.json").read_text())["figures"]
+    assert list(figures) == ["long"]
+
+
+def test_an_interrupt_ends_the_suite_and_its_program(tmp_path):
+    python, started = tmp_path / "python", tmp_path / "started"
+    python.write_text(f"#!/bin/sh\necho $$ >>{started}\nexec sleep 60\n")
+    python.chmod(0o755)
+    started.touch()
+    command = [REPO / "scripts" / "gpu_suite.sh", tmp_path / "results", "memory", "experts"]
+    environment = os.environ | {"WHEELS": "", "PYTHON": str(python)}
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        deadline = time.monotonic() + 30
+        while not started.read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130
+    (pid,) = started.read_text().split()
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_sections_can_be_chosen(suite):
