@@ -306,6 +306,7 @@ def test_bad_folders_are_refused(tmp_path):
         ({"n_dense_layers": 3}, "n_dense_layers = 3: must be below n_layers 3"),
         ({"mtp_depth": -1}, "mtp_depth = -1: must be from 0 to 64"),
         ({"mtp_depth": 1, "mtp_loss_weight": 0.0}, "mtp_loss_weight = 0.0: must be above 0"),
+        ({"rope_scaling": replace(YARN, mscale=0.0)}, "mscale_all_dim = 1.0: the format of the hub has it only with"),
         ({"kv_lora_rank": 0}, "kv_lora_rank = 0: must be from 1"),
         ({"moe": replace(MOE, expert_bias=False)}, "expert_bias = False: must be True with score_func 'sigmoid'"),
         ({"moe": replace(MOE, num_shared_experts=0)}, "num_shared_experts = 0: must be at least 1"),

@@ -189,6 +189,25 @@ def test_config_round_trips_through_transformers(flavor):
         assert overlay(SPEC.flavors["debugmodel"], values, where="model.args") == args
 
 
+def test_heads_without_a_size_have_that_of_transformers():
+    theirs = Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+    config = theirs.to_dict()
+    assert "head_dim" not in config
+    assert SPEC.hugging_face.from_config(config)["head_dim"] == 16
+    with pytest.raises(ConfigError, match="hidden_size is missing"):
+        SPEC.hugging_face.from_config({key: value for key, value in config.items() if key != "hidden_size"})
+
+
+@pytest.mark.parametrize("score_func", ["sigmoid", "softmax"])
+def test_experts_are_chosen_where_their_scores_are_all_one_or_zero(score_func):
+    router = Router(MoEArgs(num_experts=4, top_k=2, hidden_dim=8, score_func=score_func), dim=4)
+    with torch.no_grad():
+        router.weight.copy_(torch.diag(torch.tensor([18.0, 30.0, 24.0, -2000.0])))
+        for sign, expected in ((1.0, [1, 2]), (-200.0, [3, 0])):
+            _, experts_BTK, _ = router(torch.full((1, 1, 4), sign))
+            assert experts_BTK.flatten().tolist() == expected
+
+
 def test_every_expert_has_tensors_of_its_own_on_the_hub():
     name = "layers.1.feed_forward.experts.w2"
     pieces = SPEC.hugging_face.pieces({name: (8, 64, 24)}, args=ARGS)[name]

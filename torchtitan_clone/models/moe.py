@@ -149,7 +149,10 @@ class Router(nn.Module):
         bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
         logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_BTE = logits_BTE.softmax(dim=-1) if args.score_func == "softmax" else logits_BTE.sigmoid()
-        experts_BTK = self._in_turn(scores_BTE) if self.is_forced else self._choose(scores_BTE.detach())
+        # Of large logits all scores are 1.
+        by_logits = self.expert_bias is None and args.num_groups == 1
+        ranked_BTE = (logits_BTE if by_logits else scores_BTE).detach()
+        experts_BTK = self._in_turn(ranked_BTE) if self.is_forced else self._choose(ranked_BTE)
         scores_BTK = scores_BTE.gather(-1, experts_BTK)
         if torch.is_grad_enabled():
             scores_BTK = cast("Tensor", CountInBackward.apply(scores_BTK, experts_BTK, self.counts_E))

@@ -90,6 +90,9 @@ class DeepSeekV3Args(PredictingModelArgs):
         if self.n_dense_layers >= self.n_layers:
             rule = f"must be below n_layers {self.n_layers}, so that a layer has experts"
             found.append(f"model.args.n_dense_layers = {self.n_dense_layers}: {rule}")
+        if (scaling := self.rope_scaling) is not None and scaling.mscale_all_dim and not scaling.mscale:
+            rule = "the format of the hub has it only with mscale; set both or none"
+            found.append(f"model.args.rope_scaling.mscale_all_dim = {scaling.mscale_all_dim}: {rule}")
         return found + self._router_violations()
 
     def _router_violations(self) -> list[str]:

@@ -1,6 +1,8 @@
 """Qwen3's formats on the Hugging Face hub."""
 
-from torchtitan_clone.models.hf import CONFIG_KEYS, DecoderHub
+from collections.abc import Mapping
+
+from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, DecoderHub, read_arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
@@ -21,7 +23,20 @@ HUB = DecoderHub(
     keys=_KEYS,
     rules=_RULES,
 )
-MOE_HUB = MoEHub(
+
+
+class _MoEHub(MoEHub):
+    """Qwen3's format with experts, in which heads have the usual size where config.json states none."""
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        keys = {"dim": "hidden_size", "n_heads": "num_attention_heads"}
+        if "head_dim" not in given and all(key in given for key in keys.values()):
+            sizes = read_arguments(keys, given)
+            given = {**given, "head_dim": sizes["dim"] // sizes["n_heads"]}
+        return super().read(given)
+
+
+MOE_HUB = _MoEHub(
     family="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     # Every layer has experts.
