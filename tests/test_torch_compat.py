@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import tomli
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 import torchtitan_clone
 from torchtitan_clone import torch_compat
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.torch_compat import rebuild_truncated_libraries
 
 PACKAGE = Path(torchtitan_clone.__file__).parent
 FILES = [path for path in sorted(PACKAGE.glob("**/*.py")) if path.name != "torch_compat.py"]
@@ -236,8 +239,29 @@ def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
     for header in (tmp_path / "checks").glob("*.gch"):
         header.unlink()
     assert len(processes()) == 2
-    compiler.write_text(COMPILER + "\n")
-    assert processes()
+    compiler.write_text(COMPILER.replace("exec g++", "exit 1"))  # another compiler is checked again
+    assert len(processes()) >= len(kinds)
+
+
+def seven() -> int:
+    """Returns what a library of C++ computes, which torch.compile builds or finds in its cache."""
+    rebuild_truncated_libraries()
+    from torch._inductor.codecache import CppCodeCache
+
+    return cast("Any", CppCodeCache.load('extern "C" int seven() { return 7; }', needs_vec_isa=False)).seven()
+
+
+def test_a_truncated_library_is_built_again(tmp_path: Path) -> None:
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert run_ranks(seven, 1, env=cache) == [7]
+    (library,) = tmp_path.rglob("*.so")
+    complete, changed = library.read_bytes(), library.stat().st_mtime_ns
+    assert run_ranks(seven, 1, env=cache) == [7]
+    assert library.stat().st_mtime_ns == changed
+    for size in (0, 63, len(complete) - 1):
+        library.write_bytes(complete[:size])
+        assert run_ranks(seven, 1, env=cache) == [7]
+        assert len(library.read_bytes()) == len(complete)
 
 
 STILL_PRIVATE = [
@@ -254,6 +278,8 @@ STILL_PRIVATE = [
     ("torch._inductor.cpu_vec_isa", "x86_isa_checker"),
     ("torch._inductor.codecache", "torch_key"),
     ("torch._inductor.codecache", "_precompile_header"),
+    ("torch._inductor.codecache", "_worker_compile_cpp"),
+    ("torch.utils._filelock", "FileLock"),
     ("torch._inductor.codegen.common", "jinja2_env"),
     ("torch._dynamo.funcname_cache", "cache"),
     ("torch._functorch._activation_checkpointing.graph_info_provider", "nx"),

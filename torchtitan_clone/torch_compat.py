@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import struct
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     import torchft
+    from torch._inductor.cpp_builder import CppBuilder
     from torch._inductor.cpu_vec_isa import VecISA
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
@@ -352,6 +354,37 @@ def keep_precompiled_headers(folder: Path) -> None:
 
     codecache._HEADER_DIR = str(folder)
     codecache._HEADER_LOCK_DIR = str(folder / "locks")
+
+
+@cache
+def rebuild_truncated_libraries() -> None:
+    """Makes torch.compile build a library or an object of C++ again whose file is empty or truncated.
+
+    g++ writes the file where it is expected: a machine that crashes soon afterwards leaves such a file there.
+    """
+    from torch._inductor import codecache
+    from torch.utils._filelock import FileLock
+
+    build_missing = codecache._worker_compile_cpp
+
+    def build_truncated(lock_path: str, builders: "Sequence[CppBuilder]") -> None:
+        with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):  # which who writes holds
+            for path in (Path(builder.get_target_file_path()) for builder in builders):
+                if path.exists() and _is_truncated(path):
+                    path.unlink()
+        build_missing(lock_path, builders)
+
+    codecache._worker_compile_cpp = build_truncated
+
+
+def _is_truncated(path: Path) -> bool:
+    """Returns whether an ELF file of 64 bits ends before its table of sections, which is at its end."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return True
+    table, size, count = struct.unpack_from("<Q10xHH", header, 40)
+    return path.stat().st_size < table + size * count
 
 
 @cache

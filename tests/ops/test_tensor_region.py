@@ -1,16 +1,14 @@
 """The region of CPU tensors, in processes of their own: an allocator is that of a whole process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 
 import pytest
 
-from torchtitan_clone.testing.runs import options, train
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import options, redirect_output, train
 
-REPO = Path(__file__).parents[2]
 START = """
 import logging, resource, sys, threading, os
 import torch
@@ -28,19 +26,18 @@ faults(); assert (faults() < 100) is {kept}, faults()
 """
 
 
+def execute(code: str, log: Path) -> None:
+    """Executes code with its output in a file."""
+    redirect_output(log)
+    exec(code, {})
+
+
 def run(code: str, *, timeout: float = 120, **environment: str) -> str:
     """Runs code in a process; returns what it writes to the log."""
-    inherited = {key: value for key, value in os.environ.items() if key != "ALLOCATOR"}
-    result = subprocess.run(
-        [sys.executable, "-c", START + code],
-        env={**inherited, "PYTHONPATH": str(REPO), **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    with TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        run_ranks(execute, 1, START + code, log, timeout=timeout, env={"ALLOCATOR": "", **environment})
+        return log.read_text()
 
 
 def test_a_block_is_used_again_by_a_tensor_of_its_size():

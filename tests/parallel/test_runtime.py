@@ -1,9 +1,11 @@
 """Settings of the process: random numbers by axis, timeouts, compiled code, and the wait for all ranks."""
 
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm, Debug
 from torchtitan_clone.parallel.runtime import (
+    PACKAGE,
     Launch,
     apply_debug_options,
     process_group,
@@ -50,7 +53,8 @@ CppPythonBindingsCodeCache.load_pybinding(["float*"], "#include <torch/csrc/indu
 def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
     compiled = options(corpus, tmp_path, compile__enable=True, compile__backend="eager")
     user = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run_ranks(compile_cache_of, 1, compiled, env=user) == [str(tmp_path / "torchtitan_clone" / "inductor")]
+    (found,) = run_ranks(compile_cache_of, 1, compiled, env=user)
+    assert Path(found).parent == tmp_path / "torchtitan_clone" / "inductor"
     assert run_ranks(compile_cache, 1, env={**user, CACHE: "mine"}) == ["mine"]
     (tmp_path / "file").touch()
     (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
@@ -72,8 +76,85 @@ def test_precompiled_headers_are_kept_in_the_users_cache_folder(tmp_path):
     )
     assert "file too short" in result.stderr  # what the compiler wrote is no library
     (header,) = tmp_path.glob("**/*.gch")
-    assert header.parent == tmp_path / "torchtitan_clone" / "inductor" / "precompiled_headers"
+    assert header.parent.name == "precompiled_headers"
+    assert header.parents[2] == tmp_path / "torchtitan_clone" / "inductor"
     assert not list(temporary.glob("**/precompiled_headers"))
+
+
+OPERATOR = """
+import torch
+import torch._inductor.config
+
+@torch.library.custom_op("tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: FACTOR * grad)
+
+def main():
+    from torch._dynamo.utils import counters
+    from torchtitan_clone.parallel.runtime import set_compile_cache
+    torch._inductor.config.cpp_cache_precompile_headers = False  # takes 8 s
+    set_compile_cache("inductor", device_type="cpu")
+    x = torch.zeros(9, requires_grad=True)
+    torch.compile(lambda x: twice(x).exp().sum())(x).backward()
+    print(x.grad[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_the_cache_is_that_of_the_package_and_the_processor(tmp_path):
+    code = (
+        "import os, sys, torch; from torchtitan_clone.parallel.runtime import set_compile_cache; "
+        "set_compile_cache('eager', device_type='cpu'); "
+        f"print(torch.compiler.config.cache_key_tag, os.environ['{CACHE}'])"
+    )
+    copy = tmp_path / "copy" / "torchtitan_clone"
+    shutil.copytree(PACKAGE, copy)
+
+    def tag_and_folder(**environment: str) -> list[str]:
+        environment = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(copy.parent), **environment}
+        environment = {name: value for name, value in os.environ.items() if name != CACHE} | environment
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return done.stdout.split()
+
+    tag, folder = tag_and_folder(TORCH_COMPILE_CACHE_KEY_TAG="mine")
+    assert tag.startswith("mine")
+    other_tag, other_folder = tag_and_folder(TORCH_COMPILE_CACHE_KEY_TAG="mine", ATEN_CPU_CAPABILITY="default")
+    assert (other_tag != tag, other_folder != folder) == (True, True)
+    with (copy / "ops" / "linear.py").open("a") as file:
+        file.write("\n")
+    changed_tag, same_folder = tag_and_folder(TORCH_COMPILE_CACHE_KEY_TAG="mine")
+    assert (changed_tag != tag, same_folder) == (True, folder)
+
+
+@pytest.mark.slow
+def test_compiled_code_is_that_of_the_package_and_the_processor(tmp_path):
+    """Code in the cache calls the backward that operators had, and has instructions of a processor."""
+    copy = tmp_path / "copy" / "torchtitan_clone"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def gradient_and_hits(*, factor: float, **environment: str) -> str:
+        (copy / "operator_of_test.py").write_text(OPERATOR.replace("FACTOR", str(factor)))
+        command = [sys.executable, "-c", "from torchtitan_clone.operator_of_test import main; main()"]
+        environment = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(copy.parent), **environment}
+        environment = {name: value for name, value in os.environ.items() if name != CACHE} | environment
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert gradient_and_hits(factor=2.0) == "2.0 0"
+    assert gradient_and_hits(factor=2.0) == "2.0 1"
+    assert gradient_and_hits(factor=2.0, ATEN_CPU_CAPABILITY="default") == "2.0 0"
+    assert gradient_and_hits(factor=3.0) == "3.0 0"
+    # As a crash of the machine leaves them.
+    libraries = [path for pattern in ("**/*.so", "**/*.o") for path in (tmp_path / "torchtitan_clone").glob(pattern)]
+    assert libraries
+    for library in libraries:
+        library.write_bytes(b"")
+    assert gradient_and_hits(factor=3.0).startswith("3.0")
+    assert gradient_and_hits(factor=3.0) == "3.0 1"
 
 
 def twice_with_a_break(x):

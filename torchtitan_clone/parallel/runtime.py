@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from shutil import which
 
@@ -29,6 +31,7 @@ from torchtitan_clone.torch_compat import (
     keep_precompiled_headers,
     log_compilation,
     process_groups,
+    rebuild_truncated_libraries,
     recompute_inputs_of_products,
     set_group_timeout,
 )
@@ -36,6 +39,7 @@ from torchtitan_clone.torch_compat import (
 logger = logging.getLogger("torchtitan_clone")
 
 LOG_WAIT_AFTER_SECONDS = 10
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +206,13 @@ def set_compile_cache(backend: str, *, device_type: str) -> None:
     torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
     other users, whose code would be loaded from it. The headers that inductor precompiles, 150 MiB in 8 s, and on a CPU
     what it finds out about the compiler of C++, are kept in the user's cache folder with any cache.
+
+    torch's keys name neither the instructions that code for a CPU uses nor the gradients of this package's operators:
+    each processor has a folder of its own, and a tag of each key names both.
     """
-    folder, default = user_cache_folder() / "inductor", default_compile_cache()
+    processor, tag = _identify_processor(), os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = f"{tag}{processor}{_identify_package()}"
+    folder, default = user_cache_folder() / "inductor" / processor, default_compile_cache()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
@@ -212,8 +221,26 @@ def set_compile_cache(backend: str, *, device_type: str) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     if backend == "inductor":
         keep_precompiled_headers(folder / "precompiled_headers")
+        rebuild_truncated_libraries()
         if device_type == "cpu" and (compiler := which(cpp_compiler())):
             keep_compiler_checks(folder / "compilers", compiler=Path(compiler).resolve())
+
+
+def _identify_processor() -> str:
+    """Returns a hash of the instructions of this processor, and of what torch may use of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = sorted({line for line in lines if line.startswith(("model", "flags", "Features"))})
+    return blake2b(repr((torch.backends.cpu.get_cpu_capability(), found)).encode(), digest_size=8).hexdigest()
+
+
+@cache
+def _identify_package() -> str:
+    """Returns a hash of the Python files of this package."""
+    digest = blake2b(digest_size=8)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def apply_debug_options(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:
