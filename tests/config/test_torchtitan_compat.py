@@ -376,7 +376,7 @@ def test_unsupported_keys_are_reported_with_their_reason(tmp_path: Path) -> None
     [
         (["--validation.enable", "--validation.dataset=c4"], "validation uses the documents that data.held_out"),
         (["--model.tokenizer_path=x"], "set model.hf_assets_path to the folder"),
-        (["--checkpoint.initial_load_in_hf_quantized=true"], "quantized weights are not supported; set it to false"),
+        (["--checkpoint.initial_load_in_hf_quantized=true"], "are read without this option; set it to false"),
         (["--parallelism.context_parallel_load_balancer=ptrr"], 'as with "headtail"; set it to "headtail"'),
         (["--job.custom_config_module=mine"], "add options to config/schema.py"),
         (["--hf_transformers.model=x"], "models of the transformers library are not supported"),
@@ -384,7 +384,7 @@ def test_unsupported_keys_are_reported_with_their_reason(tmp_path: Path) -> None
         (['--model.converters=["mx"]'], 'must be "float8" | "quantize.linear.float8"'),
         (["--quantize.linear.float8.emulated"], "did you mean quantize.linear.float8.emulate?"),
         (["--quantize.linear.float8.recipe_name=row"], 'must be "tensorwise" | "rowwise" | "rowwise_with_gw_hp"'),
-        (["--checkpoint.initial_load_in_hf_quantized=1"], "quantized weights are not supported; set it to false"),
+        (["--checkpoint.initial_load_in_hf_quantized=1"], "are read without this option; set it to false"),
     ],
 )
 def test_unsupported_torchtitan_keys(argv: list[str], fragment: str) -> None:

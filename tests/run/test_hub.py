@@ -20,8 +20,11 @@ from transformers import (
 
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.config import load_config
+from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.models import find_model
+from torchtitan_clone.run.hub import check_tokenizer
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
@@ -248,6 +251,23 @@ def test_weights_that_do_not_fit_are_refused_before_anything_starts(corpus, tmp_
     assert all(fragment in output for fragment in fragments), output
     assert "Traceback" not in output
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_release_is_not_trained_with_the_bundled_tokenizer(corpus, tmp_path, exported):
+    folder = tmp_path / "release"
+    shutil.copytree(exported, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    first, second = list(ids)[-2:]
+    ids[first], ids[second] = ids[second], ids[first]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    changes = {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_path": folder}
+    code, output = train(options(corpus, tmp_path / "runs", **changes), log_folder=tmp_path)
+    assert (code, "Traceback" in output) == (2, False)
+    assert "set model.hf_assets_path to this folder" in output, output
+    for selected in (folder, SHIPPED_FOLDER):
+        model = Model(hf_assets_path=str(selected))
+        check_tokenizer(folder, model=model, tokenizer=build_tokenizer(str(selected)))
 
 
 @pytest.mark.parametrize(

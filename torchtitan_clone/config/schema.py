@@ -87,13 +87,14 @@ class Model:
     """Model family, size and tokenizer."""
 
     name: str = "llama3"
-    """Model family: a key of models.MODELS."""
+    """Model family: llama3, qwen3, qwen3_moe, deepseek_v3, gpt_oss, llama4, olmo2 or olmo3."""
     flavor: str = "debugmodel"
     """Predefined size within the family, for example "debugmodel", "1B" or "8B"."""
     args: dict[str, object] = field(default_factory=dict[str, object])
     """Overrides of the flavor's model arguments, for example --model.args.n_layers=4; validated against the family."""
     hf_assets_path: str | None = None
-    """Folder that contains tokenizer.json; unset: the bundled tokenizer with 2,048 tokens."""
+    """Folder with tokenizer.json, and tokenizer_config.json that names the eos_token; unset: the bundled tokenizer with
+    2,048 tokens."""
     converters: list[Literal["float8", "quantize.linear.float8"]] = field(
         default_factory=list[Literal["float8", "quantize.linear.float8"]]
     )
@@ -297,7 +298,7 @@ class LRScheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Degrees and options of each parallelism; the product of all degrees is the world size."""
+    """Degrees and options of each parallelism; the product of all but the expert degree is the world size."""
 
     data_parallel_replicate_degree: Degree = 1
     """Number of model replicas with averaged gradients; combined with a shard degree above 1 this is HSDP."""
@@ -547,7 +548,7 @@ class EvaluationTask:
     examples: Size = 100
     """Number of examples that are made, for cloze and probes."""
     length: Annotated[int, Range(1, 900)] = 16
-    """Length of a probe: words to copy, pairs of key and value, or brackets."""
+    """Length of a probe: words to copy, pairs of key and value (at least 4 of either), or brackets."""
     depth: UnitInterval = 0.5
     """Place of the key that recall asks for, from 0 (first) to 1 (last)."""
 

@@ -78,7 +78,9 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "parallelism.context_parallel_load_balancer": TorchtitanKey(
         'ranks share the work of causal attention as with "headtail"; set it to "headtail"', ("headtail",)
     ),
-    "checkpoint.initial_load_in_hf_quantized": TorchtitanKey("quantized weights are not supported; set it to false"),
+    "checkpoint.initial_load_in_hf_quantized": TorchtitanKey(
+        "quantized weights of DeepSeek V3 and gpt-oss are read without this option; set it to false"
+    ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": TorchtitanKey(
         "selective checkpointing selects matrix products by operation; remove the key", ([], ["moe.router.gate"])
     ),

@@ -1,5 +1,6 @@
 """Initial weights in the format of the Hugging Face hub, and the files that belong to an export."""
 
+import hashlib
 import json
 import logging
 import re
@@ -19,7 +20,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.render import toml_like
 from torchtitan_clone.config.schema import Checkpoint, Model
 from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
-from torchtitan_clone.documents import shorten
+from torchtitan_clone.documents import DocumentError, read_member, shorten
 from torchtitan_clone.models import MODELS, ModelArgs, ModelSpec
 from torchtitan_clone.models.hf import Arguments
 from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
@@ -65,6 +66,22 @@ def initial_weights_path(checkpoint: Checkpoint, model: Model) -> Path:
             "folder that holds the .safetensors files"
         )
     return Path(path)
+
+
+def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the folder has another tokenizer than the bundled one, and no option selects one."""
+    if model.hf_assets_path is not None:
+        return
+    try:
+        content = read_member(folder, name=TOKENIZER_FILE)
+    except (DocumentError, OSError):
+        return  # opening the weights says what is wrong with the folder
+    if content is not None and hashlib.sha256(content).hexdigest() != tokenizer.fingerprint:
+        raise ConfigError(
+            f"checkpoint.initial_load_path = {toml_like(str(folder))}: its {TOKENIZER_FILE} is not the bundled one, "
+            "with which the run would train these weights; set model.hf_assets_path to this folder, or to that of the "
+            "tokenizer to train with"
+        )
 
 
 def family_of_folder(folder: WeightFolder) -> ModelSpec:
