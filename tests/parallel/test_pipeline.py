@@ -1,5 +1,6 @@
 """Pipelines compute what one device computes: every schedule, with every other axis, in training and validation."""
 
+import gc
 import json
 
 import pytest
@@ -19,6 +20,7 @@ from torchtitan_clone.run import preflight
 from torchtitan_clone.run.rules import find_pipeline_errors
 from torchtitan_clone.testing.harness import RankFailed, run_ranks
 from torchtitan_clone.testing.runs import losses, options, rows, train
+from torchtitan_clone.testing.trainers import open_trainer
 
 FILE_1F1B = "0F0,0F1,0B0,0F2,0B1,0F3,0B2,,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
 FILE_ZERO_BUBBLE = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
@@ -173,6 +175,25 @@ def test_stages_exchange_messages_unless_they_are_large():
 
 
 @pytest.mark.many_ranks
+def hidden_states_left(argv):
+    """Returns how many hidden states exist after a step, and after a validation."""
+    with open_trainer(argv) as trainer:
+        found = []
+        for run in (trainer.train_step, trainer._validate):
+            run(1)
+            gc.collect()
+            tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+            found.append(sum(x.shape == (1, 64, 64) for x in tensors))
+        return found
+
+
+def test_stages_keep_no_hidden_states(corpus, tmp_path):
+    """torch itself keeps what a stage receives, and the inputs and outputs of a validation until the next one."""
+    validation = {f"validation__{key}": value for key, value in (("enable", True), ("freq", 1), ("steps", 1))}
+    argv = pipelined(corpus, tmp_path, model__args__n_layers=2, **validation, validation__local_batch_size=2)
+    assert run_ranks(hidden_states_left, 2, argv) == [[0, 0]] * 2
+
+
 def test_training_and_validation_give_the_losses_of_one_rank(corpus, tmp_path, one_rank):
     changes = {**STEADY, **VALIDATED, **ROWS_4, "validation__local_batch_size": 6}
     argv = pipelined(corpus, tmp_path, "Interleaved1F1B", **changes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial, update_wrapper
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,27 @@ from torchtitan_clone.parallel.unsharded import collect_gradients, plain_paramet
 from torchtitan_clone.torch_compat import PipelineStageFixes, schedule_from_file
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+META = torch.device("meta")
+
+
+class _Received(Protocol):
+    buffer: Tensor | None
+
+
+class _ReceivedByMicrobatch(dict[int, Any]):
+    """What a stage receives. torch keeps a buffer for each micro-batch; here they exist while they are in use."""
+
+    def __setitem__(self, microbatch: int, received: tuple[_Received, ...]) -> None:
+        super().__setitem__(microbatch, received)
+        _move_buffers(received, META)
+
+
+def _move_buffers(received: Iterable[_Received], device: torch.device) -> None:
+    """Replaces the buffers by empty ones on a device, unless they are there."""
+    for each in received:
+        old = getattr(each, "buffer", None)  # before 2.13 the first stage has descriptions without one
+        if old is not None and old.device.type != device.type:
+            each.buffer = torch.empty_like(old, device=device, requires_grad=old.requires_grad)
 
 
 class _Stage(PipelineStageFixes, PipelineStage):
@@ -39,13 +60,35 @@ class _Stage(PipelineStageFixes, PipelineStage):
             kwargs["documents_BT"] = OnHost(documents_BT)
         return super().forward_maybe_with_nosync(*args, **kwargs)
 
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[object, ...], kwargs: dict[str, object] | None = None,
+        save_forward_output: bool = True,
+    ) -> object:  # fmt: skip
+        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        _move_buffers(self.args_recv_info[fwd_chunk_id], META)  # until backward, the cache of inputs keeps them
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), META)
+        if loss is not None:
+            loss.detach_()  # schedules keep it until the end of a pass, and its graph has what the stage received
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: object, mb_index: int) -> None:
+        _move_buffers(self.grad_recv_info.get(mb_index, ()), self.device)  # torch fills those without gradient with 0
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _move_buffers(self.args_recv_info[fwd_chunk_id], self.device)
         return _as_messages(super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _as_messages(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _move_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return _as_messages(super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -89,8 +132,8 @@ def build_pipelined_forward_backward(
     size = parallelism.pipeline_parallel_microbatch_size
     count = len(stages.ranks)
 
-    @cache  # torch's schedules keep the buffers of their first use
-    def schedule_for(rows: int, tokens: int, depth: int, trains: bool) -> PipelineSchedule:
+    @cache  # torch's schedules keep the shapes of their first use
+    def schedule_for(rows: int, tokens: int, depth: int, trains: bool) -> tuple[PipelineSchedule, list[PipelineStage]]:
         def inputs_of(stage: int) -> tuple[Tensor, ...]:
             """Returns meta tensors like the inputs of a stage; of stage `count`, like the output of the last one."""
             if stage == 0:
@@ -109,7 +152,10 @@ def build_pipelined_forward_backward(
             )
             for index, module in zip(own_stages, model_parts, strict=True)
         ]  # fmt: skip
-        return _build_schedule(pipeline_stages, parallelism=parallelism, microbatches=rows // size, loss=objective.add)
+        for stage in pipeline_stages:
+            stage.args_recv_info, stage.grad_recv_info = _ReceivedByMicrobatch(), _ReceivedByMicrobatch()
+        options = {"parallelism": parallelism, "microbatches": rows // size, "loss": objective.add}
+        return _build_schedule(pipeline_stages, **options), pipeline_stages
 
     def run(microbatches: Iterable[Rows], *, num_targets: int) -> StepOutput:
         trains = torch.is_grad_enabled()
@@ -117,7 +163,8 @@ def build_pipelined_forward_backward(
         with plain_parameters(model_parts):
             for rows in microbatches:
                 later_BKT = rows.mtp_targets_BKT
-                schedule = schedule_for(*rows.tokens_BT.shape, 0 if later_BKT is None else later_BKT.shape[1], trains)
+                depth = 0 if later_BKT is None else later_BKT.shape[1]
+                schedule, own = schedule_for(*rows.tokens_BT.shape, depth, trains)
                 step = schedule.step if trains else schedule.eval
                 optional = {"documents_BT": rows.documents_BT, "mtp_targets_BKT": later_BKT}
                 # The schedule splits only tensors into micro-batches, not None.
@@ -127,6 +174,8 @@ def build_pipelined_forward_backward(
                     targets_BT=rows.targets_BT, loss_fn=loss_fn, **given,
                 )  # fmt: skip
                 objective.end_pass()
+                for stage in own:
+                    stage.clear_runtime_states()  # else those of a validation stay until the next one
         return objective.output()
 
     return run
