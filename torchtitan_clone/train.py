@@ -125,7 +125,7 @@ def _describe(plan: "RunPlan", *, present: str) -> int:
     if hardware:
         from torchtitan_clone.planner.time_model import describe_step_time
 
-        sys.stdout.write(describe_step_time(plan, hardware=hardware))
+        sys.stdout.write(describe_step_time(plan.at_step(1), hardware=hardware))
     return 0
 
 

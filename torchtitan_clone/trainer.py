@@ -218,22 +218,22 @@ class Trainer:
 
     def _maybe_change_phase(self) -> bool:
         """Freezes layers and moves the state to another mesh in memory, where training.freeze_schedule says so."""
-        state, before = self._state, self.engine.plan
+        state = self._state
         plan = self._run.plan.at_step(state.step + 1, batch=state.loader.next_batch_number)
-        if (plan.first_step, plan.first_batch) == (before.first_step, before.first_batch):
+        if plan is self.engine.plan:
             return False
         start = time.perf_counter()
         self._checkpoints.forget_plan()
         self._timeouts.expect_slow_steps()
         position = state.loader.state_dict()
         state.engine = remesh(state.engine, plan)
+        self._timeouts.expect_slow_steps()  # the new groups too
         state.loader, self._validator.loader = open_loaders(
             plan, dataset=self._run.dataset, rank=self._launch.rank, position=position
         )
         gc.collect()  # modules and their hooks refer to one another
         self._metrics.flops_per_token, self._metrics.tokens_per_step = plan.flops_per_token, plan.tokens_per_step
-        what = describe_phase(plan)
-        self._metrics.log_event(state.step, what, seconds=time.perf_counter() - start)
+        self._metrics.log_event(state.step, describe_phase(plan), seconds=time.perf_counter() - start)
         self._metrics.restart_interval()
         return True
 
@@ -302,7 +302,7 @@ class Trainer:
     def _validate(self, step: int) -> bool:
         """Logs validation and evaluation; returns False if a request to stop interrupted them."""
         is_done = self._validator.run(
-            step, engine=self.engine, metrics=self._metrics, timeouts=self._timeouts, stop=self._stop
+            step, engine=self.engine, metrics=self._metrics, timeouts=self._timeouts, stops=self._saver.stops_validation
         )
         self._metrics.restart_interval()
         return is_done

@@ -3,21 +3,26 @@
 import pytest
 
 from tests.planner.test_time_model import FULL, NONE, PER_OPERATION, degree, plan_of
+from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.memory_estimate import estimate_memory
+from torchtitan_clone.planner.time_model import predict_step_time
+from torchtitan_clone.run.dry_run import summary
 from torchtitan_clone.run.step_memory import predict_step_memory
 
 LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 4096, "training.document_masking": "false"}
+GROUPS = {"fault_tolerance.enable": "true", "fault_tolerance.group_size": 2}
 PIPELINE = degree(pipeline=2, tensor=2) | {"training.local_batch_size": 4}
 CASES = {
     "full": (8, FULL),
     "one GPU": (1, FULL),
+    "one GPU, fp32": (1, FULL | {"training.mixed_precision_param": "float32"}),
     "first blocks": (1, FULL | {"activation_checkpoint.first_blocks": 2, "training.local_batch_size": 8}),
     "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
     "per operation": (8, PER_OPERATION),
     "pipeline, full": (8, FULL | PIPELINE),
     "pipeline, none": (8, NONE | PIPELINE),
 }
-SLOW = list(CASES)[3:]
+SLOW = list(CASES)[4:]
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
@@ -26,6 +31,24 @@ def test_estimate_is_within_a_tenth_of_the_simulation(case):
     plan = plan_of(world_size, **LLAMA, **{"training.local_batch_size": 2} | options)
     simulated = predict_step_memory(plan, device_type="cpu")[0]
     assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)
+
+
+def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
+    plans = [plan_of(8, **LLAMA, **FULL, **PIPELINE, **{"training.global_batch_size": rows}) for rows in (8, 16)]
+    one, two = map(estimate_memory, plans)
+    assert two.state == one.state / 3 * 4
+
+
+def test_replica_groups_have_the_step_of_one_of_them():
+    """Each trains its share of the global batch."""
+    one, two = (plan_of(8, **LLAMA, **FULL, **groups) for groups in ({}, GROUPS))
+    assert two.global_batch_size == 2 * one.global_batch_size
+    assert estimate_memory(two) == estimate_memory(one)
+    (simulated, *_), (expected, *_) = (predict_step_memory(plan, device_type="cpu") for plan in (two, one))
+    assert simulated == expected
+    assert "in 1 micro-batches a rank" in summary(two)
+    times = [predict_step_time(plan, hardware=read_hardware("h100")) for plan in (two, one)]
+    assert times[0] == times[1]
 
 
 def test_a_tied_embedding_counts_once():

@@ -36,6 +36,42 @@ def test_the_lines_of_each_mesh_are_those_of_a_valid_run(tmp_path):
         assert plan.tokens_per_step == 2**18
 
 
+def test_options_that_are_not_searched_stay():
+    words = ("--model.flavor=8B", "--model.args.n_layers=4", "--training.seq_len=32768", "--compile.enable=true")
+    options = {
+        "context_parallel_rotate_method": "alltoall",
+        "fsdp_prefetch_blocks": 2,
+        "enable_async_tensor_parallel": True,
+    }
+    of_run = [f"--parallelism.{key}={str(value).lower()}" for key, value in options.items()]
+    # Asynchronous tensor parallelism is refused without tensor parallelism.
+    text = planned(*words, *of_run, "--parallelism.tensor_parallel_degree=2", tokens=2**18, count=40)
+    meshes = [tomli.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
+    assert {mesh["context_parallel_rotate_method"] for mesh in meshes} == {"alltoall"}
+    assert {mesh["fsdp_prefetch_blocks"] for mesh in meshes} == {2}
+    is_async = {mesh.get("tensor_parallel_degree", 1) > 1: mesh.get("enable_async_tensor_parallel") for mesh in meshes}
+    assert is_async == {True: True, False: None}
+
+
+def test_replica_groups_share_the_sequences_of_a_step(tmp_path):
+    groups = ["--fault_tolerance.enable=true", "--fault_tolerance.group_size=2"]
+    with pytest.raises(ConfigError, match=r"1,536 tokens a step: 2 replica groups do not divide its sequences; change"):
+        planned(*groups, gpus=2, tokens=3 * 512)
+    block = planned(*groups, gpus=2, tokens=8 * 512, count=1).split("\n# ")[1]
+    file = tmp_path / "mesh.toml"
+    file.write_text(block.partition("\n")[2].replace("[training]", "[training]\nseq_len = 512"))
+    argv = [f"--job.config_file={file}", *groups]
+    assert preflight.resolve(load_config(argv), world_size=2, device_type="cuda").global_batch_size == 8
+
+
+def test_a_rule_that_refuses_all_meshes_is_the_error():
+    with pytest.raises(ConfigError, match=r"data.stages, first_step 3: a recovering replica group"):
+        planned(
+            "--fault_tolerance.enable=true", "--fault_tolerance.group_size=1",
+            "--data.stages=[{first_step = 3, seq_len = 256}]", tokens=8 * 512,
+        )  # fmt: skip
+
+
 def searched(*, gpus, rows):
     options = ["--model.flavor=30B-A3B", "--model.args.n_layers=4", "--training.seq_len=4096"]
     config = load_config(["--model.name=qwen3_moe", "--training.local_batch_size=1", *options])

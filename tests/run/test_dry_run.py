@@ -3,6 +3,9 @@
 import re
 from importlib.util import find_spec
 
+from torchtitan_clone.config import load_config
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.dry_run import one_line_summary, summary
 from torchtitan_clone.testing.runs import options, train
 
 
@@ -29,6 +32,34 @@ def test_a_dry_run_prints_what_differs_from_the_defaults(corpus, tmp_path):
     assert "[validation]" not in some
     assert "[validation]\nenable = false\n" in everything
     assert some.partition("data  ")[2] == everything.partition("data  ")[2]
+
+
+def described(argv):
+    """Returns the lines of a dry run by their first words, and the line of a start."""
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    lines = [re.split(" {2,}", line, maxsplit=1) for line in summary(plan).splitlines() if "  " in line.strip()]
+    return {line[0]: line[1] for line in lines}, one_line_summary(plan)
+
+
+def test_a_dry_run_describes_the_phase_of_the_first_step(corpus, tmp_path):
+    plain, _ = described(options(corpus, tmp_path))
+    frozen, _ = described(options(corpus, tmp_path, training__freeze_schedule="[{step = 1, layers = 1}]"))
+    assert frozen["frozen"] == "tok_embeddings, layers.0"
+    flops = [int(lines["FLOPs per token"].replace(",", "")) for lines in (frozen, plain)]
+    assert flops[0] < flops[1]
+    stage = "[{first_step = 1, seq_len = 32, global_batch_size = 32}]"
+    staged, line = described(options(corpus, tmp_path, data__stages=stage))
+    assert staged["tokens per step"] == "1,024 in 4 micro-batches a rank"
+    assert "10 steps of 32 sequences x 32 = 10,240 tokens" in line
+
+
+def test_a_dry_run_counts_steps_without_those_passed_over(corpus, tmp_path):
+    stage, skipped = "[{first_step = 5, seq_len = 32}]", "[[2, 3]]"
+    freeze = "[{step = 4, layers = 1}]"
+    changes = {"data__stages": stage, "data__skip_steps": skipped, "training__freeze_schedule": freeze}
+    plan = preflight.resolve(load_config(options(corpus, tmp_path, **changes)), world_size=1, device_type="cpu")
+    found = re.findall(r"^(from step \d+)\n  frozen +(.*)\n.* (\d+) sequences", summary(plan), flags=re.MULTILINE)
+    assert found == [("from step 3", "none", "16"), ("from step 4", "tok_embeddings, layers.0", "16")]
 
 
 def test_a_complete_run_says_how_to_go_on(corpus, tmp_path):

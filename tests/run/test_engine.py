@@ -3,6 +3,7 @@
 Tests of engine.py, and of run_state.py and replicas.py in recovery.
 """
 
+import math
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -189,6 +190,23 @@ def compiles_the_loss(argv):
 def test_a_cpu_does_not_compile_the_loss(corpus, tmp_path, dtype):
     changes = {"training__mixed_precision_param": dtype, "compile__enable": True, "checkpoint__enable": False}
     assert run_ranks(compiles_the_loss, 1, options(corpus, tmp_path, **changes)) == [False]
+
+
+def loss_after_recovery(argv):
+    """Returns the loss of a step after a validation and a recovery of zeros as output, and that of equal logits."""
+    with open_trainer(argv) as trainer:
+        trainer.train_step(1)
+        assert trainer._validate(1)
+        recovery = trainer._state.recovery_state(before_load=lambda: None)
+        recovery.load_from_peer(recovery.metadata())
+        recovery.tensors["model/output.weight"].zero_()
+        return trainer.train_step(2).loss, math.log(trainer.engine.plan.model_args.vocab_size)
+
+
+def test_weights_received_after_a_validation_are_used(corpus, tmp_path):
+    argv = options(corpus, tmp_path, **SHARD, validation__enable=True, validation__freq=1, validation__steps=1)
+    for found, expected in run_ranks(loss_after_recovery, 2, argv):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 class HostReads(TorchFunctionMode):

@@ -28,12 +28,15 @@ def test_weights_that_are_frozen_from_the_first_step_have_no_gradients():
     plan = plan_of("--training.freeze_schedule=[{step = 1, layers = 3}]")
     trained = [name for name in plan.parameters if name.startswith(("layers.3.", "norm.", "output."))]
     count = sum(plan.parameters[name].numel() for name in trained)
+    plan = plan.at_step(1)
     assert state_bytes(plan) == 16 * count + 4 * (plan.parameter_count - count)
 
 
 def test_inputs_of_layers_are_those_of_what_runs_at_once():
     hidden = 8 * 64 * 256 * 4
     assert activation_bytes(plan_of(), rows=8) == 4 * hidden
+    frozen = plan_of("--training.freeze_schedule=[{step = 1, layers = 3}]").at_step(1)
+    assert activation_bytes(frozen, rows=8) == hidden
     assert activation_bytes(plan_of("--parallelism.context_parallel_degree=2", world_size=2), rows=8) == 2 * hidden
     assert activation_bytes(plan_of("--parallelism.pipeline_parallel_degree=2", world_size=2), rows=8) == hidden // 8
 

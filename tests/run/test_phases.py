@@ -2,7 +2,7 @@
 
 from torchtitan_clone.config import load_config, resolved_degrees, resolved_global_batch_size
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.run.phases import phase_of_step
+from torchtitan_clone.run.phases import phase_of_step, phases
 
 FREEZE = """--training.freeze_schedule=[
     {step = 3, layers = 1}, {step = 5, layers = 2, pipeline_parallel_degree = 2, local_batch_size = 4},
@@ -20,3 +20,15 @@ def test_phases_are_a_function_of_the_step() -> None:
         degrees = resolved_degrees(phase.config.parallelism, 8)
         assert (degrees.pp, degrees.dp_shard) == ((4, 2) if phase.first_step < 5 else (2, 4))
         assert resolved_global_batch_size(phase.config.training, degrees, FaultTolerance()) == 16
+
+
+def test_phases_are_all_combinations_that_can_occur() -> None:
+    stages = "--data.stages=[{first_step = 4, seq_len = 1024}, {first_step = 8, seq_len = 256}]"
+    skipped = "--data.skip_steps=[[2, 3]]"
+    found = [
+        [(phase.first_step, phase.first_batch) for phase in phases(load_config([*argv, FREEZE, stages]), 8)]
+        for argv in ([], [skipped])
+    ]
+    assert found[0] == [(1, 1), (3, 1), (3, 4), (5, 4), (5, 8), (9, 8)]
+    # Step 2 has batch 4, or 2 if it was trained before the range was entered.
+    assert found[1] == [(1, 1), (1, 4), *found[0][1:]]

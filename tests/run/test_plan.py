@@ -9,7 +9,7 @@ from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.plan import build_plan, replica_identity, write_config
+from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, write_config
 from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
@@ -39,7 +39,7 @@ def test_sizes_follow_from_the_configuration(tmp_path):
     assert {tensor.device for tensor in plan.model_tensors.values()} == {torch.device("meta")}
     assert plan.folder == plan.output_folder == tmp_path / "a"
     assert plan.checkpoint_folder == tmp_path / "a" / plan.config.checkpoint.folder
-    assert plan.later_phases() == []
+    assert later_phases(plan) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_phases_change_mesh_stages_and_flops_but_no_batch_size():
     first = plan_of(PIPELINE, "--parallelism.pipeline_parallel_schedule=1F1B", FREEZE, world_size=4)
     assert first.at_step(2) is first
     assert (first.frozen_modules, first.frozen_stages, first.loss_rank) == ((), 0, 1)
-    second, third = first.later_phases()
+    second, third = later_phases(first)
     assert [(plan.first_step, plan.frozen_layers) for plan in (second, third)] == [(3, 1), (5, 2)]
     assert [first.at_step(step) for step in (3, 4, 5, 99)] == [second, second, third, third]
     assert third.frozen_modules == ("tok_embeddings", "layers.0", "layers.1")
@@ -111,6 +111,12 @@ def test_phases_change_mesh_stages_and_flops_but_no_batch_size():
         )
         assert plan.flops_per_token == expected
     assert first.flops_per_token > second.flops_per_token > third.flops_per_token
+
+
+def test_a_phase_has_one_plan():
+    """Building another in every step would take the time of building the model."""
+    plan = plan_of(PIPELINE, "--parallelism.pipeline_parallel_schedule=1F1B", FREEZE, world_size=4)
+    assert plan.at_step(3) is plan.at_step(4) is later_phases(plan)[0]
 
 
 @pytest.mark.parametrize(

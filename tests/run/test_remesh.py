@@ -14,10 +14,12 @@ from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import losses, options, rows, train
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
+from torchtitan_clone.torch_compat import group_timeout, process_groups
 
 CPU = torch.device("cpu")
 STEPS = 5
 POINTS = {3: 1, 4: 3}
+INIT_TIMEOUT = 123
 VALIDATED = {"validation__enable": True, "validation__freq": 4, "validation__steps": 1}
 
 
@@ -38,6 +40,7 @@ def frozen_options(corpus, folder, first=None, second=None, **changes):
     """Returns options of a run that freezes one of four blocks before step 3, and three before step 4."""
     points = [(step, layers, more or {}) for (step, layers), more in zip(POINTS.items(), (first, second), strict=True)]
     common = {"model__args__n_layers": 4, "training__steps": STEPS, "training__freeze_schedule": schedule(*points)}
+    common["comm__init_timeout_seconds"] = INIT_TIMEOUT
     return options(corpus, folder, **common | changes)
 
 
@@ -81,6 +84,7 @@ class PhaseWatcher(ReplicaGroupWrapper):
         self._group.record_samples(samples)
         if self.step in POINTS:
             self.seen.append((self.before, state_of(self.trainer)))
+            assert {group_timeout(group, device=CPU).seconds for group in process_groups()} == {INIT_TIMEOUT}
 
 
 def state_of(trainer):

@@ -59,7 +59,29 @@ FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
 
 EXPERT = "--parallelism.expert_parallel_degree"
+STAGE_AND_FREEZE = pipeline(
+    4,
+    "1F1B",
+    "--training.seq_len=256",
+    "--training.local_batch_size=4",
+    "--training.global_batch_size=16",
+    "--data.stages=[{first_step = 5, seq_len = 1024, global_batch_size = 4, local_batch_size = 1}]",
+    f"{FREEZE}=[{{step = 4, layers = 2, pipeline_parallel_degree = 1}}]",
+)
 RULES = [
+    (
+        [*STAGE_AND_FREEZE, "--data.skip_steps=[[2, 3]]"],  # so that step 3 has batch 5, and nothing frozen
+        {"world_size": 4},
+        "data.stages, with the options of its entry at step 5: training.local_batch_size = 1: makes 1 micro-batches",
+    ),
+    (
+        [
+            "--data.stages=[{first_step = 1, seq_len = 1024, local_batch_size = 8, global_batch_size = 64}]",
+            f"{FREEZE}=[{{step = 5, layers = 1, local_batch_size = 4}}]",
+        ],
+        {},
+        "training.freeze_schedule: local_batch_size is set by data.stages too",
+    ),
     (
         ["--model.converters=['float8']", f"{CONTEXT}_degree=2", "--training.seq_len=1000"],
         {},
@@ -344,6 +366,7 @@ def test_rules(argv: list[str], facts: dict[str, Any], fragment: str) -> None:
 
 
 ALLOWED = [
+    (STAGE_AND_FREEZE, {"world_size": 4}),
     (
         pipeline(
             4, "1F1B", f"{SHARD}=2", f"{FREEZE}=[{{step=5, layers=1, pipeline_parallel_degree=2, local_batch_size=4}}]"

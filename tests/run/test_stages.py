@@ -12,6 +12,7 @@ from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.dry_run import summary
+from torchtitan_clone.run.plan import later_phases
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.parity_matrix import PREDICTION
 from torchtitan_clone.testing.runs import losses, options, rows
@@ -171,7 +172,7 @@ def test_a_stage_changes_the_model_and_the_shape_of_a_batch(corpus, sources, tmp
     config = load_config(stage_options(corpus, tmp_path, sources))
     plan = preflight.resolve(config, world_size=2, device_type="cpu")
     assert plan.at_step(BORDER - 1) is plan
-    (later,) = plan.later_phases()
+    (later,) = later_phases(plan)
     for found in (later, plan.at_step(BORDER), plan.at_step(3, batch=BORDER + 5)):
         assert found.model_args.rope_theta == 5e6
         assert (found.config.training.seq_len, found.global_batch_size) == (256, 2)
@@ -194,6 +195,19 @@ def test_a_later_stage_that_cannot_be_read_is_an_error_at_the_start(corpus, sour
     plan = preflight.resolve(config, world_size=1, device_type="cpu")
     with pytest.raises(ConfigError, match=r"data\.num_workers = 4: more than the 2 sequences of a global batch"):
         preflight.prepare(plan, launch=Launch.from_environment())
+
+
+def test_a_later_phase_that_does_not_fit_in_memory_is_an_error(corpus, tmp_path):
+    large = "[{step = 5, layers = 1, local_batch_size = 1000000}]"
+    changes = {"training__global_batch_size": 1000000, "model__args__n_layers": 100}
+    argv = options(corpus, tmp_path, **changes, training__freeze_schedule=large)
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError) as error:
+        preflight.prepare(plan, launch=Launch.from_environment())
+    (message,) = error.value.messages
+    assert message.startswith(
+        "from step 5, training.local_batch_size = 1000000: the inputs of the layers need at least"
+    )
 
 
 BROKEN = [

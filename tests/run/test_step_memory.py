@@ -17,6 +17,7 @@ from torchtitan_clone.run.step_memory import (
     memory_table,
     predict_step_memory,
     simulate_steps,
+    trace_steps,
 )
 from torchtitan_clone.torch_compat import fake_tensors
 
@@ -94,6 +95,29 @@ def test_state_of_a_model():
     assert 4 * own <= found.weights < 4.01 * own
     assert 8 * own <= found.optimizer < 8.01 * own
     assert found.allocator == 0
+
+
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 2}
+
+
+def test_a_stage_has_no_buffers_of_micro_batches_that_are_not_there():
+    """A hidden state takes 64 KiB."""
+    found = []
+    for rows in (4, 8):
+        plan = plan_of(2, **PIPELINE, **{"training.local_batch_size": rows})
+        events = [simulate_steps(plan, pipeline_rank=rank) for rank in (0, 1)]
+        found.append([memory_at_peak(each, device_type="cpu", expandable=False).activations for each in events])
+    for few, many in zip(*found, strict=True):
+        assert many - few < 64 * 1024
+
+
+def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
+    found = []
+    for rows in (4, 8):
+        plan = plan_of(4, **PIPELINE, **{"training.global_batch_size": rows})
+        events = trace_steps(plan, pipeline_rank=0)
+        found.append(memory_at_peak(events, device_type="cpu", expandable=False))
+    assert found[1].gradients - found[0].gradients == pytest.approx(found[0].weights, rel=1e-3)
 
 
 NONE = {"activation_checkpoint.mode": "none"}

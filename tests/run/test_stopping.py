@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.run.stopping import StopRequest
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.run.stopping import StopPolicy, StopRequest
+from torchtitan_clone.testing.faults import ReplicaGroupWrapper, run_entry_point
+from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -59,6 +61,44 @@ def test_a_signal_ends_a_validation(corpus, tmp_path):
     assert code == 0
     assert "stopped by a signal to another rank: step 1 is saved" in output
     assert "validation loss" not in output
+
+
+class StopsInStep2(ReplicaGroupWrapper):
+    """A replica group whose process is asked to stop in step 2."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.step = 0
+
+    def commit(self, *, healthy):
+        self.step += 1
+        if self.step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return self._group.commit(healthy=healthy)
+
+
+def train_until_asked(argv):
+    return run_entry_point(argv, wrap_replica_group=StopsInStep2)
+
+
+def test_a_request_in_the_last_step_does_not_cost_its_validation(corpus, tmp_path):
+    """The step is saved first, once; without time left, the validation ends."""
+    tables = {"validation__enable": True, "validation__freq": 2, "checkpoint__interval": 2}
+    for deadline in (None, 1e-9):
+        argv = options(corpus, tmp_path, training__steps=2, **tables, preemption__deadline_seconds=deadline)
+        argv += [f"--job.run_name={deadline}", "--validation.local_batch_size=1"]
+        assert run_ranks(train_until_asked, 1, argv) == [0]
+        of_step_2 = [row for row in read_json_lines(tmp_path / f"{deadline}" / "metrics.jsonl") if row["step"] == 2]
+        found = ["validation_loss" if "validation_loss" in row else row.get("event") for row in of_step_2]
+        validated = ["validation_loss"] if deadline is None else []
+        assert [name for name in found if name not in (None, "goodput")] == ["checkpoint saved", *validated]
+
+
+def test_a_last_validation_leaves_time_for_a_save():
+    policy = StopPolicy(StopRequest(), max_seconds=3600, deadline_seconds=None, sum_over_ranks=list)
+    assert not policy.is_out_of_time()
+    policy.save_seconds = 3600
+    assert policy.is_out_of_time()
 
 
 def test_a_step_that_would_outlast_the_deadline_is_interrupted(corpus, tmp_path):

@@ -194,8 +194,7 @@ def measure_steps() -> dict[str, float]:
 def _steps(plan: RunPlan) -> Iterator[float]:
     """Yields the seconds of training steps, without end."""
     engine = build_engine(plan, device=CPU)
-    passes = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
-    batches = [fake_batch(plan)] * passes
+    batches = [fake_batch(plan)] * plan.microbatches
     yield from seconds_of(lambda step: _train_step(engine, batches, step=step))
 
 

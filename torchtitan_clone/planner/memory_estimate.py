@@ -57,8 +57,8 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     microbatches = _microbatches(plan)
     gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
-    if plan.world_size == 1:  # without FSDP: copies of all weights
-        gathered = complete
+    if plan.world_size == 1:  # without FSDP: copies of all weights, if their data type is another
+        gathered = complete if config.training.dtype != config.training.mixed_precision_param else 0.0
     gathered *= shape.itemsize
     again = max((saved_bytes(layer, shape=shape, all_saved=True) for layer in layers), default=0.0)
     again = again if shape.share_again else 0.0
@@ -71,7 +71,10 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     if microbatches > 1:
         # Gradients of several micro-batches are summed before they are reduced over the ranks.
         gathered += complete * reduced + largest * shape.itemsize
-        return MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again))
+        passes = plan.microbatches if degrees.pp > 1 else 1  # a second one finds the reduced gradients of the first
+        return MemoryEstimate(
+            state=(3 + (passes > 1)) * tensor, gathered=gathered, activations=saved + max(loss, again)
+        )
     gradients, reduction = tensor, largest * (shape.itemsize + reduced)
     if plan.world_size == 1:
         gradients, reduction = tensor if not keeps_gradients(plan) else shards * shape.itemsize, 0.0
@@ -84,10 +87,9 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
 
 def _microbatches(plan: RunPlan) -> int:
     """Returns the micro-batches of a pass through the pipeline, or of a step without one."""
-    training = plan.config.training
     if plan.degrees.pp > 1:
-        return training.local_batch_size // plan.config.parallelism.pipeline_parallel_microbatch_size
-    return plan.global_batch_size // (plan.degrees.data * training.local_batch_size)
+        return plan.config.training.local_batch_size // plan.config.parallelism.pipeline_parallel_microbatch_size
+    return plan.microbatches
 
 
 def _loss_bytes(plan: RunPlan, *, shape: Shape) -> float:

@@ -30,6 +30,11 @@ RECOMPUTE = (
 SHARDS = (8, 16, 32, 64, 128, 256)
 """Data-parallel ranks that share one replica of the weights, where there are several."""
 PIPELINES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+KEPT = (
+    "context_parallel_rotate_method", "enable_async_tensor_parallel", "fsdp_prefetch_blocks",
+    "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
+)  # fmt: skip
+"""Options of [parallelism] that are not searched."""
 USABLE_MEMORY = 0.9
 """Share of the memory that estimates may fill; the rest is for the allocator, kernels and communication."""
 TIMED = 60
@@ -70,7 +75,10 @@ def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
 
     `plan` gives the model, the sequence length and all options that are not searched.
     """
-    rows = rows_of_step(plan.config, tokens=job.tokens_per_step)
+    rows, rest = divmod(rows_of_step(plan.config, tokens=job.tokens_per_step), plan.num_replica_groups)
+    if rest:
+        rule = f"{plan.num_replica_groups} replica groups do not divide its sequences"
+        raise ConfigError(f"{job.tokens_per_step:,} tokens a step: {rule}; change it, or fault_tolerance.group_size.")
     usable = USABLE_MEMORY * job.hardware.memory_gib * 2**30
     fitting: list[tuple[float, RunPlan, MemoryEstimate]] = []
     others: list[tuple[float, RunPlan, MemoryEstimate]] = []
@@ -89,6 +97,8 @@ def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
         Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=job.hardware))
         for _, each, memory in islice(_allowed(sorted(fitting, key=itemgetter(0)), job=job), TIMED)
     ]
+    if not timed and fitting:
+        raise ConfigError(_broken_rules(min(fitting, key=itemgetter(0))[1], job=job))
     if not timed:
         raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], job=job))
     timed.sort(key=lambda each: each.time.seconds)
@@ -111,15 +121,18 @@ def _allowed(
 ) -> Iterator[tuple[float, RunPlan, MemoryEstimate]]:
     """Yields those that break no rule of a run."""
     for each in fitting:
-        plan = each[1]
-        if not find_run_errors(
-            plan.config,
-            world_size=job.gpus,
-            args=plan.model_args,
-            tokenizer_vocab_size=None,
-            device_type=job.hardware.device_type,
-        ):
+        if not _broken_rules(each[1], job=job):
             yield each
+
+
+def _broken_rules(plan: RunPlan, *, job: Job) -> list[str]:
+    return find_run_errors(
+        plan.config,
+        world_size=job.gpus,
+        args=plan.model_args,
+        tokenizer_vocab_size=None,
+        device_type=job.hardware.device_type,
+    )
 
 
 def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:
@@ -184,8 +197,13 @@ def _configs_of_mesh(plan: RunPlan, *, degrees: Degrees, rows: int) -> Iterator[
             module_fqns_per_model_part=None,
             pipeline_parallel_microbatch_size=size if degrees.pp > 1 else 1,
             fsdp_reshard_after_forward=reshard,
+            enable_async_tensor_parallel=base.parallelism.enable_async_tensor_parallel and degrees.tp > 1,
         )
-        training = replace(base.training, global_batch_size=rows, local_batch_size=local if degrees.pp > 1 else size)
+        training = replace(
+            base.training,
+            global_batch_size=rows * plan.num_replica_groups,
+            local_batch_size=local if degrees.pp > 1 else size,
+        )
         config = replace(base, parallelism=parallelism, training=training, activation_checkpoint=recompute)
         args = plan.model_args
         if not find_pipeline_errors(config, n_layers=args.n_layers, tied_embeddings=args.tied_embeddings):
@@ -271,6 +289,8 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
     base = resolve(
         replace(config, parallelism=Parallelism(), training=alone), world_size=1, device_type=hardware.device_type
     )
+    kept = {name: getattr(config.parallelism, name) for name in KEPT}
+    base = replace(base, config=replace(base.config, parallelism=replace(Parallelism(), **kept)))
     job = Job(gpus=gpus, hardware=hardware, tokens_per_step=tokens, run_tokens=tokens * config.training.steps)
     found = search(base, job=job, count=count)
     return describe_found(found, job=job, configured=configured)

@@ -304,7 +304,7 @@ def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seco
     stages = plan_stages(plan, hardware=hardware)
     parallelism, degrees = plan.config.parallelism, plan.degrees
     rows = plan.config.training.local_batch_size
-    passes = plan.global_batch_size // (degrees.data * rows)
+    passes = plan.microbatches
     machine = stages[0].machine
     if degrees.pp == 1:
         (stage,) = stages
@@ -413,7 +413,7 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
 def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = True) -> StepTime:
     """Returns the predicted time of a step; without `real_order` with a formula for the bubble, quickly."""
     seconds = step_seconds(plan, hardware=hardware, real_order=real_order)
-    rate = plan.tokens_per_step / seconds.total / plan.world_size
+    rate = plan.tokens_per_step / seconds.total / (plan.world_size * plan.num_replica_groups)
     peak = 1e12 * hardware.peak_tflops
     return StepTime(
         parts={name: seconds.parts[name] for name in PARTS if seconds.parts.get(name)},

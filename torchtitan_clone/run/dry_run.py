@@ -9,7 +9,7 @@ from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.hub import EXPORT_FOLDER
-from torchtitan_clone.run.plan import RunPlan, total_tokens
+from torchtitan_clone.run.plan import RunPlan, first_step_of, later_phases, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096
 """A mesh of more takes torch minutes, even simulated."""
@@ -29,11 +29,12 @@ def simulated_device_type(config: Config, *, present: str) -> str:
 
 def one_line_summary(plan: RunPlan) -> str:
     """Returns the run in one line."""
-    config, pipeline = plan.config, plan.pipeline_summary
+    first = plan.at_step(1)
+    config, pipeline = first.config, first.pipeline_summary
     parameters = _describe_parameters(plan, unit=" parameters")
     return (
         f"{config.model.name} {config.model.flavor}, {parameters}, "
-        f"{config.training.steps:,} steps of {plan.global_batch_size:,} sequences x {config.training.seq_len:,} = "
+        f"{config.training.steps:,} steps of {first.global_batch_size:,} sequences x {config.training.seq_len:,} = "
         f"{total_tokens(plan):,} tokens, in {plan.folder}{pipeline and '; ' + pipeline}"
     )
 
@@ -50,7 +51,7 @@ def describe_run(plan: RunPlan, *, device_type: str) -> str:
 
     Of a simulated run also the memory of each pipeline rank on this type of device, and the collectives of a step.
     """
-    text = summary(plan)
+    text, plan = summary(plan), plan.at_step(1)
     simulated = plan.config.comm.mode == "fake_backend"
     if plan.world_size > 1 or simulated:
         from torchtitan_clone.run.simulate import describe_layouts, simulate
@@ -62,25 +63,28 @@ def describe_run(plan: RunPlan, *, device_type: str) -> str:
 
 
 def summary(plan: RunPlan) -> str:
-    """Returns what follows from the configuration alone."""
-    accumulation = plan.global_batch_size // (plan.degrees.data * plan.config.training.local_batch_size)
+    """Returns what follows from the configuration alone: the phase of the first step, then those that follow it."""
+    first = plan.at_step(1)
+    later = [phase for phase in later_phases(plan) if phase is plan.at_step(first_step_of(phase))]
+    frozen = f"frozen            {', '.join(first.frozen_modules)}\n" if first.frozen_modules else ""
     return (
         f"{to_toml(plan.config) if plan.config.job.dry_run_all else changes_to_toml(plan.config)}\n"
         f"data              {escape(describe_data(training=plan.config.training, data=plan.config.data))}\n"
-        f"mesh              {describe_mesh(plan.degrees)}\n"
-        f"pipeline          {plan.pipeline_summary or 'none'}\n"
+        f"mesh              {describe_mesh(first.degrees)}\n"
+        f"pipeline          {first.pipeline_summary or 'none'}\n"
         f"parameters        {_describe_parameters(plan)}\n"
-        f"FLOPs per token   {plan.flops_per_token:,.0f}\n"
-        f"tokens per step   {plan.tokens_per_step:,} in {accumulation:,} micro-batches a rank\n"
+        f"{frozen}"
+        f"FLOPs per token   {first.flops_per_token:,.0f}\n"
+        f"tokens per step   {first.tokens_per_step:,} in {first.microbatches:,} micro-batches a rank\n"
         f"tokens of the run {total_tokens(plan):,}\n"
         f"run folder        {escape(str(plan.folder))}\n"
-        f"{''.join(map(_describe_phase, plan.later_phases()))}"
+        f"{''.join(map(_describe_phase, later))}"
     )
 
 
 def _describe_phase(plan: RunPlan) -> str:
     return (
-        f"from step {max(plan.first_step, plan.first_batch)}\n"
+        f"from step {first_step_of(plan)}\n"
         f"  frozen          {', '.join(plan.frozen_modules) or 'none'}\n"
         f"  tokens per step {plan.tokens_per_step:,} in {plan.global_batch_size:,} sequences\n"
         f"  mesh            {describe_mesh(plan.degrees)}\n"

@@ -1,6 +1,6 @@
 """Evaluation while training, on the mesh of the run: log-likelihoods of the texts of all tasks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,14 @@ from torchtitan_clone.run.engine import Engine, build_plan_forward_backward
 from torchtitan_clone.run.evaluation_tasks import Task
 from torchtitan_clone.run.loaders import tokens_of_rank
 from torchtitan_clone.run.scoring import log_likelihoods, pack_texts, text_sums
-from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts
 
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, tasks: Sequence[Task], *, timeouts: Timeouts, stop: StopPolicy
+    engine: Engine, tasks: Sequence[Task], *, timeouts: Timeouts, stops: Callable[[], bool]
 ) -> dict[str, Mapping[str, float]] | None:
-    """Returns the metrics of each task by its name; None if a request to stop interrupted it. A collective."""
+    """Returns the metrics of each task by its name; None if `stops` interrupted it. A collective."""
     plan = engine.plan
     texts = [text for task in tasks for text in task.texts]
     sums = text_sums(len(texts), vocab_size=plan.tokenizer.vocab_size, device=engine.device)
@@ -33,7 +32,7 @@ def evaluate(
         own = batch if indices is None else batch.select_tokens(indices)
         forward([own.to(engine.device)], num_targets=1)
         timeouts.beat()
-        if stop.agree():
+        if stops():
             return None
     nats = iter(log_likelihoods(sums, sum_over_ranks(sums.own(counts=engine.mesh.is_loss_leader).tolist())))
     return {task.name: task.measure([next(nats) for _ in task.texts]) for task in tasks}

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.plan import RunPlan, first_step_of
 
 TENSORS_PER_PARAMETER = 4  # the weight, its gradient and two moments; of a frozen one the weight
 """Weight, gradient and Adam's two moments."""
@@ -18,9 +18,10 @@ TOKEN_BYTES = 24
 def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
     """Yields one message if weights, optimizer state or a batch cannot fit; a run needs more than what is counted."""
     training, validation = plan.config.training, plan.config.validation
+    start = "" if (step := first_step_of(plan)) == 1 else f"from step {step}, "
     processes = environment_integer("LOCAL_WORLD_SIZE", default=1, low=1)
     host = host_memory() // processes
-    rows = plan.global_batch_size // (plan.degrees.data * plan.num_replica_groups)
+    rows = plan.microbatches * training.local_batch_size
     on_device = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
     needs = {
         "model.args: weights, gradients and optimizer state": (
@@ -43,7 +44,7 @@ def find_memory_errors(plan: RunPlan, *, device: torch.device) -> Iterator[str]:
     for name, (needed, present, remedy) in needs.items():
         if needed > present:
             sizes = f"{needed / 2**30:,.1f} GiB, more than the {present / 2**30:,.1f} GiB"
-            yield f"{name} need at least {sizes} of memory that a process has here; {remedy}."
+            yield f"{start}{name} need at least {sizes} of memory that a process has here; {remedy}."
 
 
 def host_memory() -> int:
@@ -60,17 +61,17 @@ def state_bytes(plan: RunPlan) -> int:
     """Returns the bytes of weights, gradients and optimizer state that a rank holds on average."""
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
-    frozen_modules = tuple(f"{name}." for name in plan.at_step(1).frozen_modules)
+    frozen_modules = tuple(f"{name}." for name in plan.frozen_modules)
     frozen = sum(weight.numel() for name, weight in plan.parameters.items() if name.startswith(frozen_modules))
     tensors = TENSORS_PER_PARAMETER * (plan.parameter_count - frozen) + frozen
     return tensors * getattr(torch, plan.config.training.dtype).itemsize // ranks
 
 
 def activation_bytes(plan: RunPlan, *, rows: int) -> int:
-    """Returns the bytes of the layers' inputs, which backward needs even if it recomputes everything else."""
+    """Returns the bytes of the trained layers' inputs, which backward needs even if it recomputes all else."""
     if plan.degrees.pp > 1:  # of one micro-batch and layer: what runs at once depends on the schedule
         return hidden_bytes(plan, rows=min(rows, plan.config.parallelism.pipeline_parallel_microbatch_size))
-    return plan.model_args.n_layers * hidden_bytes(plan, rows=rows)
+    return (plan.model_args.n_layers - plan.frozen_layers) * hidden_bytes(plan, rows=rows)
 
 
 def hidden_bytes(plan: RunPlan, *, rows: int) -> int:

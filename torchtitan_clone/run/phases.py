@@ -6,8 +6,8 @@ A pure function of the step and its global batch, so that a resumed run continue
 from dataclasses import dataclass, replace
 
 from torchtitan_clone.config.resolved import resolved_degrees, resolved_global_batch_size
-from torchtitan_clone.config.schema import Config
-from torchtitan_clone.config.stages import DataStage, resolved_timeline
+from torchtitan_clone.config.schema import MAX_STEPS, Config
+from torchtitan_clone.config.stages import DataStage, Timeline, resolved_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Phase:
     """A phase; `config` is that of the run with the values of the phase."""
 
     first_step: int
-    """First step with these frozen layers; of a phase in a list, its first step."""
+    """First step with these frozen layers."""
     frozen_layers: int
     """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
     config: Config
@@ -24,26 +24,38 @@ class Phase:
 
 
 def phases(config: Config, world_size: int) -> list[Phase]:
-    """Returns all phases in order, the first with nothing frozen; run/rules.py checks their options."""
-    points = {1} | {freeze.step for freeze in config.training.freeze_schedule}
-    points |= {stage.first_step for stage in config.data.stages}
+    """Returns all phases that can occur, by their frozen layers and stages; run/rules.py checks their options.
+
+    The batch of a step has its number, that of Timeline.batch_of_step(), or one in between where data.skip_steps has
+    ranges that were trained before they were entered.
+    """
+    _, timeline = rows_and_timeline(config, world_size)
+    firsts = [] if timeline is None else [stage.first_batch for stage in timeline.stages]
+    starts = sorted({1} | {freeze.step for freeze in config.training.freeze_schedule})
     found: list[Phase] = []
-    for point in sorted(points):
-        phase = phase_of_step(config, world_size, step=point)
-        if not found or (phase.config, phase.frozen_layers) != (found[-1].config, found[-1].frozen_layers):
-            found.append(replace(phase, first_step=point))
+    for start, following in zip(starts, [*starts[1:], MAX_STEPS + 1], strict=True):
+        last = start if timeline is None else timeline.batch_of_step(following - 1)
+        for batch in [start, *(first for first in firsts if start < first <= last)]:
+            phase = phase_of_step(config, world_size, step=start, batch=batch)
+            if not found or (phase.config, phase.frozen_layers) != (found[-1].config, found[-1].frozen_layers):
+                found.append(phase)
     return found
 
 
-def phase_of_step(config: Config, world_size: int, *, step: int, batch: int | None = None) -> Phase:
-    """Returns the phase that a step belongs to; `batch` is its global batch, unless that has the same number."""
+def rows_and_timeline(config: Config, world_size: int) -> tuple[int, Timeline | None]:
+    """Returns the rows of the first global batch and the stages of the data, if any."""
     degrees = resolved_degrees(config.parallelism, world_size)
     rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
+    return rows, resolved_timeline(config.data, training=config.training, global_batch_size=rows)
+
+
+def phase_of_step(config: Config, world_size: int, *, step: int, batch: int | None = None) -> Phase:
+    """Returns the phase that a step belongs to; `batch` is its global batch; None: Timeline.batch_of_step()."""
+    rows, timeline = rows_and_timeline(config, world_size)
     phase = _frozen_phase(config, step=step, rows=rows)
-    timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
     if timeline is None:
         return phase
-    stage = timeline.phase_stage(batch=batch or step)
+    stage = timeline.phase_stage(batch=batch or timeline.batch_of_step(step))
     phase = replace(phase, first_batch=stage.first_batch)
     if stage.engine_options == timeline.base.engine_options:
         return phase

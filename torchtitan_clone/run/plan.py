@@ -1,6 +1,6 @@
 """What a run does, resolved from its configuration before any data is read or any process group exists."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelArgs, ModelSpec
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
-from torchtitan_clone.run.phases import phase_of_step, phases
+from torchtitan_clone.run.phases import Phase, phase_of_step, phases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +39,15 @@ class RunPlan:
     """Number of frozen layers, counted from the first; if above 0, the embedding is frozen too."""
     mixture: Mixture | None = None
     """The order of the samples of the run, if it has sources or stages."""
+    plans: "dict[tuple[int, int], RunPlan]" = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Those of other phases that were asked for: building one can take the time of building the model."""
 
     def at_step(self, step: int, *, batch: int | None = None) -> "RunPlan":
         """Returns the plan of the phase that a step belongs to; call it on the plan of the first phase.
 
-        `batch` is the global batch of the step where batches were passed over, see config/stages.py.
+        `batch` is the global batch of the step; None: that of a run whose data.skip_steps was set from the start.
         """
-        phase = phase_of_step(self.config, self.world_size, step=step, batch=batch)
-        if phase.config is self.config:
-            return self
-        model_args = self.model_args
-        if phase.config.model.args != self.config.model.args:
-            model_args = self.spec.resolve_args(phase.config.model)
-        stages = _stages(phase.config, spec=self.spec, model_args=model_args, frozen_layers=phase.frozen_layers)
-        return replace(
-            self,
-            config=phase.config,
-            model_args=model_args,
-            global_batch_size=phase.config.training.global_batch_size,
-            first_batch=phase.first_batch,
-            degrees=resolved_degrees(phase.config.parallelism, self.world_size),
-            stages=stages,
-            pipeline_summary=_describe_pipeline(phase.config, stages=stages),
-            first_step=phase.first_step,
-            frozen_layers=phase.frozen_layers,
-        )
-
-    def later_phases(self) -> "list[RunPlan]":
-        """Returns the plan of each phase after the first."""
-        return [self.at_step(phase.first_step) for phase in phases(self.config, self.world_size)[1:]]
+        return _of_phase(self, phase_of_step(self.config, self.world_size, step=step, batch=batch))
 
     @property
     def world_size(self) -> int:
@@ -109,6 +89,12 @@ class RunPlan:
         return self.config.fault_tolerance.group_size if self.config.fault_tolerance.enable else 1
 
     @property
+    def microbatches(self) -> int:
+        """Number of micro-batches, of training.local_batch_size sequences each, that a rank trains in a step."""
+        rows = self.degrees.data * self.num_replica_groups * self.config.training.local_batch_size
+        return self.global_batch_size // rows
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.global_batch_size * self.config.training.seq_len
@@ -134,6 +120,44 @@ class RunPlan:
         return self.spec.flops_per_token(
             self.model_args, parameters=self.parameters, seq_len=seq_len, frozen_layers=self.frozen_layers
         )
+
+
+def _of_phase(first: RunPlan, phase: Phase) -> RunPlan:
+    key = (phase.first_step, phase.first_batch)
+    if key == (1, 1) and phase.config is first.config:
+        return first
+    if key not in first.plans:
+        model_args = first.model_args
+        if phase.config.model.args != first.config.model.args:
+            model_args = first.spec.resolve_args(phase.config.model)
+        stages = _stages(phase.config, spec=first.spec, model_args=model_args, frozen_layers=phase.frozen_layers)
+        first.plans[key] = replace(
+            first,
+            config=phase.config,
+            model_args=model_args,
+            global_batch_size=phase.config.training.global_batch_size,
+            first_batch=phase.first_batch,
+            degrees=resolved_degrees(phase.config.parallelism, first.world_size),
+            stages=stages,
+            pipeline_summary=_describe_pipeline(phase.config, stages=stages),
+            first_step=phase.first_step,
+            frozen_layers=phase.frozen_layers,
+        )
+    return first.plans[key]
+
+
+def later_phases(first: RunPlan) -> list[RunPlan]:
+    """Returns the plan of each phase that can occur after that of the first step and up to the last."""
+    found = [_of_phase(first, phase) for phase in phases(first.config, first.world_size)]
+    steps = first.config.training.steps
+    return [plan for plan in found if plan is not first.at_step(1) and first_step_of(plan) <= steps]
+
+
+def first_step_of(plan: RunPlan) -> int:
+    """Returns the first step of a phase, in a run whose data.skip_steps was set from the start."""
+    skipped = plan.mixture.timeline.skipped if plan.mixture else ()
+    passed_over = sum(min(last + 1, plan.first_batch) - first for first, last in skipped if first < plan.first_batch)
+    return max(plan.first_step, plan.first_batch - passed_over)
 
 
 def build_plan(

@@ -34,11 +34,11 @@ from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
-from torchtitan_clone.run.hub import InitialWeights, initial_weights_path, open_initial_weights
+from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
-from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, plan_after, run_identity
+from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_phases, plan_after, run_identity
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import find_run_errors
 from torchtitan_clone.run.run_folder import RunFolder
@@ -171,15 +171,18 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     check_compiler(config.compile, device_type=pick_device(launch).type)
     if config.model.converters:
         check_float8_products(config.quantize.linear.float8, device=pick_device(launch))
-    if errors := [*find_memory_errors(plan, device=pick_device(launch))]:
+    progress = _expected_progress(plan)
+    plans = [each for each in later_phases(plan) if progress.step < max(each.first_step, each.first_batch)]
+    plans.insert(0, plan_after(progress, first=plan))
+    of_phases = (list(find_memory_errors(each, device=pick_device(launch))) for each in plans)
+    if errors := next(filter(None, of_phases), None):
         raise ConfigError(errors)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer, mixture=plan.mixture)
     if isinstance(dataset, MixtureDataset):
         dataset.check(steps=config.training.steps)
     tasks, prompts = _open_tasks(plan)
-    progress = _expected_progress(plan)
-    open_loaders(plan_after(progress, first=plan), dataset=dataset, rank=launch.rank, position=progress.data)
-    for phase in _phases_to_come(plan, progress=progress):
+    open_loaders(plans[0], dataset=dataset, rank=launch.rank, position=progress.data)
+    for phase in plans[1:]:
         open_loaders(phase, dataset=dataset, rank=launch.rank)
     folder = RunFolder(plan) if launch.rank == 0 else None
     if folder is not None:
@@ -221,15 +224,6 @@ def _completed_steps(plan: RunPlan, *, progress: Progress) -> int:
     return progress.step
 
 
-def _phases_to_come(plan: RunPlan, *, progress: Progress) -> Iterator[RunPlan]:
-    """Yields the plans of the later phases that the run will reach."""
-    steps = plan.config.training.steps
-    last = steps if plan.mixture is None else plan.mixture.timeline.batch_of_step(steps)
-    for phase in plan.later_phases():
-        if progress.step < max(phase.first_step, phase.first_batch) <= last:
-            yield phase
-
-
 def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
     """Opens the weights that a new run starts from; None for random weights or those of a checkpoint. ConfigError."""
     checkpoint = plan.config.checkpoint
@@ -237,6 +231,7 @@ def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
         initial_folder(checkpoint)  # loaded once all ranks are there
         return None
     path = initial_weights_path(checkpoint, plan.config.model)
+    check_tokenizer(path, model=plan.config.model, tokenizer=plan.tokenizer)
     return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors)
 
 

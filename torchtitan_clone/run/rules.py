@@ -6,17 +6,17 @@ Each rule yields messages that name the value, the rule and the remedy. Rules wi
 import math
 from collections.abc import Iterator
 
-from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size
+from torchtitan_clone.config import Config, Degrees, resolved_degrees
 from torchtitan_clone.config.checks import find_config_errors, find_range_errors
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
-from torchtitan_clone.config.stages import find_batch_errors, find_data_errors, resolved_timeline
+from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
 from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.parallel.stages import SCHEDULES, model_modules, num_stages, read_schedule_file, splits_backward
-from torchtitan_clone.run.phases import phases
+from torchtitan_clone.run.phases import Phase, phases, rows_and_timeline
 
 _PIPELINE = "parallelism.pipeline_parallel_"
 
@@ -44,17 +44,21 @@ def find_run_errors(
         of_phase = _mesh_errors(phase.config, world_size=world_size, args=args)
         if phase.config.training.seq_len != config.training.seq_len:
             of_phase += _model_limits(phase.config, args, tokenizer_vocab_size=None)
-        tables = "data.stages" if config.data.stages else "training.freeze_schedule"
-        entry = f"{tables}, with the options of its entry at step {phase.first_step}"
-        found += [f"{entry}: {message}" for message in of_phase]
+        found += [f"{_describe_entry(phase)}: {message}" for message in of_phase]
     return [*found, *_data_stages(config, world_size)]
+
+
+def _describe_entry(phase: Phase) -> str:
+    is_stage = any(stage.first_step == phase.first_batch for stage in phase.config.data.stages)
+    if not is_stage or phase.first_batch < phase.first_step:
+        return f"training.freeze_schedule, with the options of its entry at step {phase.first_step}"
+    frozen = f", and {phase.frozen_layers} layers frozen" if phase.frozen_layers else ""
+    return f"data.stages, with the options of its entry at step {phase.first_batch}{frozen}"
 
 
 def _data_stages(config: Config, world_size: int) -> Iterator[str]:
     """Stages that change the shape of a batch or the model need the state of all ranks to move together."""
-    degrees = resolved_degrees(config.parallelism, world_size)
-    rows = resolved_global_batch_size(config.training, degrees, config.fault_tolerance)
-    timeline = resolved_timeline(config.data, training=config.training, global_batch_size=rows)
+    _, timeline = rows_and_timeline(config, world_size)
     if timeline is None:
         return
     if errors := [*find_batch_errors(config.data, timeline=timeline)]:
@@ -68,7 +72,8 @@ def _data_stages(config: Config, world_size: int) -> Iterator[str]:
         rule = "a recovering replica group loads the state of the others, who may be in another stage by then"
         remedy = "let stages change weights only, or set fault_tolerance.enable to false"
         yield f"data.stages, first_step {changes[0].first_batch}: {rule}; {remedy}."
-    if changes and any(freeze.local_batch_size for freeze in config.training.freeze_schedule):
+    has_sizes = any(stage.engine_options != timeline.base.engine_options for stage in timeline.stages)
+    if has_sizes and any(freeze.local_batch_size for freeze in config.training.freeze_schedule):
         remedy = "set it in the entries of data.stages only"
         yield f"training.freeze_schedule: local_batch_size is set by data.stages too; {remedy}."
 

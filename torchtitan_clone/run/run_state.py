@@ -73,6 +73,7 @@ class RunState:
 
         def load_from_peer(metadata: Mapping[str, Any]) -> None:
             before_load()
+            self.engine.free_unsharded_params()  # a validation leaves some, and the next forward would use them
             self.was_recovered = True
             try:
                 self.progress = parse_progress(Value(metadata, where="the state of another replica group"))

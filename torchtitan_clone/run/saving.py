@@ -28,9 +28,12 @@ class Saver:
         self._metrics = metrics
         self._timeouts = timeouts
         self._stop = stop
+        self._has_saved_last = False
 
     def save(self, *, wait: bool = False) -> None:
         """Starts to save the step; with `wait` returns once it is committed. A collective."""
+        if self._has_saved_last and self._checkpoints.saved_step == self._state.step:
+            return
         if self._checkpoints.is_saving_enabled and self._replicas.is_writer:
             with self._timeouts.relaxed():
                 self._checkpoints.save(self._state.progress_with_data(), wait=wait)
@@ -50,6 +53,20 @@ class Saver:
                 )
                 self._metrics.ledger.book("saving", save.blocked_seconds)
                 self._metrics.log_goodput(self._state.step)
+
+    def stops_validation(self) -> bool:
+        """Returns whether a validation must stop: upon a request to stop, but in the last step only for lack of time.
+
+        Then the step is saved first, as no later start validates it. A collective.
+        """
+        if not self._stop.agree():
+            return False
+        if self._state.step < self._state.engine.plan.config.training.steps:
+            return True
+        if not self._has_saved_last:
+            self._has_saved_last = True
+            self.save_last(is_obsolete=False)
+        return self._stop.is_out_of_time()
 
     def save_last(self, *, is_obsolete: bool) -> None:
         """Waits for saves, and saves the last step that this process trained, unless it is saved. A collective.

@@ -43,7 +43,9 @@ def simulated(plan: RunPlan, *, all_rows: bool = False) -> RunPlan:
     eager = replace(plan.config, compile=replace(plan.config.compile, enable=False))
     training = eager.training
     batch_size = training.local_batch_size if all_rows else _simulated_batch_size(eager, stages=len(plan.stages.ranks))
-    return replace(plan, config=replace(eager, training=replace(training, local_batch_size=batch_size)))
+    rows = plan.global_batch_size // training.local_batch_size * batch_size
+    config = replace(eager, training=replace(training, local_batch_size=batch_size))
+    return replace(plan, config=config, global_batch_size=rows)
 
 
 def _simulated_batch_size(config: Config, *, stages: int) -> int:

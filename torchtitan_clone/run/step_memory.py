@@ -249,9 +249,8 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     """Returns the same, of all layers."""
     training = plan.config.training
     num_targets = training.local_batch_size * training.seq_len
-    # Gradients of several micro-batches are summed before they are reduced over ranks.
-    rows_at_once = plan.degrees.data * training.local_batch_size
-    microbatches = min(2, plan.global_batch_size // rows_at_once) if plan.degrees.pp == 1 else 1
+    # Gradients of several passes are summed before they are reduced over ranks, of a pipeline afterwards.
+    passes = min(2, plan.microbatches)
     with fake_ranks(plan, rank=pipeline_rank * (plan.world_size // plan.degrees.pp)) as mesh:
         parts = parallelize_model_parts(plan, mesh=mesh)
         with fake_tensors(of_gpu=plan.device_type == "cuda"), MemoryTrace() as trace:
@@ -265,7 +264,7 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
             engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
             for _ in range(STEPS):
                 trace.enter("activations")
-                engine.forward_backward([fake_batch(plan)] * microbatches, num_targets=num_targets)
+                engine.forward_backward([fake_batch(plan)] * passes, num_targets=num_targets)
                 trace.name_gradients(p.grad for p in engine.parameters.values() if p.grad is not None)
                 trace.enter("optimizer")
                 engine.gradient_norm()

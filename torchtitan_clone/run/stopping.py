@@ -117,8 +117,15 @@ class StopPolicy:
         """Returns whether any rank wants to stop; a collective."""
         return any(self._sum_over_ranks([self.is_wanted_here()]))
 
+    def is_out_of_time(self) -> bool:
+        """Returns whether on any rank half of the deadline has passed, or max_seconds but for a save; a collective."""
+        ends = self._max_seconds is not None and self._request.age_seconds + self.save_seconds >= self._max_seconds
+        return any(self._sum_over_ranks([ends or self._is_past_deadline()]))
+
     def check_deadline(self) -> None:
         """Raises StepInterrupted on all ranks once half of the deadline has passed on one. A collective."""
-        deadline = self._deadline_seconds
-        if deadline is not None and any(self._sum_over_ranks([self._request.seconds_since > deadline / 2])):
+        if self._deadline_seconds is not None and any(self._sum_over_ranks([self._is_past_deadline()])):
             raise StepInterrupted
+
+    def _is_past_deadline(self) -> bool:
+        return self._deadline_seconds is not None and self._request.seconds_since > self._deadline_seconds / 2

@@ -1,7 +1,7 @@
 """What is measured between two steps: the loss on the held-out documents, samples and evaluation tasks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.evaluation import evaluate
 from torchtitan_clone.run.evaluation_tasks import Task
 from torchtitan_clone.run.samples import sample
-from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts
 
 
@@ -60,11 +59,13 @@ class Validator:
     def _is_evaluation_due(self, step: int) -> bool:
         return self._evaluation.enable and (step % self._evaluation.freq == 0 or step == self._last_step)
 
-    def run(self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stop: StopPolicy) -> bool:
-        """Logs what is due after a step; returns False if a request to stop interrupted it. A collective."""
+    def run(
+        self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stops: Callable[[], bool]
+    ) -> bool:
+        """Logs what is due after a step; returns False if `stops`, asked after each batch, ended it. A collective."""
         start = time.perf_counter()
         if self._is_validation_due(step):
-            result = self.validate(engine, timeouts=timeouts, stop=stop)
+            result = self.validate(engine, timeouts=timeouts, stops=stops)
             if result is None:
                 return False
             seconds = time.perf_counter() - start
@@ -73,7 +74,7 @@ class Validator:
             self._log_samples(step, engine=engine, metrics=metrics)
         if self._is_evaluation_due(step):
             start = time.perf_counter()
-            scores = evaluate(engine, self._tasks, timeouts=timeouts, stop=stop)
+            scores = evaluate(engine, self._tasks, timeouts=timeouts, stops=stops)
             if scores is None:
                 return False
             for task, found in scores.items():
@@ -88,8 +89,8 @@ class Validator:
             for prompt, ids in zip(self._prompts, found, strict=True):
                 metrics.log_event(step, "sample", prompt=decode(prompt), text=decode(ids))
 
-    def validate(self, engine: Engine, *, timeouts: Timeouts, stop: StopPolicy) -> ValidationResult | None:
-        """Returns the mean loss; None if a request to stop interrupted it. A collective."""
+    def validate(self, engine: Engine, *, timeouts: Timeouts, stops: Callable[[], bool]) -> ValidationResult | None:
+        """Returns the mean loss; None if `stops` interrupted it. A collective."""
         assert self.loader is not None
         engine.source_sums.reset()
         loss_sum = torch.zeros((), device=engine.device)
@@ -99,7 +100,7 @@ class Validator:
                 loss_sum += engine.forward_backward([batch.to(engine.device)], num_targets=1).loss
                 num_targets += batch.num_targets
                 timeouts.beat()
-                if stop.agree():
+                if stops():
                     return None
                 if count == self._options.steps:
                     break
