@@ -76,7 +76,9 @@ def test_an_interrupt_ends_the_suite_and_its_program(tmp_path):
     python.write_text(f"#!/bin/sh\necho $$ >>{started}\nexec sleep 60\n")
     python.chmod(0o755)
     started.touch()
-    command = [REPO / "scripts" / "gpu_suite.sh", tmp_path / "results", "memory", "experts"]
+    script = REPO / "scripts" / "gpu_suite.sh"
+    # Whoever runs the tests may ignore SIGINT, as a shell's command with & does.
+    command = ["env", "--default-signal=INT", script, tmp_path / "results", "memory", "experts"]
     environment = os.environ | {"WHEELS": "", "PYTHON": str(python)}
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         deadline = time.monotonic() + 30
