@@ -150,7 +150,7 @@ def _programs(options: argparse.Namespace, work: Mapping[str, object], *, folder
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0") if options.device == "cuda" else "",
             "ALLOCATOR": "" if with_allocator else "default",
         }
-        environment |= _empty_caches(folder / name.replace(" ", "_"))
+        environment |= _empty_caches(folder / name.replace(" ", "_")) if options.compile else {}
         own_work = json.dumps({**work, **OPTIONS.get(name, {})})
         command = [python, "benchmarks/peer_programs.py", OURS if is_ours else name, own_work]
         yield Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import struct
+import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -378,11 +379,11 @@ def rebuild_truncated_libraries() -> None:
 
 
 def _is_truncated(path: Path) -> bool:
-    """Returns whether an ELF file of 64 bits ends before its table of sections, which is at its end."""
+    """Returns whether a file is empty or, if it is ELF of 64 bits, ends before its table of sections, its last part."""
     with path.open("rb") as file:
         header = file.read(64)
-    if len(header) < 64:
-        return True
+    if path.suffix not in (".so", ".o") or len(header) < 64:
+        return len(header) < 64
     table, size, count = struct.unpack_from("<Q10xHH", header, 40)
     return path.stat().st_size < table + size * count
 
@@ -391,9 +392,10 @@ def _is_truncated(path: Path) -> bool:
 def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
     """Makes torch.compile check a compiler of C++ once, not at every start, and keeps the results in a folder.
 
-    By default each start loads a library for every kind of vector instructions of the processor and preprocesses the
-    header of kernels to see whether the precompiled one is current: 0.8 s of a core with a full cache. A result holds
-    for a compiler (path, size, time of modification), the instructions of a processor, and torch.
+    By default each start preprocesses the header of kernels to see whether the precompiled one is current, and loads a
+    library for every kind of vector instructions of the processor: 0.8 s of a core with a full cache. The first start
+    compiles and loads these, 5 s each; here the compiler is asked whether it accepts their flags. A result holds for a
+    compiler (path, size, time of modification), the instructions of a processor, and torch.
     """
     from torch._inductor import codecache, cpu_vec_isa
 
@@ -401,7 +403,7 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
     checked = (identify_torch(TORCH), str(compiler), stat.st_size, stat.st_mtime_ns, platform.machine(), instructions)
     results = folder / hashlib.sha256(repr(checked).encode()).hexdigest()
     results.mkdir(parents=True, exist_ok=True)
-    precompile, check_build = codecache._precompile_header, cpu_vec_isa.VecISA.check_build
+    precompile = codecache._precompile_header
 
     @cache
     def precompile_once(header: str, command: str, **options: object) -> str:
@@ -412,13 +414,15 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
             result.write_text(path)
         return path
 
-    def check_build_once(self: "VecISA", code: str) -> bool:
-        result = results / hashlib.sha256(f"{self.build_arch_flags()} {code}".encode()).hexdigest()
-        if not result.exists() and check_build(self, code):
+    def accepts_flags(self: "VecISA", _code: str) -> bool:
+        flags = self.build_arch_flags()
+        result = results / hashlib.sha256(flags.encode()).hexdigest()
+        command = [str(compiler), *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
+        if not result.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0:
             result.touch()
         return result.exists()
 
-    codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, check_build_once
+    codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, accepts_flags
 
 
 def _ignore_triton_without_gpu() -> None:
