@@ -414,7 +414,7 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
             result.write_text(path)
         return path
 
-    def accepts_flags(self: "VecISA", _code: str) -> bool:
+    def accepts_flags(self: "VecISA", code: str) -> bool:
         flags = self.build_arch_flags()
         result = results / hashlib.sha256(flags.encode()).hexdigest()
         command = [str(compiler), *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
