@@ -369,7 +369,7 @@ def rebuild_truncated_libraries() -> None:
     build_missing = codecache._worker_compile_cpp
 
     def build_truncated(lock_path: str, builders: "Sequence[CppBuilder]") -> None:
-        with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):  # which who writes holds
+        with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):  # held while a file is written
             for path in (Path(builder.get_target_file_path()) for builder in builders):
                 if path.exists() and _is_truncated(path):
                     path.unlink()

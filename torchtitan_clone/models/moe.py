@@ -149,7 +149,7 @@ class Router(nn.Module):
         bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
         logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
         scores_BTE = logits_BTE.softmax(dim=-1) if args.score_func == "softmax" else logits_BTE.sigmoid()
-        # Of large logits all scores are 1.
+        # Scores saturate, so that different logits have equal ones; a bias and groups need scores.
         by_logits = self.expert_bias is None and args.num_groups == 1
         ranked_BTE = (logits_BTE if by_logits else scores_BTE).detach()
         experts_BTK = self._in_turn(ranked_BTE) if self.is_forced else self._choose(ranked_BTE)

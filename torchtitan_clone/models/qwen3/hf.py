@@ -26,7 +26,7 @@ HUB = DecoderHub(
 
 
 class _MoEHub(MoEHub):
-    """Qwen3's format with experts, in which heads have the usual size where config.json states none."""
+    """Qwen3's format with experts: head_dim is hidden_size / num_attention_heads if config.json has none."""
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         keys = {"dim": "hidden_size", "n_heads": "num_attention_heads"}
