@@ -59,6 +59,7 @@ INSTALLED = {
 INSTALLED_WHOLE = {"torchtitan": ["datasets>=4,<6"]}
 """Packages of each peer that are installed with their requirements, none of which is torch."""
 WARM_UP_STEPS = 2
+EQUAL_FLOPS = 1e-6  # relative difference of programs that compute the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,8 @@ def _count(programs: Sequence[Program], *, folder: Path) -> tuple[dict[str, int]
         parameters[program.name] = int(counts["parameters"])
         if "activation_checkpoint" not in options:
             flops[program.name] = int(counts["flops"])
-    if len(set(flops.values())) > 1:
+    # transformers computes the angles of rotary embeddings by a product in some versions, which is 33 kFLOP.
+    if flops and max(flops.values()) > min(flops.values()) * (1 + EQUAL_FLOPS):
         raise SystemExit(f"error: the programs do not compute the same; FLOPs of the products of a step: {flops}")
     return parameters, next(iter(flops.values()), 0)
 

@@ -14,8 +14,8 @@
 #
 #   peers       120M against other programs, eager and compiled
 #   long        131,072 tokens with and without documents
-#   float8      its recipes against bfloat16
 #
+#   float8      its recipes against bfloat16
 #   memory      predicted and reserved memory
 #   checkpoint  cost of saves
 #   attention   its kernels
@@ -61,17 +61,18 @@ skip() { # SECTION REASON
 run_section() {
     case "$1" in
     tests)
-        run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/ops/test_adam_kernel.py \
+        # Compilation by processes of each of the workers would start dozens of interpreters.
+        TORCHINDUCTOR_COMPILE_THREADS=1 run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/ops/test_adam_kernel.py \
             tests/models/test_attention.py tests/data/test_packing.py
         ;;
-    layers) run layers 190 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
-    model) run model 200 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
+    layers) run layers 150 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
+    model) run model 150 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
     peers)
-        run peers 110 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" --only ours "plain loop" nanoGPT "HF Trainer" &&
-            run peers 180 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --only ours nanoGPT litgpt
+        run peers 140 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" --only ours "plain loop" nanoGPT "HF Trainer" &&
+            run peers 160 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --only ours nanoGPT litgpt
         ;;
     long)
-        run long 110 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=5 \
+        run long 150 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=3 \
             --json="$FOLDER/long.json" -- "${WIDE[@]}" --training.seq_len=131072 --model.args.max_seq_len=131072 \
             --training.local_batch_size=1 --activation_checkpoint.mode=full
         ;;
@@ -84,8 +85,8 @@ run_section() {
             rowwise="$FLOAT8 --quantize.linear.float8.recipe_name=rowwise" \
             --json="$FOLDER/float8.json" -- "${WIDEST[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
-    memory) run memory 180 benchmarks/memory.py --device=cuda ;;
-    checkpoint) run checkpoint 90 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
+    memory) run memory 170 benchmarks/memory.py --device=cuda ;;
+    checkpoint) run checkpoint 140 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
     attention)
         run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
             run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000

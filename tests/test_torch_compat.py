@@ -157,7 +157,7 @@ sys.exit(str(found))
 
 def test_inductor_imports_what_it_uses_when_it_does() -> None:
     result = subprocess.run([sys.executable, "-c", IMPORT], check=False, capture_output=True, text=True)
-    assert result.stderr.strip() == "[False, False, True, '42', 2]"
+    assert result.stderr.splitlines()[-1] == "[False, False, True, '42', 2]"
 
 
 WITHOUT_GPU = """
@@ -177,7 +177,7 @@ def test_without_a_gpu_torch_does_not_import_triton(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", WITHOUT_GPU]
     result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert result.stderr.strip() == "[True, True, False, True]"
+    assert result.stderr.splitlines()[-1] == "[True, True, False, True]"
 
 
 def test_another_torch_has_another_identity(tmp_path: Path) -> None:
@@ -247,13 +247,15 @@ def seven() -> int:
     rebuild_truncated_libraries()
     from torch._inductor.codecache import CppCodeCache
 
-    return cast("Any", CppCodeCache.load('extern "C" int seven() { return 7; }', needs_vec_isa=False)).seven()
+    is_new = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters  # in torch 2.12 and later
+    options = {"needs_vec_isa": False} if is_new else {}
+    return cast("Any", CppCodeCache.load('extern "C" int seven() { return 7; }', **options)).seven()
 
 
 def test_a_truncated_library_is_built_again(tmp_path: Path) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     assert run_ranks(seven, 1, env=cache) == [7]
-    (library,) = tmp_path.rglob("*.so")
+    (library,) = (path for path in tmp_path.rglob("*.so") if b"seven" in path.read_bytes())
     complete, changed = library.read_bytes(), library.stat().st_mtime_ns
     assert run_ranks(seven, 1, env=cache) == [7]
     assert library.stat().st_mtime_ns == changed

@@ -141,7 +141,7 @@ def test_a_replica_group_that_is_killed_heals_from_the_other(corpus, tmp_path):
     """Both on one device, which NCCL does not allow: gradients travel through gloo."""
     pytest.importorskip("torchft")
     faults = [Fault(kind="kill", place="all_reduce", step=15, group=1)]
-    with Cluster(corpus, tmp_path, groups=2, training__global_batch_size=12, training__steps=60, pace=0.05) as cluster:
+    with Cluster(corpus, tmp_path, groups=2, training__global_batch_size=12, training__steps=60, pace=0.5) as cluster:
         cluster.env.update(GPU)
         cluster.start_all(faults=faults).watch_over(timeout=300)
         assert "healed from another replica group: step" in cluster.log_of(1)
