@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torchtitan_clone
 from torchtitan_clone import torch_compat
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.torch_compat import rebuild_truncated_libraries
+from torchtitan_clone.torch_compat import keep_compiler_checks, keep_precompiled_headers, rebuild_truncated_libraries
 
 PACKAGE = Path(torchtitan_clone.__file__).parent
 FILES = [path for path in sorted(PACKAGE.glob("**/*.py")) if path.name != "torch_compat.py"]
@@ -196,20 +196,22 @@ def test_another_torch_has_another_identity(tmp_path: Path) -> None:
     assert len({first, longer, identify()}) == 3
 
 
-CHECK = """
-import sys
-from pathlib import Path
-from torchtitan_clone.torch_compat import import_inductor, keep_compiler_checks, keep_precompiled_headers
-folder, compiler = map(Path, sys.argv[1:])
-import_inductor()
-keep_precompiled_headers(folder)
-keep_compiler_checks(folder, compiler=compiler)
-from torch._inductor import codecache
-commands = []
-sys.addaudithook(lambda event, values: commands.append(values[1]) if event == "subprocess.Popen" else None)
-codecache.CppPythonBindingsCodeCache.load_pybinding_async([], "")  # needs the header; what it returns would compile
-print(*(" ".join(map(str, command)).replace(chr(10), " ") for command in commands), sep=chr(10))
-"""
+def commands_of_checks(folder: Path, compiler: Path) -> list[str]:
+    """Returns the commands that torch runs before it compiles with this compiler for the first time in a process."""
+    from torch._inductor import codecache, config
+
+    config.cpp.cxx = (None, str(compiler))
+    keep_precompiled_headers(folder)
+    keep_compiler_checks(folder, compiler=compiler)
+    commands = []
+    sys.addaudithook(lambda event, values: commands.append(values[1]) if event == "subprocess.Popen" else None)
+    # It needs the header; what it returns would compile.
+    codecache.CppPythonBindingsCodeCache.load_pybinding_async(cast("Any", []), "")
+    steps = (" -o ", sys.executable, "-fsyntax-only")
+    lines = [" ".join(map(str, command)) for command in commands]
+    return [line for line in lines if any(step in line for step in steps)]
+
+
 COMPILER = """#!/bin/sh
 case "$*" in *-fsyntax-only*) exit 0; esac
 echo g++ 13.1
@@ -221,14 +223,10 @@ def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text(COMPILER)  # accepts all flags, and compiles nothing
     compiler.chmod(0o755)
-    environment = {**os.environ, "CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
 
     def processes() -> list[str]:
-        command = [sys.executable, "-c", CHECK, str(tmp_path / "checks"), str(compiler)]
-        result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, result.stderr
-        steps = (" -o ", sys.executable, "-fsyntax-only")
-        return [line for line in result.stdout.splitlines() if any(step in line for step in steps)]
+        return run_ranks(commands_of_checks, 1, tmp_path / "checks", compiler, env=environment)[0]
 
     first = processes()
     kinds = [line for line in first if "-fsyntax-only" in line]  # of vector instructions
