@@ -5,11 +5,13 @@
 
 Options of the run are given as to run_train.sh. A file of at least --part_mib, or several smaller ones together, are a
 part. Task i of n makes the parts i, i + n, ...; --task and --tasks default to those of a Slurm array. The task that
-finishes last joins the parts. After a kill, the same command continues: finished parts are not made again.
+finishes last joins the parts. After a kill, the same command with the same --part_mib continues: finished parts are not
+made again.
 """
 
 import argparse
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError, load_run_config
+from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
 from torchtitan_clone.data.preparation import PART_BYTES
@@ -43,9 +47,13 @@ def main(words: list[str] | None = None) -> int:
     options, words = parser.parse_known_args(words)
     if not 0 <= options.task < options.tasks:
         parser.error(f"--task={options.task}: must be from 0 to {options.tasks - 1} for --tasks={options.tasks}")
+    if not 0 < options.part_mib < math.inf:
+        parser.error(f"--part_mib={options.part_mib}: must be a number above 0")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         config = load_run_config(words)
+        if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
+            raise ConfigError(errors)
         part_bytes = max(1, int(options.part_mib * 2**20))
         choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
         if not (local := find_sources(training=config.training, data=config.data)):

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,9 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
-from torchtitan_clone.data.tokenizer import CONFIG_FILE, SHIPPED_FOLDER, TOKENIZER_FILE
+from torchtitan_clone.data.tokenizer import CONFIG_FILE, MAX_ID, SHIPPED_FOLDER, TOKENIZER_FILE
+from torchtitan_clone.files import write_atomically
 
 EOS_TOKEN = "<|end_of_text|>"
+MIN_VOCAB_SIZE = 257
 
 
 def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -49,16 +52,22 @@ def main() -> int:
     options = parser.parse_args()
     if options.dataset_path is not None and options.folder == SHIPPED_FOLDER:
         parser.error("--dataset_path needs --folder: the shipped tokenizer is made from the standard library")
+    if not MIN_VOCAB_SIZE <= options.vocab_size <= MAX_ID + 1:
+        rule = f"must be from {MIN_VOCAB_SIZE} (the bytes and {EOS_TOKEN}) to {MAX_ID + 1}"
+        parser.error(f"--vocab_size={options.vocab_size}: {rule}")
     try:
         source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
         texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
-        tokenizer = train(texts, vocab_size=options.vocab_size)
+        if (first := next(texts, None)) is None:
+            raise ConfigError(f"no text in {source.root}; set --dataset_path to text files.")
+        tokenizer = train(chain([first], texts), vocab_size=options.vocab_size)
         options.folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(options.folder / TOKENIZER_FILE))
+        write_atomically(options.folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
+        config = json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n"
+        write_atomically(options.folder / CONFIG_FILE, config.encode())
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (options.folder / CONFIG_FILE).write_text(json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n")
     print(f"wrote {options.folder / TOKENIZER_FILE}")
     return 0
 

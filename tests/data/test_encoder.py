@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from tests.data.corpora import TOKENIZER, texts
 from tests.data.processes import children, is_alive, wait_for
-from torchtitan_clone.data.encoder import encode_batches
+from torchtitan_clone.data.encoder import TokenizerProcessError, encode_batches
 
 
 def batches(count: int) -> list[tuple[list[str], int]]:
@@ -43,6 +44,16 @@ def test_closing_early_ends_the_processes():
     assert not any("numpy" in Path(f"/proc/{pid}/maps").read_text() for pid in encoders())  # takes 0.1 s to import
     encoded.close()
     assert not encoders()
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [("nowhere", "a tokenizer process cannot be started .*No such file"), ("false", "failed with exit code 1")],
+)
+def test_a_process_that_does_not_start_is_an_error(monkeypatch, program, message):
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(TokenizerProcessError, match=message):
+        list(encode_batches(batches(20), tokenizer=TOKENIZER, dtype="uint16", num_processes=2))
 
 
 def test_a_killed_tokenizer_process_is_an_error():

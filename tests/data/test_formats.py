@@ -3,8 +3,10 @@
 import itertools
 import json
 import pickle
+import shutil
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -17,8 +19,10 @@ from tests.data.corpora import TOKENIZER, open_corpus, write
 from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.formats import TokenArray, TokenFiles, has_token_rows, select_token_files
+from torchtitan_clone.data.sources import find_source, source_fingerprint
 from torchtitan_clone.ops import IGNORE_INDEX
 
 EOS = TOKENIZER.eos_id
@@ -89,10 +93,10 @@ def write_arrow(folder, documents):
     return write(folder, {"cache-1.arrow": b"a result that is kept"})
 
 
-def write_parquet(folder, documents):
+def write_parquet(folder, documents, *, name="a.parquet"):
     table = pyarrow.table({"input_ids": pyarrow.array(documents, type=pyarrow.list_(pyarrow.int32()))})
-    folder.mkdir(parents=True)
-    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=7)
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(table, folder / name, row_group_size=7)
     return folder
 
 
@@ -172,6 +176,39 @@ def test_files_named_so_are_held_out(tmp_path, names):
         store = open_ids(path, cache=tmp_path / "cache").store
         assert documents_of(store, "train") == train
         assert documents_of(store, "validation") == validation
+
+
+def test_parquet_files_named_so_are_held_out(tmp_path):
+    """And the store has another key than one whose documents were all divided by their hash."""
+    documents = {"data/train-0.parquet": random_documents(30), "data/train-1.parquet": random_documents(30, seed=1)}
+    documents |= {"data/validation-0.parquet": random_documents(20, seed=2)}
+    for name, rows in documents.items():
+        write_parquet(tmp_path / "ids", rows, name=name)
+    dataset = open_ids(tmp_path / "ids", cache=tmp_path / "cache")
+    *train, validation = documents.values()
+    assert documents_of(dataset.store, "train") == list(itertools.chain(*train))
+    assert documents_of(dataset.store, "validation") == validation
+    listing = tmp_path / "listing.json"
+    source = find_source(Training(dataset_path=str(tmp_path / "ids"), text_key="input_ids"))
+    assert dataset.identity.data != source_fingerprint(source, listing=listing)
+    # As for files that are read in place: if all are named so, none is held out as a whole.
+    shutil.rmtree(tmp_path / "ids/data")
+    write_parquet(tmp_path / "ids", validation, name="data/test-0.parquet")
+    dataset = open_ids(tmp_path / "ids", cache=tmp_path / "cache")
+    assert dataset.store.meta.documents["train"] >= 10
+    source = find_source(Training(dataset_path=str(tmp_path / "ids"), text_key="input_ids"))
+    assert dataset.identity.data == source_fingerprint(source, listing=listing)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_an_end_of_text_token_may_exceed_the_type_of_the_ids(tmp_path, packing):
+    tokenizer = build_tokenizer(word_level(tmp_path, {"a": 0, "b": 70_000}, config={"eos_token": "<end>"}))
+    tokenizer = replace(tokenizer, eos_id=70_001, vocab_size=70_002)
+    documents = random_documents(60, eos=False)
+    folder = write_megatron(tmp_path / "ids", documents)
+    dataset = open_ids(folder, cache=tmp_path / "cache", tokenizer=tokenizer, packing=packing)
+    assert documents_of(dataset.store, "train") == [[*ids, 70_001] for ids in documents[:54]]
+    assert any((batch.tokens_BT == 70_001).any() for batch in next_batches(train_loader(dataset), 2))
 
 
 def test_other_content_of_the_files_is_other_data(tmp_path):

@@ -189,6 +189,18 @@ def test_a_trained_stage_or_source_that_changes_is_an_error(folder, expected, ch
         Run(open_mixture(folder, **change), state=expected[1][step])
 
 
+def test_a_changed_batch_size_names_its_option(folder):
+    web = DataSource(name="web", path=str(folder / "web"))
+    half = Stage(first_step=1, global_batch_size=GLOBAL_BATCH // 2)
+    before = Run(open_mixture(folder, entries=[web], stages=[half]))
+    before.batches(1)
+    with pytest.raises(ConfigError, match=r"trained: training\.global_batch_size was 4 and is 8"):
+        Run(open_mixture(folder, entries=[web], stages=[]), state=before.state())
+    changed = replace(half, global_batch_size=GLOBAL_BATCH * 2)
+    with pytest.raises(ConfigError, match="trained: global_batch_size was 4 and is 16"):
+        Run(open_mixture(folder, entries=[web], stages=[changed]), state=before.state())
+
+
 def test_a_changed_weight_among_many_is_an_error(folder):
     entries = [DataSource(name=f"source {index}", path=str(folder / "web")) for index in range(16)]
     run = Run(open_mixture(folder, entries=entries, stages=[]))

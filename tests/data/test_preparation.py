@@ -8,15 +8,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
-from tests.programs import ROOT, load_program
+from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
@@ -165,6 +163,10 @@ def test_the_script_reads_the_file_of_the_environment(tmp_path, corpus, script, 
         (["--training.dataset_path=missing"], "no such file or folder"),
         (["--training.dataset=org/name"], "streamed"),
         (["--training.dataset_pth=x"], "dataset_path"),
+        (["--data.held_out_fraction=2"], "data.held_out_fraction = 2.0: must be at least 0 and below 1"),
+        (['--data.sources=[{name = "a", path = "x"}, {name = "a", path = "y"}]'], "an earlier source has this name"),
+        (['--data.sources=[{name = "a"}]'], "set either path"),
+        (['--data.sources=[{name = "a", path = "x"}]', "--training.dataset_path=y"], "data.sources names the data"),
     ],
 )
 def test_a_wrong_option_is_one_error(script, capsys, words, complaint):
@@ -172,7 +174,16 @@ def test_a_wrong_option_is_one_error(script, capsys, words, complaint):
     assert complaint in capsys.readouterr().err
 
 
-def test_a_task_beyond_the_last_is_one_error():
-    command = [sys.executable, ROOT / SCRIPT, "--task=3", "--tasks=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, "must be from 0 to 1" in done.stderr) == (2, True)
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--task=3", "--tasks=2"], "must be from 0 to 1"),
+        (["--part_mib=nan"], "--part_mib=nan: must be a number above 0"),
+        (["--part_mib=inf"], "--part_mib=inf"),
+        (["--part_mib=0"], "--part_mib=0.0"),
+    ],
+)
+def test_wrong_tasks_and_parts_are_one_error(script, capsys, words, complaint):
+    with pytest.raises(SystemExit, match="2"):
+        script.main(words)
+    assert complaint in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """Documents are read from every file format; files that cannot be read are reported."""
 
+import contextlib
 import gzip
 import logging
+import os
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -43,6 +46,26 @@ def test_rows_are_documents(tmp_path, name, content):
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     files = {"b.txt": "2", "a/z.py": "1", "c/d/e.md": "4", "b/.hidden": "x", ".git/f.txt": "x", "c.jsonl": jsonl(["3"])}
     assert read(write(tmp_path, files)) == ["1", "2", "3", "4"]
+
+
+def test_folders_that_cannot_be_read_or_are_links_are_errors(tmp_path):
+    """A path that is too long stands for a folder without permission, which root can read."""
+    folder = write(tmp_path / "text", {"a.txt": "1", "b/c.txt": "2"})
+    (folder / ".hidden").symlink_to(tmp_path)
+    (folder / "loop").symlink_to(folder)
+    with contextlib.chdir(folder):
+        for _ in range(20):
+            Path("d" * 250).mkdir()
+            os.chdir("d" * 250)
+    with pytest.raises(ConfigError) as error:
+        read(folder)
+    long, link = error.value.messages
+    assert "cannot be read (File name too long); remove it" in long
+    assert f"{folder / 'loop'} is a link to a folder, or one that cannot be read; copy it there" in link
+    ids = write(tmp_path / "ids", {"train.bin": b"1122"})
+    (ids / "more").symlink_to(folder / "b")
+    with pytest.raises(ConfigError, match="more is a link to a folder"):
+        read(ids)
 
 
 def test_empty_texts_are_not_documents(tmp_path):
@@ -146,6 +169,12 @@ def test_a_missing_parquet_column_is_an_error_with_its_columns(tmp_path):
         ConfigError, match=r'text_key = "n": the column of .* holds int64, not strings; set it to another'
     ):
         read(tmp_path, text_key="n")
+
+
+def test_a_parquet_column_whose_name_is_not_utf8_is_one_error(tmp_path):
+    content = parquet(ROWS).replace(b"text", b"te\xfft")
+    with pytest.raises(ConfigError, match=r"a\.parquet: the data is corrupt after row 0 .*utf-8.* replace the file"):
+        read(write(tmp_path, {"a.parquet": content}))
 
 
 def test_a_missing_or_unknown_source_is_an_error(tmp_path):

@@ -3,13 +3,16 @@
 import hashlib
 import json
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models
 
 from scripts import train_tokenizer
-from tests.data.corpora import TOKENIZER, texts
+from tests.data.corpora import TOKENIZER, texts, write
+from tests.programs import ROOT
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
@@ -90,6 +93,32 @@ def test_byte_lengths_of_tokens_add_up_to_the_text():
     text = "def größe(日本): return 'x' * 3\n\n\t🙂"
     assert sum(lengths[token] for token in tokenizer.encode_batch([text])[0]) == len(text.encode())
     assert lengths[tokenizer.eos_id] == 0
+
+
+def test_special_tokens_above_the_vocabulary_have_no_length(tmp_path):
+    added = {"1": {"content": "<end>", "special": True}, "2": {"content": "<mask>", "special": True}}
+    folder = word_level(tmp_path, {"a": 0}, config={"eos_token": "<end>", "added_tokens_decoder": added})
+    tokenizer = build_tokenizer(folder)
+    assert tokenizer.backend.token_to_id("<mask>") == 2
+    assert tokenizer.byte_lengths() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--vocab_size=-1"], "--vocab_size=-1: must be from 257 (the bytes and <|end_of_text|>) to 16777216"),
+        (["--vocab_size=256"], "--vocab_size=256: must be from 257"),
+        (["--dataset_path=empty"], "error: no text in "),
+        (["--folder=taken"], "error: "),
+        (["--folder=blocked"], "error: "),
+    ],
+)
+def test_training_that_cannot_give_a_tokenizer_is_one_error(tmp_path, words, complaint):
+    write(tmp_path, {"text.txt": "a text", "empty/a.txt": "", "taken": "", "blocked/tokenizer.json/a": ""})
+    command = [sys.executable, ROOT / "scripts/train_tokenizer.py", "--dataset_path=text.txt", "--folder=made", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, complaint in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
+    assert not list(tmp_path.rglob("tokenizer_config.json"))
 
 
 def test_added_tokens_that_are_text_have_its_bytes(tmp_path):

@@ -70,15 +70,28 @@ def test_the_batch_size_is_read_from_the_metrics(corpus, run):
         assert inspected.samples_of_step(step) == range(8 * step - 8, 8 * step)
         found, expected = ([tokens for _, tokens in each.rows_of_step(step)] for each in (inspected, known))
         assert np.array_equal(found, expected)
-    # A run that went on with twice as many ranks, and a line that a killed process left behind.
-    metrics = run / "metrics.jsonl"
-    before = metrics.read_text()
-    metrics.write_text(before + json.dumps({"step": 8, "tokens_seen": 64 * (48 + 32)}) + '\n{"step": 10, "tok')
-    assert inspect_run(run, words=[]).samples_of_step(8) == range(64, 80)
-    metrics.write_text(before + json.dumps({"step": 8, "tokens_seen": 64 * 57 + 1}) + "\n")
+
+
+def test_the_metrics_tell_batch_sizes_that_a_resume_has_changed(run, tmp_path):
+    """Also where the options name the size: they are those of the last start."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    before = (folder / "metrics.jsonl").read_text()
+
+    def samples(row, step, *words):
+        (folder / "metrics.jsonl").write_text(before + json.dumps(row) + '\n{"step": 12, "tok')  # after a kill
+        return inspect_run(folder, words=list(words)).samples_of_step(step)
+
+    resumed = {"step": 8, "tokens_seen": 64 * (48 + 8 + 16)}  # after a checkpoint at step 7
+    for words in ([], ["--training.global_batch_size=16"]):
+        expected = [range(8), range(40, 48), range(48, 56), range(56, 72), range(72, 88), range(104, 120)]
+        assert [samples(resumed, step, *words) for step in (1, 6, 7, 8, 9, 11)] == expected
+    assert samples(resumed, 10, "--training.global_batch_size=4") == range(76, 80)
+    for changed in (64 * 57 + 1, 64 * 56):
+        with pytest.raises(ConfigError, match=r"training\.seq_len = 64: not that of step 8; restore it"):
+            samples({"step": 8, "tokens_seen": changed}, 7)
+    (folder / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"give the size as --training\.global_batch_size"):
-        inspect_run(run, words=[]).samples_of_step(8)
-    metrics.write_text(before)
+        inspect_run(folder, words=[]).samples_of_step(1)
 
 
 def test_the_script_shows_documents_and_their_lengths(run, corpus, script, capsys):
@@ -225,6 +238,9 @@ def test_the_script_shows_the_plan_of_a_mixture(mixture_run, script, capsys):
         (["rows", "--training.datset=x"], "training.dataset"),
         (["plan"], "no data.sources, data.stages or data.skip_steps"),
         (["plan", "--data.skip_steps=[[5, 2]]"], "must be a range [first, last]"),
+        (["rows", "--training.seq_len=0"], "training.seq_len = 0: must be"),
+        (["documents", "--training.seq_len=-3"], "training.seq_len = -3: must be"),
+        (["plan", '--data.sources=[{name = "a", path = "x", weight = -1.0}]'], "weight = -1.0 must be"),
     ],
 )
 def test_what_cannot_be_shown_is_one_error(run, script, capsys, words, complaint):

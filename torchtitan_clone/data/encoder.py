@@ -47,15 +47,18 @@ def encode_batches(
     processes: list[Popen[bytes]] = []
     of_thread = threading.local()
 
-    def start() -> None:
-        of_thread.process = _start_process(setup)
+    def encode(texts: Sequence[str]) -> Encoded:
+        if hasattr(of_thread, "process"):
+            return _encode(texts, process=of_thread.process)
+        of_thread.process = _start_process()
         processes.append(of_thread.process)
+        return _encode(setup, texts, process=of_thread.process)
 
     pending: deque[tuple[T, Future[Encoded]]] = deque()
-    threads = ThreadPoolExecutor(num_processes, initializer=start)
+    threads = ThreadPoolExecutor(num_processes)
     try:
         for texts, label in batches:
-            pending.append((label, threads.submit(lambda texts: _encode(texts, process=of_thread.process), texts)))
+            pending.append((label, threads.submit(encode, texts)))
             if len(pending) > 2 * num_processes:
                 label, encoded = pending.popleft()
                 yield label, *to_numpy(encoded.result())
@@ -67,24 +70,26 @@ def encode_batches(
             process.communicate()  # closes its input, so that it exits
 
 
-def _start_process(setup: tuple[str, int]) -> Popen[bytes]:
-    """Runs this file in a process: pickled texts in, pickled tokens out."""
+def _start_process() -> Popen[bytes]:
+    """Runs this file in a process: its set-up and pickled texts in, pickled tokens out."""
     command = [sys.executable, "-P", __file__]  # -P: this folder's modules must not shadow others
     # Memory that a batch frees is kept for the next one, up to 256 MiB: returning it costs 2 % of the time.
     memory = {"MALLOC_TRIM_THRESHOLD_": str(1 << 28), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
     environment = {**memory, **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     # A new session: Ctrl-C must reach only the trainer.
-    process = Popen(command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True)
-    assert process.stdin is not None
-    pickle.dump(setup, process.stdin)
-    return process
+    try:
+        return Popen(command, stdin=PIPE, stdout=PIPE, env=environment, start_new_session=True)
+    except OSError as error:
+        raise TokenizerProcessError(f"a tokenizer process cannot be started ({error})") from error
 
 
-def _encode(texts: Sequence[str], *, process: Popen[bytes]) -> Encoded:
+def _encode(*messages: object, process: Popen[bytes]) -> Encoded:
+    """Sends texts, after the set-up of a process that is new; returns their tokens."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        pickle.dump(texts, process.stdin)
+        for message in messages:
+            pickle.dump(message, process.stdin)
         process.stdin.flush()
         answer: Encoded | str = pickle.load(process.stdout)
     except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:

@@ -91,7 +91,7 @@ class TokenArray:
         self._added = added
         self._eos_id = eos_id
         self._open = lru_cache(_OPEN_FILES)(lambda file: map_bytes(files[file]))
-        self.dtype = np.result_type(np.uint16, *{segment.dtype for segment in segments})
+        self.dtype = np.result_type(np.uint16, np.min_scalar_type(eos_id), *{segment.dtype for segment in segments})
 
     def __len__(self) -> int:
         return int(self._starts[-1]) + len(self._added)
@@ -148,8 +148,9 @@ def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]
     is_named = any(path.parent == root and "train" in path.stem for path in found)
     if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
         return ()
-    # cache-*.arrow: results that `datasets` keeps beside the data.
-    return tuple(path for path in files if path.suffix in (*TOKEN_FILES, ".idx") and path.name[:6] != "cache-")
+    # cache-*.arrow: results that `datasets` keeps beside the data. A folder cannot be read, which is an error.
+    suffixes = (*TOKEN_FILES, ".idx")
+    return tuple(path for path in files if (path.suffix in suffixes and path.name[:6] != "cache-") or path.is_dir())
 
 
 def with_companions(path: Path) -> tuple[Path, ...]:
@@ -183,18 +184,15 @@ class TokenFiles:
         Held out are the files that are named so, else the last documents. ConfigError if a file is not what its name
         says, or holds ids outside the vocabulary.
         """
-        held_out = [number for number in self._numbers() if _is_named_validation(self.files[number], root=self.root)]
-        training = [number for number in self._numbers() if number not in held_out] or held_out
-        validation = [] if training == held_out else held_out
-        indexed = self._index_files(training)
-        if validation:
-            return {"train": indexed, "validation": self._index_files(validation)}
+        numbers = [number for number, path in enumerate(self.files) if path.suffix in TOKEN_FILES]
+        named = named_validation([self.files[number] for number in numbers], root=self.root)
+        indexed = self._index_files([number for number in numbers if self.files[number] not in named])
+        if named:
+            validation = self._index_files([number for number in numbers if self.files[number] in named])
+            return {"train": indexed, "validation": validation}
         documents = len(indexed.offsets) - 1
         kept = min(documents, max(1, documents - int(np.ceil(documents * held_out_fraction))))
         return {"train": _cut(indexed, 0, kept), "validation": _cut(indexed, kept, documents)}
-
-    def _numbers(self) -> Iterator[int]:
-        return (number for number, path in enumerate(self.files) if path.suffix in TOKEN_FILES)
 
     def _index_files(self, numbers: Sequence[int]) -> SplitIndex:
         segments: list[Segment] = []
@@ -255,9 +253,11 @@ def check_ids(ids: np.ndarray, *, vocab_size: int, path: Path) -> None:
         refuse(path, f"{found}; set model.hf_assets_path to the tokenizer that the ids were made with")
 
 
-def _is_named_validation(path: Path, *, root: Path) -> bool:
-    parts = (*path.relative_to(root).parts[:-1], path.stem)
-    return any(_VALIDATION.search(part) for part in parts)
+def named_validation(files: Sequence[Path], *, root: Path) -> set[Path]:
+    """Returns the files whose names, or those of their folders, say that they are held out; none if all do."""
+    parts = {path: (*path.relative_to(root).parts[:-1], path.stem) for path in files}
+    found = {path for path in files if any(map(_VALIDATION.search, parts[path]))}
+    return found if len(found) < len(files) else set()
 
 
 def _cut(index: SplitIndex, first: int, last: int) -> SplitIndex:

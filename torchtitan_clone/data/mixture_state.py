@@ -87,7 +87,8 @@ def _find_stage_changes(timeline: Timeline, *, trained: list[dict[str, object]],
     unchanged = 0
     for before, stage in zip_longest(trained, timeline.stages[: len(trained)]):
         now = None if stage is None else _plain(stage)
-        changes = ["it is missing"] if now is None else list(_find_value_changes(before, now))
+        is_base = stage == timeline.base  # its sizes are those of [training]
+        changes = ["it is missing"] if now is None else list(_find_value_changes(before, now, is_base=is_base))
         if changes:
             step = shown(before.get("first_step"))
             yield f"data.stages: the stage from step {step} has been trained: {', '.join(changes)}"
@@ -104,11 +105,11 @@ def _find_stage_changes(timeline: Timeline, *, trained: list[dict[str, object]],
         yield f"{size}, and the {samples:,} samples trained end within a batch of that size"
 
 
-def _find_value_changes(before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
+def _find_value_changes(before: dict[str, object], now: dict[str, object], *, is_base: bool) -> Iterator[str]:
     for key in before | now:
         if before.get(key) != now.get(key):
             was, is_now = (shown(values[key]) if key in values else "unset" for values in (before, now))
-            yield f"{key} was {was} and is {is_now}"
+            yield f"{'training.' if is_base and key != 'weights' else ''}{key} was {was} and is {is_now}"
 
 
 def _plain(stage: DataStage) -> dict[str, object]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -31,6 +31,7 @@ from torchtitan_clone.data.formats import (
     check_ids,
     has_token_rows,
     holds_tokens,
+    named_validation,
     read_token_rows,
     segments_to_json,
 )
@@ -173,7 +174,8 @@ class _Preparation:
         """Returns key and folder of the store, after reading the files that have changed."""
         listing = self._work_dir / LISTING_FILE
         # Tasks, each of which has a lock of its own, leave the listing to who joins the parts.
-        key = self._key(source_fingerprint(self.source, listing=listing, updates=not self.owner))
+        fingerprint = source_fingerprint(self.source, listing=listing, updates=not self.owner)
+        key = self._key(digest_of([fingerprint, "held out by name"]) if _held_out_files(self.source) else fingerprint)
         return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
     @property
@@ -296,14 +298,15 @@ class _Preparation:
         files: list[Path] = []
         entries: list[tuple[str, int, int]] = []
         before = size = 0
-        for file in self.source.files:
+        held_out = _held_out_files(self.source)
+        for file, following in zip_longest(self.source.files, self.source.files[1:]):
             status = file.stat()
             files.append(file)
             entries.append((file.relative_to(self.source.root).as_posix(), status.st_size, status.st_mtime_ns))
             size += status.st_size
-            if size >= self.part_bytes or file == self.source.files[-1]:
+            if size >= self.part_bytes or following is None or (file in held_out) != (following in held_out):
                 key = self._key(digest_of([entries, self.source.text_key]))
-                key = replace(key, held_out_fraction=held_out_fraction)
+                key = replace(key, held_out_fraction=float(file in held_out) if held_out else held_out_fraction)
                 folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
                 source = replace(self.source, files=tuple(files))
                 parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder))
@@ -337,6 +340,12 @@ class _Preparation:
             bad_rows=bad_rows,
         )
         commit(self._partial, part.folder)
+
+
+def _held_out_files(source: Source) -> set[Path]:
+    """Returns the files of token rows that are held out as a whole, instead of documents by their hash."""
+    has_ids = has_token_rows(source.files, column=source.text_key)
+    return named_validation(source.files, root=source.root) if has_ids else set()
 
 
 def _encode(

@@ -159,9 +159,7 @@ def _without_stand_in(dataset: str) -> str:
 
 def _path_source(path: Path, *, option: str, text_key: str) -> Source:
     if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
-        raise ConfigError(
-            f"{option}: no such file or folder (current folder: {Path.cwd()}); set it to an existing one."
-        )
+        raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); name an existing one.")
     is_folder = os.path.isdir(path)
     below = _files_below(path) if is_folder else []
     files = (select_token_files(below, root=path) or tuple(below)) if is_folder else with_companions(path)
@@ -176,6 +174,8 @@ def _find_file_error(file: Path) -> str | None:
         status = file.stat()
     except OSError as error:
         return f"{name} cannot be read ({error.strerror}); remove it, or correct the link or the permissions."
+    if stat.S_ISDIR(status.st_mode):
+        return f"{name} is a link to a folder, or one that cannot be read; copy it there, or correct its permissions."
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a regular file but a pipe, socket or device; remove it."
     if _TABLES.search(file.name):
@@ -188,10 +188,12 @@ def _find_file_error(file: Path) -> str | None:
 
 
 def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
+    """Returns the files below a folder by name, and the folders that are links, which can form loops, or unreadable."""
     found: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=lambda error, found=found: found.append(Path(error.filename))):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name) for name in (*names, *links) if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -382,7 +384,7 @@ def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
         # Few rows at once: a file of a few kilobytes can hold many large values, all equal.
         for batch in parquet.iter_batches(batch_size=8, columns=[text_key]):
             yield from batch.column(0)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeError) as error:
         raise OSError(f"not a complete parquet file: {error}") from error
 
 
@@ -396,9 +398,7 @@ def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> Non
     kind = schema.field(text_key).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise ConfigError(
-            f"{option}: the column of {file} holds {shorten(str(kind))}, not strings; set it to another column."
-        )
+        raise ConfigError(f"{option}: the column of {file} holds {shorten(str(kind))}, not strings; set it to another.")
 
 
 def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -> str:

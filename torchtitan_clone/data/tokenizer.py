@@ -44,7 +44,7 @@ class Tokenizer:
         """Returns the bytes of text that each id stands for; 0 for special tokens and ids without a token."""
         added = self.backend.get_added_tokens_decoder()
         is_byte_level = "ByteLevel" in str(json.loads(self.backend.to_str()).get("decoder"))
-        lengths = [0] * self.vocab_size
+        lengths = [0] * max(self.vocab_size, 1 + max(added, default=0))  # tokenizer_config.json may add higher ids
         for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
             if token_id in added:
                 lengths[token_id] = 0 if added[token_id].special else len(token.encode(errors="replace"))
@@ -52,7 +52,7 @@ class Tokenizer:
                 # A character of a byte-level token is one byte; others mark a space and spell out single bytes.
                 text = re.sub("<0x[0-9A-F]{2}>", "x", token.replace("\u2581", " "))
                 lengths[token_id] = len(token if is_byte_level else text.encode(errors="replace"))
-        return lengths
+        return lengths[: self.vocab_size]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens included."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
+from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.duplicates import UniqueStore
@@ -82,18 +83,25 @@ class InspectedRun:
         return batches[step]
 
     def samples_of_step(self, step: int) -> range:
-        """Returns the samples of a step: from the logged steps around it where the batch size is not in the file."""
-        if (size := self.config.training.global_batch_size) > 0:
-            return range((step - 1) * size, step * size)
+        """Returns the samples of a step: from the logged steps around it, and by the options after the last of them."""
+        training = self.config.training
+        size = first = 0
         for before, later in pairwise(self.logged):
-            if step <= later.step or later is self.logged[-1]:
-                tokens = later.tokens_seen - before.tokens_seen
-                size, rest = divmod(tokens, (later.step - before.step) * self.config.training.seq_len)
-                if rest:
-                    break  # the batch size changed between them
-                start = before.tokens_seen // self.config.training.seq_len + (step - 1 - before.step) * size
-                return range(start, start + size)
-        raise ConfigError(f"step {step}: {_unknown_size(self.folder)}")
+            end, rest = divmod(later.tokens_seen, training.seq_len)
+            steps = later.step - before.step
+            size = size or (end - first) // steps
+            last = end - first - (steps - 1) * size  # a start may change the size, and its first step is logged
+            if rest or last < 1:
+                raise ConfigError(f"training.seq_len = {training.seq_len}: not that of step {later.step}; restore it.")
+            if step <= later.step:
+                start = first + (step - 1 - before.step) * size
+                return range(start, end if step == later.step else start + size)
+            size, first = last, end
+        size = training.global_batch_size if training.global_batch_size > 0 else size
+        if size < 1:
+            raise ConfigError(f"step {step}: {_unknown_size(self.folder)}")
+        start = first + (step - 1 - self.logged[-1].step) * size
+        return range(start, start + size)
 
     def describe_rows(self, step: int, *, rows: list[int]) -> Iterator[str]:
         """Yields the text of rows of a step, one document after another; of all rows if none is named."""
@@ -179,7 +187,7 @@ def _describe_shares(tokens: np.ndarray, *, weights: Mapping[str, float], epochs
 def inspect_run(folder: Path | None, *, words: list[str]) -> InspectedRun:
     """Opens the configuration of a run folder, None: of $CONFIG_FILE if set, changed by options. ConfigError."""
     config = load_config([f"--job.config_file={folder / CONFIG_FILE}", *words]) if folder else load_run_config(words)
-    if errors := [*find_data_errors(config.data, training=config.training)]:
+    if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
         raise ConfigError(errors)
     if (dataset := hub_id(config.training)) and not config.data.sources:
         raise ConfigError(f"training.dataset = {dataset}: streamed data has no order that can be read at any step.")
