@@ -16,10 +16,12 @@ from torchtitan_clone.network import (
 
 UNREACHABLE = "198.51.100.1"  # an address of no machine, to which there is a route or none
 
+NO_NAMES = ("node0..cluster", "x" * 64)
+
 
 def test_hosts_are_loopback_where_they_mean_this_machine_only():
     assert [is_loopback(host) for host in ("localhost", "127.0.0.1", "127.3.2.1", "::1")] == [True] * 4
-    assert [is_loopback(host) for host in (UNREACHABLE, "no-such.invalid", "::", "0.0.0.0")] == [False] * 4
+    assert [is_loopback(host) for host in (UNREACHABLE, "no-such.invalid", "::", "0.0.0.0", *NO_NAMES)] == [False] * 6
 
 
 def test_a_run_on_this_machine_communicates_over_loopback():
@@ -39,6 +41,11 @@ def test_a_run_with_other_hosts_uses_the_interface_that_routes_there():
         pytest.skip("this machine has no route to other machines")
     assert not is_loopback(chosen.address)
     assert not chosen.name or find_interface(chosen.name).address == chosen.address
+
+
+@pytest.mark.parametrize("host", NO_NAMES)
+def test_a_host_that_is_no_name_has_no_interface(host):
+    assert choose_interface("", hosts=[host]) is None
 
 
 @pytest.mark.parametrize("name", ["nowhere0", "l", "lo\n", "x" * 300])

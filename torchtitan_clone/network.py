@@ -41,7 +41,7 @@ def is_loopback(host: str) -> bool:
     """Returns whether a host name or address means this machine and no other; False if it cannot be resolved."""
     try:
         found = {str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a label that is empty or too long
         return False
     return all(ip_address(address.partition("%")[0]).is_loopback for address in found)
 
@@ -71,7 +71,7 @@ def choose_interface(name: str, *, hosts: Iterable[str]) -> Interface | None:
 
 
 def _own_address_towards(host: str) -> str | None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         for family, *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # on a datagram socket this looks up the route and sends nothing

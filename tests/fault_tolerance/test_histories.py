@@ -179,7 +179,7 @@ def join_a_complete_run(options, folder):
     )
     with rank_of_a_group():
         context = ReplicaContext(
-            device=torch.device("cpu"), address="127.0.0.1", step=0, parameters={}, outer_weights={},
+            device=torch.device("cpu"), address="127.0.0.1", step=0, parameters={}, names=[], outer_weights={},
             recovery_state=lambda: recovery_state, sum_over_ranks=lambda values: values, is_run_complete=lambda: True,
             should_stop=lambda: False, identity="", folder=folder / "replica-0",
         )  # fmt: skip
@@ -215,6 +215,7 @@ def train_in_two_parts(options, folder):
             address="127.0.0.1",
             step=0,
             parameters={"weight": weight},
+            names=["weight"],
             outer_weights={},
             recovery_state=lambda: recovery_state,
             sum_over_ranks=lambda values: values,

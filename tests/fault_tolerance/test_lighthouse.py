@@ -64,7 +64,10 @@ def test_a_name_is_resolved_before_connections_are_forbidden(monkeypatch):
     lighthouse.server.shutdown()
 
 
-@pytest.mark.parametrize("address", ["localhost:29510", "http://localhost", "29510", "http://localhost:x"])
+@pytest.mark.parametrize(
+    "address",
+    ["localhost:29510", "http://localhost", "29510", "http://localhost:x", "http://a..b:1", f"http://{'x' * 64}:1"],
+)
 def test_an_invalid_address_is_a_config_error(address):
     with pytest.raises(ConfigError, match=rf"\$TORCHFT_LIGHTHOUSE = {address}: must be an address as"):
         wait_for_lighthouse(address, seconds=5)

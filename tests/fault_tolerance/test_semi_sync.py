@@ -147,6 +147,7 @@ def train_scalar_weights(options, folder):
             address="127.0.0.1",
             step=0,
             parameters=weights,
+            names=WEIGHTS,
             outer_weights=outer,
             recovery_state=lambda: recovery_state,
             sum_over_ranks=lambda values: values,

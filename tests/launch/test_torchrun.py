@@ -169,6 +169,7 @@ def test_a_killed_launcher_leaves_nothing_behind(launch, tmp_path, number, code)
         ),
         (["--log-folder=/proc"], "LOG_FOLDER = /proc: cannot write to it: No such file or directory; set it to"),
         (["--master-addr=no-such.invalid"], "MASTER_ADDR = no-such.invalid: unknown host; set it to the"),
+        (["--master-addr=node0..cluster"], "MASTER_ADDR = node0..cluster: unknown host; set it to the"),
         (
             ["--master-addr=192.0.2.199", "--nnodes=2"],
             "MASTER_ADDR = 192.0.2.199: node 0 cannot listen there: Cannot assign requested address; set it to an",

@@ -86,6 +86,7 @@ def test_biases_start_at_zero():
         ({"moe": replace(MOE, biases=False)}, "biases = false, swiglu_limit = 7.0: gpt_oss has both"),
         ({"moe": replace(MOE, swiglu_limit=-1.0)}, "model.args.moe.swiglu_limit = -1.0"),
         ({"moe": replace(MOE, top_k=9)}, "top_k = 9"),
+        ({"moe": replace(MOE, num_shared_experts=1)}, "num_shared_experts = 1: gpt_oss has none; set it to 0"),
     ],
 )
 def test_bad_arguments_are_named(changes, message):

@@ -110,8 +110,9 @@ def export_shards(folder, dim):
     if dim == 0:  # as under a pipeline: each of them on one rank
         rank, size = dist.get_rank(), dist.get_world_size()
         tensors = {name: tensor for i, (name, tensor) in enumerate(ours().items()) if i % size == rank}
+    files = {"config.json": b"{}"}
     report = export_weights(
-        folder, tensors=tensors, pieces=pieces(), dtype=torch.float32, files={"config.json": b"{}"}, file_bytes=800
+        folder, tensors=tensors, pieces=pieces(), dtype=torch.float32, files=lambda: files, file_bytes=800
     )
     return report.error
 

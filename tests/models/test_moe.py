@@ -217,6 +217,32 @@ def test_every_expert_has_tensors_of_its_own_on_the_hub():
     assert {piece.shape for piece in pieces} == {(64, 24)}
 
 
+CHANGES = [
+    {"num_shared_experts": 2}, {"score_func": "softmax"}, {"score_func": "sigmoid"}, {"normalize_scores": False},
+    {"score_scale": 2.0}, {"score_inputs": True}, {"score_inputs": False}, {"num_groups": 2, "top_groups": 2},
+    {"expert_bias": True}, {"biases": True}, {"swiglu_limit": 3.0}, {"router_z": 0.1, "batch_balance": 0.1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_a_model_returns_from_an_export_or_is_one_error(family, changes):
+    spec = MODELS[family]
+    standard = spec.flavors["debugmodel"]
+    args = replace(standard, moe=replace(standard.moe, **changes))
+    errors = args.violations()
+    if not errors:
+        try:
+            assert spec.hub_pieces(spec.state_on_meta(args), args=args)
+        except ConfigError as error:
+            errors = error.messages
+    if errors:
+        assert all(next(iter(changes)) in error for error in errors)
+        return
+    moe = spec.hugging_face.from_config(spec.hugging_face.to_config(args))["moe"]
+    assert replace(standard.moe, **moe) == args.moe or "router_z" in changes
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -14,11 +14,13 @@ from torchft.coordination import ManagerServer
 from torchft.manager import MANAGER_ADDR_KEY, MANAGER_PORT_ENV, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupWrapper
 
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.context import RecoveryState
 from torchtitan_clone.fault_tolerance.lighthouse import wait_for_lighthouse
 from torchtitan_clone.fault_tolerance.recovery import PeerTransport
-from torchtitan_clone.network import join_host_and_port, serve_store
+from torchtitan_clone.network import join_host_and_port, listen, serve_store
 from torchtitan_clone.ops.json_collectives import broadcast_json
 from torchtitan_clone.torch_compat import set_group_timeout
 
@@ -73,7 +75,7 @@ class Connection:
     """torchft's manager, process group and transport of one rank; building one is a collective over its replica group.
 
     `address` is that of this machine at which ranks and other groups connect to what rank 0 serves.
-    RuntimeError if the lighthouse does not answer.
+    RuntimeError if the lighthouse does not answer; ConfigError if the manager's port is in use.
     """
 
     def __init__(self, options: FaultTolerance, *, recovery: RecoveryState, device: torch.device, address: str):
@@ -135,13 +137,19 @@ def _serve(options: FaultTolerance, *, address: str, connect_timeout: timedelta)
     """
     if dist.get_rank() != 0:
         return None
+    port = environment_integer(MANAGER_PORT_ENV, default=0, high=65535)
+    try:
+        listen(address, port=port).close()
+    except OSError as error:
+        rule = f"this replica group cannot listen at {address}: {os.strerror(error.errno or 0)}"
+        raise ConfigError(f"${MANAGER_PORT_ENV} = {port}: {rule}; set it to a free port, or unset it") from None
     store = serve_store(address)
     replica_id = f"replica_{options.replica_id}:{uuid.uuid4()}"
     manager = ManagerServer(
         replica_id=replica_id,
         lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
         hostname=f"[{address}]" if ":" in address else address,
-        bind=join_host_and_port(address, int(os.environ.get(MANAGER_PORT_ENV, "0"))),
+        bind=join_host_and_port(address, port),
         store_addr=f"{address}:{store.port}",
         world_size=dist.get_world_size(),
         heartbeat_interval=HEARTBEAT_INTERVAL,

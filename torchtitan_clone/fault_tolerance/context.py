@@ -1,6 +1,6 @@
 """What a replica group needs to know about its run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class ReplicaContext:
     """Last step that was trained."""
     parameters: Mapping[str, Tensor]
     """Parameters of this rank by name; read by semi-synchronous training only."""
+    names: Sequence[str]
+    """Names of the parameters of the whole model, of which this rank may have a pipeline stage."""
     outer_weights: Mapping[str, Tensor]
     """State of the outer optimizer as returned by `outer_state`; empty without semi-synchronous training."""
     recovery_state: Callable[[], RecoveryState]

@@ -109,8 +109,9 @@ def parse_lighthouse_address(address: str) -> tuple[str, int]:
     try:
         url = urlsplit(address)
         if url.hostname and url.port:
+            url.hostname.encode("idna")  # as the resolver does
             return url.hostname, url.port
-    except ValueError:  # the port is not a number
+    except ValueError:  # the port is not a number, or the host not a name
         pass
     raise ConfigError(
         f"$TORCHFT_LIGHTHOUSE = {address}: must be an address as scripts/lighthouse.py prints it, http://HOST:PORT"

@@ -1,6 +1,6 @@
 """The outer optimizer of semi-synchronous training, its state, and the fragments of the model that it averages."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -59,15 +59,19 @@ class OuterWeights:
         weight.copy_(target.lerp(weight, self._local_fraction))
 
 
-def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> list[list[str]]:
-    """Returns the parameter names of each fragment: as configured, or consecutive modules in about equal numbers.
+def split_into_fragments(names: Sequence[str], options: FaultTolerance, *, own: Container[str]) -> list[list[str]]:
+    """Returns the names in `own` of each fragment: as configured, or consecutive modules in about equal numbers.
 
-    ConfigError if the configured fragments do not contain every module exactly once.
+    `names` are those of all parameters of the model. ConfigError if the configured fragments do not contain every
+    module exactly once, or if there are more fragments than modules.
     """
-    listed = fault_tolerance.module_fqns_per_model_fragment
+    listed = options.module_fqns_per_model_fragment
     if not listed:
         modules = list(dict.fromkeys(map(_module_of, names)))
-        count = fault_tolerance.num_fragments
+        count = options.num_fragments
+        if count > len(modules):
+            rule = f"the model has only {len(modules)} modules to divide"
+            raise ConfigError(f"fault_tolerance.num_fragments = {count}: {rule}; set it to at most {len(modules)}")
         bounds = [index * len(modules) // count for index in range(count + 1)]
         listed = [modules[first:last] for first, last in pairwise(bounds)]
     fragments = [[name for name in names if _module_of(name) in modules] for modules in listed]
@@ -78,7 +82,7 @@ def split_into_fragments(names: list[str], fault_tolerance: FaultTolerance) -> l
             "fault_tolerance.module_fqns_per_model_fragment: every module of the model must be in exactly one "
             f"fragment, and no fragment may be empty; check {found}"
         )
-    return fragments
+    return [[name for name in fragment if name in own] for fragment in fragments]
 
 
 def _module_of(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import nn
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.context import RecoveryState as RecoveryState  # part of this interface
 from torchtitan_clone.fault_tolerance.context import ReplicaContext
@@ -150,5 +151,6 @@ def check_replica_requirements(fault_tolerance: FaultTolerance, *, lighthouse: s
         )
     else:
         parse_lighthouse_address(lighthouse)
+    environment_integer("TORCHFT_MANAGER_PORT", default=0, high=65535)
     if problems:
         raise ConfigError(problems)

@@ -19,10 +19,10 @@ from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
 
 
 class SemiSyncGroup(TorchFTGroup):
-    """A replica group that commits a round of steps. ConfigError if the fragments do not cover the model."""
+    """A replica group that commits a round of steps."""
 
     def __init__(self, options: FaultTolerance, *, run: ReplicaContext):
-        self._fragments = split_into_fragments(list(run.parameters), options)
+        self._fragments = split_into_fragments(run.names, options, own=run.parameters)
         self._steps_per_round = options.sync_steps // len(self._fragments)
         super().__init__(options, run=run, steps_per_commit=self._steps_per_round)
         self._outer_weights = OuterWeights(run.outer_weights, parameters=run.parameters, options=options)

@@ -96,8 +96,8 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"LOG_RANK = {options.log_rank}: no local rank {missing}; available: {', '.join(ranks)}"
     try:
         socket.getaddrinfo(options.master_addr, None)
-    except socket.gaierror as error:
-        if error.errno == socket.EAI_NONAME:  # other errors may be temporary
+    except (socket.gaierror, UnicodeError) as error:
+        if isinstance(error, UnicodeError) or error.errno == socket.EAI_NONAME:  # other errors may be temporary
             yield f"MASTER_ADDR = {options.master_addr}: unknown host; set it to the address of node 0"
     try:
         if options.log_folder:

@@ -85,6 +85,10 @@ class DecoderHub:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
+    def find_format_errors(self, args: ModelArgs) -> list[str]:
+        """Returns one sentence for each argument whose value a model of this format cannot have."""
+        return []
+
     def arguments(self, args: Any) -> Arguments:
         """Returns the values that `from_config(to_config(args))` gives; computed ones are resolved."""
         return {

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import Arguments, DecoderHub, read_arguments
 from torchtitan_clone.models.hf_mapping import Rules, fused, same, stacked, transposed
+from torchtitan_clone.models.moe import MoEArgs
 
 _ROUTER, _EXPERTS = "layers.*.feed_forward.router", "layers.*.feed_forward.experts"
 EXPERT_RULES: Rules = {
@@ -18,6 +21,8 @@ EXPERT_RULES: Rules = {
     f"{_EXPERTS}.w3": stacked(same, "model.layers.*.mlp.experts.{index}.up_proj.weight"),
 }
 """Rules of a router and of experts that are stored one by one."""
+_UNWRITTEN = ("bias_update_rate", "batch_balance", "sequence_balance", "router_z", "top_groups", "group_score")
+"""Arguments of training, and of groups, which follow num_groups."""
 
 
 def stacked_expert_rules(mlp: str, *, interleaved: bool) -> Rules:
@@ -36,10 +41,21 @@ def stacked_expert_rules(mlp: str, *, interleaved: bool) -> Rules:
 class MoEHub(DecoderHub):
     """The hub's format of a family with experts."""
 
+    moe: MoEArgs = field(default_factory=MoEArgs)
+    """The values of the arguments in `moe` that config.json has no key for."""
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json by the names of the arguments in `moe`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of keys: transformers writes one of them, the published releases have the other."""
+
+    def find_format_errors(self, args: ModelArgs) -> list[str]:
+        given: MoEArgs = vars(args)["moe"]
+        return [
+            f"model.args.moe.{name} = {shown(value)}: {self.family} has {shown(wanted)} in the Hugging Face format; "
+            "set it to that, or neither import nor export weights in this format"
+            for name, wanted in vars(self.moe).items()
+            if name not in {*self.moe_keys, *_UNWRITTEN} and (value := getattr(given, name)) != wanted
+        ]
 
     def arguments(self, args: Any) -> Arguments:
         return {**super().arguments(args), "moe": {name: getattr(args.moe, name) for name in self.moe_keys}}

@@ -137,6 +137,8 @@ class ModelSpec:
         return [round(100 * each / min(flops)) for each in flops]
 
     def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
-        """Returns for each of our tensors, by name, the tensors of the hub that hold its values."""
+        """Returns the tensors of the hub that hold each of ours, by name; ConfigError if the format lacks the model."""
+        if errors := self.hugging_face.find_format_errors(args):
+            raise ConfigError(errors)
         shapes = {name: tensor.shape for name, tensor in state.items()}
         return self.hugging_face.pieces(shapes, args=args, prefix=prefix)

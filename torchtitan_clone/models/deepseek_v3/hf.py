@@ -10,7 +10,6 @@ from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, repeated, rotary_rows, same
-from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -56,8 +55,6 @@ def _choice(*, num_groups: int, is_biased: bool) -> str:
 class _Release(MoEHub):
     """The hub's format of one of the two releases."""
 
-    router: MoEArgs
-
     def rules_of(self, args: DeepSeekV3Args) -> Rules:
         sizes = args.latent_sizes
         queries = "q_b_proj" if sizes.q_latent else "q_proj"
@@ -101,7 +98,7 @@ class _Release(MoEHub):
     def from_config(self, config: Mapping[str, object]) -> Arguments:
         # transformers derives head_dim; null is one group, and what is absent has a default.
         given = {key: value for key, value in config.items() if key != "head_dim"}
-        absent_groups = {"n_group": 8, "topk_group": 4} if self.router.expert_bias else {}
+        absent_groups = {"n_group": 8, "topk_group": 4} if self.moe.expert_bias else {}
         given = absent_groups | given
         given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
         values = super().from_config(given)
@@ -116,9 +113,9 @@ class _Release(MoEHub):
             values["q_lora_rank"] = 0 if latent.value is None else latent.integer(low=1, high=2**24)
         except DocumentError as error:
             raise ConfigError(str(error)) from None
-        values["moe"] |= {name: getattr(self.router, name) for name in ROUTER}
-        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.router.expert_bias)
-        method = given.get("topk_method", "noaux_tc" if self.router.expert_bias else "greedy")
+        values["moe"] |= {name: getattr(self.moe, name) for name in ROUTER}
+        wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.moe.expert_bias)
+        method = given.get("topk_method", "noaux_tc" if self.moe.expert_bias else "greedy")
         if method != wanted:
             found = shorten(repr(method))
             raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
@@ -133,6 +130,9 @@ class DeepSeekHub(_Release):
 
     def is_format_of(self, config: Mapping[str, object]) -> bool:
         return self.v2.is_format_of(config) or super().is_format_of(config)
+
+    def find_format_errors(self, args: ModelArgs) -> list[str]:
+        return (self.v2 if vars(args)["moe"].score_func == "softmax" else super()).find_format_errors(args)
 
     def arguments(self, args: DeepSeekV3Args) -> Arguments:
         return self.v2.arguments(args) if args.moe.score_func == "softmax" else super().arguments(args)
@@ -155,12 +155,12 @@ HUB = DeepSeekHub(
     family="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fixed={"model_type": "deepseek_v3", **_FIXED, "scoring_func": "sigmoid", "norm_topk_prob": True},
-    router=V3_ROUTER,
+    moe=V3_ROUTER,
     v2=_Release(
         family="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         fixed={"model_type": "deepseek_v2", **_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
-        router=V2_ROUTER,
+        moe=V2_ROUTER,
         **_COMMON,
     ),
     **_COMMON,

@@ -9,6 +9,7 @@ from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same
+from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 from torchtitan_clone.models.windowed import WindowedHub
 
@@ -58,6 +59,7 @@ HUB = GptOssHub(
     },
     keys={**{ours: theirs for ours, theirs in CONFIG_KEYS.items() if ours != "hidden_dim"}, "head_dim": "head_dim"},
     rules=_RULES,
+    moe=MoEArgs(biases=True),
     moe_keys={
         "num_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",

@@ -45,6 +45,8 @@ class GptOssArgs(SizedHeads, WindowedArgs, MoEModelArgs):
         if not self.moe.biases or not self.moe.swiglu_limit:
             given = f"biases = {str(self.moe.biases).lower()}, swiglu_limit = {self.moe.swiglu_limit}"
             found.append(f"model.args.moe: {given}: gpt_oss has both; set biases to true and swiglu_limit above 0")
+        if shared := self.moe.num_shared_experts:
+            found.append(f"model.args.moe.num_shared_experts = {shared}: gpt_oss has none; set it to 0")
         return found
 
 

@@ -7,7 +7,7 @@ from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, swiglu_rules
-from torchtitan_clone.models.llama4.model import Llama4Args
+from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args
 from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 
 _MLP = "model.layers.*.feed_forward"
@@ -90,5 +90,6 @@ HUB = Llama4Hub(
         **swiglu_rules("layers.*.feed_forward.shared_experts", f"{_MLP}.shared_expert"),
         **stacked_expert_rules(_MLP, interleaved=False),
     },
+    moe=ROUTER,
     moe_keys={"num_experts": "num_local_experts", "top_k": "num_experts_per_tok", "hidden_dim": "intermediate_size"},
 )  # fmt: skip
