@@ -35,33 +35,36 @@ def main() -> int:
         parser.error(f"{options.folder}: no such folder; give the folder that contains step-N folders")
     if options.action == "prune" and options.keep_latest_k < 1:
         parser.error(f"--keep_latest_k={options.keep_latest_k}: must be at least 1, so that the newest step is kept")
-    if options.action == "show":
-        return show(options.folder, step=options.step)
+    try:
+        return run(options)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the action; returns the exit code."""
     if options.action == "prune":
-        return prune(options)
-    lines, are_intact = table_of_steps(options.folder, digests=options.action == "verify")
+        prune(options)
+        return 0
+    if options.action == "show":
+        lines, are_intact = describe_step(options.folder, step=options.step), True
+    else:
+        lines, are_intact = table_of_steps(options.folder, digests=options.action == "verify")
     print(*lines, sep="\n")
     return int(not are_intact)
 
 
-def show(folder: Path, *, step: int | None) -> int:
-    """Prints the content of a step."""
-    try:
-        print(*describe_step(folder, step=step), sep="\n")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def prune(options: argparse.Namespace) -> int:
+def prune(options: argparse.Namespace) -> None:
     """Deletes checkpoints and prints which."""
     for step in purge(options.folder, keep_latest_k=options.keep_latest_k, keep_every=options.keep_every):
         print(f"deleted step {step:,}")
     for path in corrupt_steps(options.folder) if options.bad else ():
-        shutil.rmtree(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
         print(f"deleted {path.name}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,11 +29,14 @@ from torchtitan_clone.run.trained_model import args_at_step
 
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
     """Reads the checkpoint's own config.toml for the model; ConfigError where something does not fit."""
+    folder = folder.resolve()
+    if inside := [path for path in (Path.cwd(), checkpoint.resolve()) if path.is_relative_to(folder)]:
+        raise ConfigError(f"{folder} would be replaced, and {inside[0]} is in it; give a folder of its own")
     weights = Weights(checkpoint)
     config = load_config([f"--job.config_file={checkpoint / 'config.toml'}"])
     model = replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path)
     spec, tokenizer = find_model(model), build_tokenizer(model.hf_assets_path)
-    args = args_at_step(replace(config, model=model), folder=checkpoint, spec=spec, tokenizer=tokenizer)
+    args = args_at_step(replace(config, model=model), weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")
@@ -47,13 +50,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
             for name, ((ours, piece), *_) in sources.items()
         ],
         read=lambda entry: assemble_source(sources[entry.name], read=read, dtype=entry.torch_dtype),
-        files=export_files(
-            spec=spec,
-            model_args=args,
-            model=model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-        ),
+        files=export_files(spec=spec, model_args=args, model=model, tokenizer=tokenizer, dtype=dtype),
     )
 
 

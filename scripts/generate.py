@@ -68,7 +68,7 @@ def main(words: list[str] | None = None) -> int:
         trained = open_trained_model(options.folder, dtype=dtype, device=device, hf_assets_path=options.hf_assets_path)
         generator = Generator(trained, sampling=sampling, use_cache=not options.no_cache)
         generate(generator, prompts) if prompts else converse(generator)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, UnicodeDecodeError) as error:
         print_error(error)
         return 2
     return 0

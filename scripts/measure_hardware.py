@@ -66,8 +66,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
     args = parser.parse_args(words)
-    if not args.table.parent.is_dir():
-        print_error(f"{args.table}: there is no folder {args.table.parent}; create it first")
+    if args.rounds < 1 or not args.table.parent.is_dir():
+        missing = f"{args.table}: there is no folder {args.table.parent}; create it first"
+        print_error(f"--rounds={args.rounds} must be at least 1" if args.table.parent.is_dir() else missing)
         return 2
     text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
     print(text, end="")

@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="serve the page to this machine, and refresh it")
     parser.add_argument("--port", type=int, default=8080, help="port of --serve (8080); 0 picks a free one")
     options = parser.parse_args()
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port={options.port}: must be from 0 to {2**16 - 1}")
     output = options.output or options.folders[0] / "report.html"
     try:
         if options.serve:

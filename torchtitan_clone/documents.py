@@ -116,6 +116,11 @@ def escape(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can encode the text: JSON and arguments of a program can contain halves of surrogate pairs."""
+    return not re.search("[\ud800-\udfff]", text)
+
+
 def shorten(text: str, *, max_chars: int = 3 * MAX_SHOWN) -> str:
     """Returns the escaped text, cut after `max_chars` characters: names from a file may be of any length."""
     escaped = escape(text[: max_chars + 1])

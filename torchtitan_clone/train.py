@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from torchtitan_clone.data import Dataset
     from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
     from torchtitan_clone.parallel.runtime import Launch
     from torchtitan_clone.run.plan import RunPlan
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_clone")
 
 PATH_OPTIONS = (
-    "job.config_file", "data.", "slurm.", "training.dataset_path", "model.hf_assets_path",
-    "checkpoint.initial_load_path",
+    "job.config_file", "data.cache_folder", "data.num_workers", "data.prepare_processes", "data.sources", "slurm.",
+    "training.dataset_path", "model.hf_assets_path", "checkpoint.initial_load_path",
 )  # fmt: skip
-"""Prefixes of the options that name a location, which may differ between nodes."""
+"""Prefixes of the options that name a location, or processes of a machine, which may differ between nodes."""
 
 
 def main(argv: list[str]) -> int:
@@ -178,7 +179,7 @@ def _train(
         starts = wait_for_all_ranks(
             config.comm,
             launch=launch,
-            options=_options_that_must_match(plan),
+            options=_options_that_must_match(plan, dataset=prepared.dataset),
             is_stop_wanted=lambda: stop.reason is not None,
         )
     except TimeoutError as error:
@@ -196,15 +197,20 @@ def _train(
     return _exit_code(config, complete=complete)
 
 
-def _options_that_must_match(plan: "RunPlan") -> list[str]:
-    """Returns what all ranks must have in common, one option a line; locations may differ."""
+def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str]:
+    """Returns what all ranks must have in common, one option a line; locations may differ, but not what is there."""
+    from torchtitan_clone.data import MixtureDataset
+    from torchtitan_clone.data.loader import LABELS
+
     lines = [f"WORLD_SIZE = {plan.world_size}"]
     for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
-    for source in plan.config.data.sources:
-        lines.append(f"source {source.name}: weight {source.weight}, max_epochs {source.max_epochs}")
-    order = [f"data.{key} = {getattr(plan.config.data, key)}" for key in ("stages", "skip_steps")]
-    return [line for line in lines if not line.startswith(PATH_OPTIONS)] + order
+    lines = [line for line in lines if not line.startswith(PATH_OPTIONS)]
+    lines += [f"data.sources: {asdict(replace(source, path=None))}" for source in plan.config.data.sources]
+    for name, source in (dataset.sources if isinstance(dataset, MixtureDataset) else {"": dataset}).items():
+        place = f"data.sources, name {name}: " if plan.config.data.sources else ""
+        lines += [f"{place}{LABELS[key]} = {getattr(source.identity, key)}" for key in ("data", "tokenizer", "eos_id")]
+    return lines
 
 
 def _exit_code(config: Config, *, complete: bool) -> int:

@@ -64,10 +64,10 @@ class Trainer:
             folder=run.plan.checkpoint_folder,
             state=self.state_tensors,
             config=to_toml(config),
-            identity=run_identity(config),
+            identity=run_identity(run.plan),
             group=f"r{config.fault_tolerance.replica_id}" if config.fault_tolerance.enable else "",
         )
-        progress = (self._checkpoints.find_resume_point() if config.checkpoint.enable else None) or NOTHING_DONE
+        progress = self._checkpoints.find_resume_point() or NOTHING_DONE
         plan = plan_after(progress, first=run.plan)
         # 2. What is trained: random weights, then those of the hub or of a checkpoint.
         engine = build_engine(plan, device=device)
@@ -122,7 +122,7 @@ class Trainer:
 
     def _load_weights(self) -> None:
         """Fills the engine from the checkpoint or, in a new run, from the Hugging Face weights that are asked for."""
-        self._checkpoints.load()
+        self._state.resume_at(self._checkpoints.load())
         if not self._state.step:
             weights = self._run.initial_weights or find_initial_weights(self._run.plan)
             if weights is not None:
@@ -141,6 +141,9 @@ class Trainer:
         state, metrics, last_step = self._state, self._metrics, self._run.plan.last_step
         attempts = 0
         can_train = self._begin_step(first=True)
+        if can_train and self._replicas.is_writer:
+            with self._timeouts.relaxed():
+                self._exporter.export_missing(state.progress, engine=self.engine, first=self._run.plan)
         metrics.restart_interval()
         with self._profiler, GCControl(self._run.plan.config.training.gc_freq) as gc_control:
             while can_train and state.step < last_step:
@@ -202,7 +205,7 @@ class Trainer:
             self._metrics.ledger.throw_away(steps=1, seconds=time.perf_counter() - start)
             return None
         self._stop.step_seconds = time.perf_counter() - start
-        self._metrics.observe_step(data_seconds=result.data_seconds, by_source=result.by_source)
+        self._metrics.observe_step(step, data_seconds=result.data_seconds, by_source=result.by_source)
         seconds = self._stop.step_seconds
         found = self._stragglers.report(step, timer=timer, data_seconds=result.data_seconds, total_seconds=seconds)
         log_stragglers(self._metrics, found=found, state=self._state)
@@ -274,7 +277,7 @@ class Trainer:
             grad_norm=grad_norm,
             auxiliary=totals.auxiliary,
             loads=totals.loads,
-            by_source=totals.by_source,
+            by_source=totals.by_source if healthy and committed else {},
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,
@@ -310,7 +313,7 @@ class Trainer:
     def _maybe_export(self, step: int) -> None:
         if is_export_due(self._run.plan.config, step=step) and self._replicas.is_writer:
             with self._timeouts.relaxed():
-                self._exporter.export(step, engine=self.engine)
+                self._exporter.export(step, engine=self.engine, plan=self.engine.plan)
             self._metrics.restart_interval()
 
     def _finish(self) -> bool:
@@ -323,8 +326,7 @@ class Trainer:
         self._saver.save_last(is_obsolete=is_obsolete)
         if is_complete:
             self._maybe_export(state.step)
-        is_exported = state.step not in self._exporter.failed_steps
-        self._saver.close(is_exported=is_exported)
+        is_exported = self._saver.close(is_exported=state.step not in self._exporter.failed_steps)
         self._timeouts.close()
         goodput = self._metrics.log_goodput(state.step, complete=is_complete)
         self._metrics.close()

@@ -147,3 +147,21 @@ def test_the_trainer_changes_no_weight_before_it_is_copied(corpus, weights_by_st
     for step in steps:
         assert torch.equal(saved_weight(tmp_path, step), weights_by_step[step])
         assert step == 5 or not torch.equal(weights_by_step[step], weights_by_step[step + 1])
+
+
+def test_all_exports_of_weights_are_kept(corpus, tmp_path):
+    changes = {"checkpoint__last_save_model_only": True, "checkpoint__keep_latest_k": 1}
+    for steps in (2, 4):
+        assert train(options(corpus, tmp_path, training__steps=steps, **changes), log_folder=tmp_path)[0] == 0
+    folder = tmp_path / "run" / "checkpoint"
+    assert (committed_steps(folder), committed_steps(folder / "model_only")) == ([4], [2, 4])
+
+
+def test_a_run_that_does_not_save_starts_from_a_checkpoint_too(corpus, tmp_path):
+    assert train(options(corpus, tmp_path / "first", training__steps=20), log_folder=tmp_path)[0] == 0
+    first = tmp_path / "first" / "run" / "checkpoint"
+    changes = {"checkpoint__enable": False, "checkpoint__initial_load_path": first, "optimizer__lr": 1e-9}
+    code, output = train(options(corpus, tmp_path / "second", training__steps=2, **changes), log_folder=tmp_path)
+    assert (code, f"loaded model from {first / 'step-20'}" in output) == (0, True), output
+    assert losses(tmp_path / "second")[1] < losses(tmp_path / "first")[1] - 0.5
+    assert not (tmp_path / "second" / "run" / "checkpoint").exists()

@@ -6,18 +6,25 @@ Tests of resume.py, verify.py and position.py; tests/attacks/test_checkpoint_fol
 import os
 import pickle
 import re
+import resource
 import shutil
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan_clone.checkpoint.commit import read_manifest, write_manifest
+from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.writer import DIGEST, FileRecord, digest_of
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.testing.checkpoint_states import (
     build_manager,
     load,
     load_all,
     make_state,
+    progress_at,
     rank_of_a_group,
     save,
     step_of,
@@ -302,3 +309,91 @@ def test_a_run_resumes_before_a_corrupted_step_with_its_data(corpus, tmp_path):
     assert code == 2
     assert "no checkpoint is complete" in output
     assert "Traceback" not in output
+
+
+def resume_with_few_files(folder):
+    """Resumes while rank 1 can open no further file; the error."""
+    with rank_of_a_group():
+        state = make_state(step=0)
+        if os.environ["RANK"] == "1":
+            os.close(lowest := os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with pytest.raises(ConfigError) as error:
+            build_manager(folder, state).find_resume_point()
+        return str(error.value)
+
+
+def test_a_step_that_one_rank_cannot_read_is_not_renamed(saved, tmp_path):
+    (folder,) = copies(saved, tmp_path, 1)
+    for error in run_ranks(resume_with_few_files, 2, folder):
+        assert re.search("step-10 cannot be read or changed: .*Too many open files.*; try again", error)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-5"]
+
+
+def test_load_only_renames_no_corrupted_step(saved, tmp_path):
+    (folder,) = copies(saved, tmp_path, 1)
+    flip_a_bit(folder / "step-10" / "rank-1.safetensors")
+    found = load(folder, world_size=2, load_only=True)
+    assert (found.step, "step 10 is corrupted" in found.log) == (5, True)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-5"]
+
+
+def resume_as_a_guest(parent, name):
+    """Resumes from a folder that this user can read only; the error."""
+    with rank_of_a_group():
+        os.chdir(parent)  # whose parents a guest may not enter
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        with pytest.raises(ConfigError) as error:
+            build_manager(Path(name), make_state(step=0)).find_resume_point()
+        return str(error.value)
+
+
+def test_a_corrupted_step_that_cannot_be_renamed_is_an_error_of_all_ranks(saved, tmp_path):
+    (folder,) = copies(saved, tmp_path, 1)
+    flip_a_bit(folder / "step-10" / "rank-1.safetensors")
+    tmp_path.chmod(0o755)
+    folder.chmod(0o555)
+    for error in run_ranks(resume_as_a_guest, 2, tmp_path, folder.name):
+        assert re.search("cannot be read or changed: .*Permission denied.*; try again", error)
+
+
+def resume_while_steps_are_deleted(folder, moment):
+    """Resumes while another replica group deletes step 10 as it saves a newer one; the progress and the values."""
+    newest, newer = folder / "step-10", folder / "newer"
+    with rank_of_a_group():
+        state = make_state(step=0)
+        manager = build_manager(folder, state)
+        if moment == "load":
+            assert manager.find_resume_point() == progress_at(10)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(0.5 if moment == "verify" else 0)  # until rank 0 has listed the steps
+            newer.rename(folder / "step-15")
+            newest.rename(folder / "step-10.purged")
+        if moment == "load":
+            dist.barrier()
+        else:
+            manager.find_resume_point()
+        return manager.load(), step_of(state)
+
+
+@pytest.mark.parametrize("moment", ["verify", "load"])
+def test_a_step_that_is_deleted_during_the_start_is_not_missed(saved, tmp_path, moment):
+    save(tmp_path / "newer", [15])
+    (folder,) = copies(saved, tmp_path, 1)
+    (tmp_path / "newer" / "step-15").rename(folder / "newer")
+    assert run_ranks(resume_while_steps_are_deleted, 2, folder, moment) == [(progress_at(15), 15)] * 2
+    assert sorted(path.name for path in folder.iterdir()) == ["step-15", "step-5"]
+
+
+def test_weights_that_change_while_they_are_read_are_an_error(saved, tmp_path):
+    (folder,) = copies(saved, tmp_path, 1)
+    weights = Weights(folder / "step-10")
+    for file in (folder / "step-10").glob("*.safetensors"):
+        empty(file)
+    with pytest.raises(ConfigError, match=r"step-10 changed while it was read: rank-\d.safetensors ends early"):
+        weights.read("wide")
+    shutil.rmtree(folder / "step-10")
+    with pytest.raises(ConfigError, match="step-10 does not exist; try again"):
+        weights.read("wide")

@@ -138,3 +138,20 @@ def test_one_save_runs_at_a_time_and_others_are_skipped_or_wait(tmp_path):
     assert load(tmp_path).step == 3
     shutil.rmtree(tmp_path / "step-3")
     assert load(tmp_path).step == 1
+
+
+def save_on_two_nodes(folder):
+    """Saves a step on ranks that have a folder each, as on nodes that do not share it; the errors of rank 0."""
+    with rank_of_a_group():
+        manager = build_manager(folder / f"node-{os.environ['RANK']}", make_state(step=1))
+        manager.save(progress_at(1), wait=True)
+        return [report.error for report in manager.reports()]
+
+
+def test_a_save_into_a_folder_that_is_not_shared_fails(tmp_path):
+    for node in ("node-0", "node-1"):
+        (tmp_path / node).mkdir()
+    ((error,), _) = run_ranks(save_on_two_nodes, 2, tmp_path)
+    assert "rank 0 does not find rank-1.safetensors in" in error
+    assert "all nodes must share job.dump_folder" in error
+    assert [list(node.iterdir()) for node in tmp_path.iterdir()] == [[], []]

@@ -2,8 +2,11 @@
 
 import json
 import subprocess
+import threading
+import time
 from pathlib import Path
 
+from torchtitan_clone.checkpoint.summary import table_of_steps
 from torchtitan_clone.testing.checkpoint_states import SHAPES, save
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
@@ -35,3 +38,24 @@ def test_the_script_lists_verifies_shows_and_prunes(tmp_path, python):
     assert checkpoint_script("prune", tmp_path, "--keep_latest_k=0")[0] == 2
     code, text = checkpoint_script("show", tmp_path, "--step=10")
     assert (code, "no step 10; its steps: 15" in text) == (1, True)
+    link = tmp_path / "step-20.bad-link"
+    link.symlink_to(tmp_path / "step-15")
+    (tmp_path / "step-25.bad-file").write_text("")
+    code, text = checkpoint_script("prune", tmp_path, "--bad")
+    assert (code, text) == (0, "deleted step-20.bad-link\ndeleted step-25.bad-file\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-15"]
+
+
+def test_steps_that_a_run_deletes_meanwhile_are_not_listed(tmp_path):
+    def delete():
+        for step in range(80, 1, -1):
+            (tmp_path / f"step-{step}").rename(tmp_path / f"step-{step}.purged")
+            time.sleep(0.001)
+
+    save(tmp_path, range(1, 81), keep_latest_k=0)
+    run = threading.Thread(target=delete)
+    run.start()
+    lines, are_intact = table_of_steps(tmp_path, digests=True)
+    run.join()
+    assert are_intact
+    assert len(lines) < 80

@@ -180,6 +180,19 @@ RULES = [
         "cpu",
         'exclude_from_loading = ["modell"]: unknown state; use model, optimizer, rng, data, or a name such as',
     ),
+    (
+        ["--checkpoint.enable=false", "--checkpoint.load_step=5"],
+        "cpu",
+        "checkpoint.load_step = 5: nothing is resumed with checkpoint.enable = false; set checkpoint.enable and",
+    ),
+    *(
+        (
+            [f"--checkpoint.{off}", "--checkpoint.create_seed_checkpoint"],
+            "cpu",
+            f"create_seed_checkpoint = true: nothing is saved with checkpoint.{off.replace('=', ' = ')}; change one",
+        )
+        for off in ("enable=false", "load_only=true")
+    ),
 ]
 
 

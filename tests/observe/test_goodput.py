@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
+from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.goodput import EVENT, KINDS, Ledger, describe_goodput, resumed_ledger
+from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.observe.records import STARTS_FILE
 from torchtitan_clone.testing.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 
@@ -25,13 +27,15 @@ def goodput_row(*, step: int, time: float, progress: float, complete: bool = Fal
 
 
 def test_ledger_books_time_that_is_not_progress():
-    ledger = Ledger(started=time.time() - 100)
+    ledger = Ledger(started=time.time() - 107)
+    assert ledger.row()["progress_seconds"] == 0
+    ledger.book("start_up", 7)
     ledger.book("saving", 20)
     ledger.throw_away(steps=3, seconds=30)
     row = ledger.row()
     assert (row["saving_seconds"], row["thrown_away_seconds"], row["steps_thrown_away"]) == (20, 30, 3)
     assert row["progress_seconds"] + 50 >= 100
-    assert row["goodput_percent"] == pytest.approx(100 * row["progress_seconds"] / (row["progress_seconds"] + 50))
+    assert row["goodput_percent"] == pytest.approx(100 * row["progress_seconds"] / (row["progress_seconds"] + 57))
     assert "over 1 starts" in describe_goodput(row)
 
 
@@ -62,6 +66,30 @@ def test_lost_checkpoint_turns_earlier_progress_into_repeated_steps(tmp_path):
     row = resumed_ledger(file, resume_step=5, lost=0, started=1100.0).row()
     assert row["steps_thrown_away"] == 15
     assert row["thrown_away_seconds"] == 100.0 + 40.0  # all since the save, and 5 of the 10 saved steps
+
+
+def test_a_process_that_dies_before_its_first_step_forgets_nothing(tmp_path):
+    """The rows of the steps that are repeated are dropped when it starts."""
+    write_rows(
+        tmp_path / "metrics.jsonl",
+        goodput_row(step=10, time=1000.0, progress=80.0),
+        {"step": 20, "loss": 1.0, "time": 1100.0},
+    )
+    found = []
+    for started in (1150.0, time.time()):
+        sizes = {"total_steps": 100, "tokens_per_step": 1, "flops_per_token": 1.0, "peak_flops": None}
+        metrics = MetricsWriter(
+            Metrics(), folder=tmp_path, rank=0, **sizes, run_config={}, environment={}, started=started,
+            ensure_folder=lambda: None,
+        )  # fmt: skip
+        metrics.start(after_step=15)
+        metrics.close()
+        found.append(read_json_lines(tmp_path / "metrics.jsonl")[-1])
+    before, now = found
+    assert [row["starts"] for row in found] == [2, 3]
+    assert before["start_up_seconds"] == pytest.approx(time.time() - 1150, abs=60)
+    for name in ("steps_thrown_away", "thrown_away_seconds", "progress_seconds"):
+        assert now[name] == before[name] > 0
 
 
 def test_time_after_a_complete_run_is_not_waiting(tmp_path):

@@ -123,21 +123,37 @@ def test_times_are_means_over_the_steps_since_the_last_row(tmp_path):
         step_seconds, data_seconds = metrics.mean_seconds()
         metrics.log(record(step, step_seconds=step_seconds, data_seconds=data_seconds))
 
-    metrics.observe_step(data_seconds=100.0, by_source={})
+    metrics.observe_step(1, data_seconds=100.0, by_source={})
     before = time.perf_counter()
     metrics.restart_interval()
     started = time.perf_counter()
-    for data_seconds in (0.25, 0.5, 0.75, 1.0):
-        metrics.observe_step(data_seconds=data_seconds, by_source={})
+    for step, data_seconds in enumerate((0.25, 0.5, 0.75, 1.0), start=2):
+        metrics.observe_step(step, data_seconds=data_seconds, by_source={})
     ended = time.perf_counter()
     log(5)
     after = time.perf_counter()
-    metrics.observe_step(data_seconds=2.0, by_source={})
+    metrics.observe_step(6, data_seconds=2.0, by_source={})
     log(6)
     first, second = rows(tmp_path)
     assert ended - started <= 4 * first["step_seconds"] <= after - before
     assert first["data_seconds"] == 0.625
     assert second["data_seconds"] == 2.0
+
+
+def test_losses_by_source_are_means_over_the_steps_since_the_last_row(tmp_path):
+    """Also over those before a save or a validation; not over steps that were skipped or rolled back."""
+    metrics = writer(tmp_path)
+    metrics.observe_step(1, data_seconds=0.0, by_source={"web": (2.0, 1, 1)})
+    metrics.restart_interval()
+    metrics.observe_step(2, data_seconds=0.0, by_source={})
+    metrics.observe_step(3, data_seconds=0.0, by_source={"web": (50.0, 1, 1)})
+    metrics.forget(after_step=2)
+    metrics.observe_step(3, data_seconds=0.0, by_source={"web": (7.0, 2, 1), "code": (1.0, 1, 1)})
+    metrics.log(record(3))
+    metrics.observe_step(4, data_seconds=0.0, by_source={"web": (5.0, 1, 1)})
+    metrics.log(record(4))
+    found = [{key: row[key] for key in row if key.startswith("loss/")} for row in rows(tmp_path)]
+    assert found == [{"loss/web": 3.0, "loss/code": 1.0}, {"loss/web": 5.0}]
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -279,6 +295,43 @@ def test_wandb_keeps_its_id_over_a_resume(tmp_path, monkeypatch):
         run.close()
     assert ids == [(tmp_path / "wandb_id").read_text()] * 2
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
+
+
+PROGRAM_OF_A_START = """
+import sys
+from pathlib import Path
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.schema import Metrics
+from torchtitan_clone.observe.metrics import checked_wandb
+sys.path.insert(0, {tests!r})
+from test_metrics import writer
+try:
+    with checked_wandb():
+        pass
+    if {starts}:
+        writer(Path({folder!r}), metrics=Metrics(enable_wandb=True)).close()
+except ConfigError as error:
+    print("error:", error)
+"""
+
+
+def start_with_wandb(folder: Path, *, starts: bool = False, **env: str) -> str:
+    """Returns what a process without the user's keys prints."""
+    home = {"PATH": os.environ["PATH"], "HOME": str(folder), "NETRC": str(folder / "none"), "WANDB_DIR": str(folder)}
+    program = PROGRAM_OF_A_START.format(tests=str(Path(__file__).parent), folder=str(folder), starts=starts)
+    run = subprocess.run([sys.executable, "-c", program], env=home | env, capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def test_wandb_without_a_usable_key_is_an_error_unless_it_is_offline(tmp_path):
+    pytest.importorskip("wandb")
+    assert "error: metrics.enable_wandb = true: no API key is configured; run wandb login" in start_with_wandb(tmp_path)
+    assert "error: metrics.enable_wandb = true: WANDB_API_KEY invalid" in start_with_wandb(tmp_path, WANDB_API_KEY="ab")
+    assert "error: metrics.enable_wandb = true: 1 validation err" in start_with_wandb(tmp_path, WANDB_MODE="of")
+    for mode in ("offline", "disabled"):
+        assert "error: " not in start_with_wandb(tmp_path, WANDB_MODE=mode, starts=True)
+    output = start_with_wandb(tmp_path, WANDB_MODE="offline", WANDB_PROJECT="a/b", starts=True)
+    assert "error: metrics.enable_wandb = true: Invalid project name" in output
 
 
 def run_on_a_terminal(program: str) -> str:

@@ -2,9 +2,11 @@
 
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from html.parser import HTMLParser
@@ -177,6 +179,20 @@ def test_columns_beyond_the_limit_are_skipped(tmp_path):
     assert (len(run.columns), run.num_skipped) == (MAX_COLUMNS, 3 * MAX_COLUMNS)
 
 
+def test_a_folder_with_extreme_numbers_and_halves_of_characters_has_a_page(tmp_path):
+    sources = [f'{{ name = "{name}", weight = {weight} }}' for name, weight in (("a", "inf"), ("b", "1" + 400 * "0"))]
+    rows = [
+        {"step": step, "tokens/a": 1, "tokens/b": 2, "step_seconds": np.nextafter(0.5, step), "time": float(step)}
+        for step in range(100)
+    ]
+    rows.append({"step": 100, "event": "sample", "text": "\ud800 of a pair", "time": 100.0})
+    folder = write_lines(tmp_path / os.fsdecode(b"run \xff") / "metrics.jsonl", *rows)
+    (folder / "config.toml").write_text(f"[data]\nsources = [{', '.join(sources)}]\n")
+    page = build_report([folder]).encode().decode()
+    assert "? of a pair" in page
+    assert "<h1>run ?</h1>" in page
+
+
 def test_runs_are_compared_and_what_one_lacks_is_left_out(folder, tmp_path):
     other = write_lines(tmp_path / "other" / "metrics.jsonl", {"step": 1, "loss": 1.0, "time": 5.0})
     (other / "config.toml").write_text("[optimizer]\nlr = 0.5\n")
@@ -223,6 +239,14 @@ def get(port: int, *, host: str = "127.0.0.1") -> tuple[int, str]:
     return answer.status, answer.read().decode()
 
 
+def test_connections_that_send_nothing_block_no_other(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0, "time": 5.0})
+    with ReportServer([tmp_path], port=0) as server, socket.create_connection(("127.0.0.1", server.server_port)):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert get(server.server_port)[0] == 200
+        server.shutdown()
+
+
 def test_server_rebuilds_the_page_when_rows_were_added(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0, "time": 5.0})
     with ReportServer([tmp_path], port=0) as server:
@@ -247,6 +271,8 @@ def test_the_script(folder, tmp_path, python):
     done = subprocess.run([*script, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "has no metrics.jsonl" in done.stderr
+    done = subprocess.run([*script, run, "--serve", "--port=99999"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.endswith("error: --port=99999: must be from 0 to 65535\n")) == (2, True)
     served = subprocess.Popen([*script, run, "--serve", "--port=0"], stdout=subprocess.PIPE, text=True)
     port = int(re.findall(r"http://127.0.0.1:(\d+)/", served.stdout.readline())[0])
     assert get(port)[0] == 200

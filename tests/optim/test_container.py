@@ -52,10 +52,28 @@ def test_gradients_are_scaled_by_a_factor(implementation):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_a_registered_optimizer_gets_scaled_gradients_of_the_weights_type(monkeypatch):
+@pytest.fixture
+def sgd(monkeypatch):
+    """Registers an optimizer without state, with a learning rate of 1."""
     build = lambda groups: torch.optim.SGD([{"params": group["params"], "lr": 1.0} for group in groups])  # noqa: E731
     kind = OptimizerKind(build=build, arguments=lambda settings: {"lr": settings.lr}, init_state=lambda *_: {})
     monkeypatch.setitem(OPTIMIZERS, "SGD", kind)
+
+
+@pytest.mark.usefixtures("sgd")
+def test_an_optimizer_without_state_moves_to_another_container():
+    model, twin = small_model(), small_model()
+    container, twin_container = container_of(model, name="SGD"), container_of(twin, name="SGD")
+    train(model, container, 1)
+    twin.load_state_dict(model.state_dict())
+    twin_container.load_state_dict(container.state_dict())
+    train(model, container, 1)
+    train(twin, twin_container, 1)
+    assert_equal_weights(model, twin)
+
+
+@pytest.mark.usefixtures("sgd")
+def test_a_registered_optimizer_gets_scaled_gradients_of_the_weights_type():
     weight = nn.Parameter(torch.ones(3, 3))
     weight.grad_dtype = None
     weight.grad = torch.full((3, 3), 2.0, dtype=torch.bfloat16)

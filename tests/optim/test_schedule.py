@@ -37,6 +37,12 @@ def test_a_warmup_longer_than_the_schedule_is_clipped():
     assert [factor(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.parametrize("changes", [{"warmup_steps": 200}, {"warmup_steps": 1, "decay_ratio": 0.1}])
+def test_a_schedule_without_decay_keeps_its_peak_after_its_end(changes):
+    factor = build_schedule(LRScheduler(total_steps=4, min_lr_factor=0.1, **changes), steps=100)
+    assert [factor(step) for step in (4, 5, 6, 100)] == [1.0] * 4
+
+
 def test_an_unknown_shape_lists_the_known_ones():
     with pytest.raises(ConfigError, match="known: linear, cosine, sqrt"):
         build_schedule(LRScheduler(decay_type="step"), steps=10)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.data import open_dataset
 from torchtitan_clone.parallel.runtime import (
     PACKAGE,
     Launch,
@@ -22,10 +23,12 @@ from torchtitan_clone.parallel.runtime import (
     set_timeout,
     wait_for_all_ranks,
 )
+from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import default_compile_cache, group_timeout, process_groups
+from torchtitan_clone.train import _options_that_must_match
 
 CPU = torch.device("cpu")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -236,6 +239,31 @@ def test_all_nodes_report_options_that_differ(wait_outcomes):
     assert all("the nodes were started with different options" in said for said in (one, other))
     assert ("b = 2 here" in one) != ("b = 3 here" in other)
     assert "a = 1" not in one + other
+
+
+def lines_to_compare(corpus, tmp_path, **changes):
+    config = load_config(options(corpus, tmp_path, **changes))
+    plan = resolve(config, world_size=1, device_type="cpu")
+    data = {"training": config.training, "data": config.data, "tokenizer": plan.tokenizer, "mixture": plan.mixture}
+    return _options_that_must_match(plan, dataset=open_dataset(**data))
+
+
+def test_nodes_compare_what_decides_the_data_but_not_where_it_is(corpus, tmp_path):
+    """The same text elsewhere is the same data; other text at the same place is not."""
+    copy = shutil.copytree(corpus, tmp_path / "copy")
+    before = lines_to_compare(corpus, tmp_path)
+    for same in ({"data__num_workers": 1}, {"data__cache_folder": tmp_path}, {"training__dataset_path": copy}):
+        assert lines_to_compare(corpus, tmp_path, **same) == before
+    for name, value in (("max_bad_rows", 3), ("held_out_fraction", 0.2), ("skip_steps", [[1, 2]])):
+        other = lines_to_compare(corpus, tmp_path, **{f"data__{name}": value})
+        assert any(line.startswith(f"data.{name} = ") for line in set(other) - set(before))
+    sources = [f'[{{name = "web", path = "{path}"}}]' for path in (corpus, copy)]
+    one, two = (lines_to_compare(corpus, tmp_path, data__sources=each, training__dataset_path=None) for each in sources)
+    assert one == two
+    (copy / "more.txt").write_text("other text")
+    changed = lines_to_compare(corpus, tmp_path, data__sources=sources[1], training__dataset_path=None)
+    (line,) = set(changed) - set(one)
+    assert line.startswith("data.sources, name web: the fingerprint of the data = ")
 
 
 def test_timeout_says_how_many_ranks_came(wait_outcomes):

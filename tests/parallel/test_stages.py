@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.parallel.stages import layers_of_stages, resolved_stages
+from torchtitan_clone.parallel.stages import layers_of_stages, read_schedule_file, resolved_stages
 
 
 def layers(frozen_layers=0, **options):
@@ -56,3 +56,11 @@ def test_embedding_and_output_cost_as_much_as_average_layers():
     parallelism = Parallelism(pipeline_parallel_degree=2)
     assert layers_of_stages(parallelism, n_layers=8, frozen_layers=0, layer_costs=[7] * 8) == [4, 4]
     assert layers_of_stages(parallelism, n_layers=8, frozen_layers=0, layer_costs=[1] * 6 + [9] * 2) == [7, 1]
+
+
+def test_a_file_that_is_no_schedule_is_a_value_error(tmp_path):
+    file = tmp_path / "schedule.csv"
+    for text, fragment in (("0F0," + "x" * 200_000, "field larger than field limit"), ("0F0,2F0", "its stages are")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=fragment):
+            read_schedule_file(str(file))

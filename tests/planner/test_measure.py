@@ -58,6 +58,11 @@ def test_a_missing_folder_of_the_table_is_an_error_before_measuring(tmp_path, ca
     assert capsys.readouterr() == ("", f"error: {file}: there is no folder {file.parent}; create it first\n")
 
 
+def test_a_machine_is_measured_at_least_once(tmp_path, capsys):
+    assert load_program("scripts/measure_hardware.py").main([str(tmp_path / "mine.toml"), "--rounds=0"]) == 2
+    assert capsys.readouterr() == ("", "error: --rounds=0 must be at least 1\n")
+
+
 def test_ranks_share_a_processor_and_hide_no_communication():
     crowded = with_cpu(contention=1.25)
     alone, two = (parts(ranks, crowded) for ranks in (1, 2))

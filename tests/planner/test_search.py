@@ -3,14 +3,15 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tomli
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.planner.hardware import read_hardware
-from torchtitan_clone.planner.search import Job, describe_plans, search
+from torchtitan_clone.planner.hardware import Cpu, read_hardware
+from torchtitan_clone.planner.search import Job, describe_mesh_options, describe_plans, search
 from torchtitan_clone.run import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,41 @@ def test_the_lines_of_each_mesh_are_those_of_a_valid_run(tmp_path):
         assert plan.tokens_per_step == 2**18
 
 
+FILE = """
+[model]
+flavor = "8B"
+[model.args]
+n_layers = 4
+[training]
+seq_len = 8192
+local_batch_size = 4
+[activation_checkpoint]
+mode = "full"
+first_blocks = 1
+[parallelism]
+tensor_parallel_degree = 2
+data_parallel_replicate_degree = 2
+pipeline_parallel_schedule = "GPipe"
+fsdp_reshard_after_forward = "never"
+"""
+
+
+def test_the_lines_override_those_of_the_file(tmp_path):
+    (tmp_path / "file.toml").write_text(f"{FILE}pipeline_parallel_layers_per_stage = 1\n")
+    argv = [f"--job.config_file={tmp_path / 'file.toml'}"]
+    text = describe_plans(argv, gpus=8, hardware=read_hardware("h100"), tokens=2**18, count=12)
+    (tmp_path / "file.toml").write_text(FILE)
+    table, *blocks = re.split(r"\n# \d+\n", text)
+    for row, lines in zip(re.findall(r"^ +\d+ .*", table, re.M), blocks, strict=True):
+        assert "\n# without pipeline_parallel_layers_per_stage" in lines
+        (tmp_path / "mesh.toml").write_text(f'[job]\nextends = "file.toml"\n{lines}')
+        config = load_config([f"--job.config_file={tmp_path / 'mesh.toml'}"])
+        plan = preflight.resolve(config, world_size=8, device_type="cuda")
+        assert row.endswith(f" {describe_mesh_options(plan)}")
+        assert plan.tokens_per_step == 2**18
+        assert plan.config.activation_checkpoint.first_blocks == -1
+
+
 def test_options_that_are_not_searched_stay():
     words = ("--model.flavor=8B", "--model.args.n_layers=4", "--training.seq_len=32768", "--compile.enable=true")
     options = {
@@ -50,7 +86,7 @@ def test_options_that_are_not_searched_stay():
     assert {mesh["context_parallel_rotate_method"] for mesh in meshes} == {"alltoall"}
     assert {mesh["fsdp_prefetch_blocks"] for mesh in meshes} == {2}
     is_async = {mesh.get("tensor_parallel_degree", 1) > 1: mesh.get("enable_async_tensor_parallel") for mesh in meshes}
-    assert is_async == {True: True, False: None}
+    assert is_async == {True: True, False: False}
 
 
 def test_replica_groups_share_the_sequences_of_a_step(tmp_path):
@@ -69,6 +105,25 @@ def test_a_rule_that_refuses_all_meshes_is_the_error():
         planned(
             "--fault_tolerance.enable=true", "--fault_tolerance.group_size=1",
             "--data.stages=[{first_step = 3, seq_len = 256}]", tokens=8 * 512,
+        )  # fmt: skip
+
+
+def test_later_stages_and_frozen_layers_are_checked_on_each_mesh():
+    assert "seq_len" not in planned("--data.stages=[{first_step = 3, seq_len = 1024}]")
+    text = planned("--training.freeze_schedule=[{step = 3, layers = 2, pipeline_parallel_degree = 2}]")
+    meshes = [tomli.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
+    assert all(mesh["pipeline_parallel_degree"] >= 2 for mesh in meshes)
+
+
+def test_ranks_on_a_processor_share_its_memory():
+    apart = read_hardware("h100")
+    together = replace(apart, device_type="cpu", cpu=Cpu(cores=8))
+    gib = [Job(gpus=4, hardware=each, tokens_per_step=1, run_tokens=1).usable_gib for each in (apart, together)]
+    assert gib == pytest.approx([0.9 * 79.1, 0.9 * 79.1 / 4])
+    with pytest.raises(ConfigError, match=r"GiB more than the 0\.9 GiB that are usable"):
+        describe_plans(
+            [DEBUG, "--model.flavor=8B", "--model.args.n_layers=4"], gpus=4, tokens=2**14, count=1,
+            hardware=replace(together, memory_gib=4.0),
         )  # fmt: skip
 
 

@@ -44,6 +44,28 @@ def test_products_take_their_flops(recompute, passes):
     assert seconds == pytest.approx(2e-12 * weights * plan.tokens_per_step, rel=1e-6)
 
 
+def test_frozen_layers_have_no_backward_and_no_optimizer():
+    fitted = Fitted(products=1.0, eager_passes=0.0, attention=1e9)
+    one_tflops = Hardware(products=[[1, 1.0]], memory_gbps=1e12, peak_tflops=1.0, fitted=fitted)
+    layers = {"model.args.n_layers": 8, "training.freeze_schedule": "[{step = 2, layers = 6}]", **NONE}
+    first = plan_of(1, **layers)
+    before, after = (predict_step_time(first.at_step(step), hardware=one_tflops) for step in (1, 2))
+    sizes = {name: weight.numel() for name, weight in first.parameters.items()}
+    frozen = {name: size for name, size in sizes.items() if name[:8] in {f"layers.{layer}" for layer in range(6)}}
+    multiplied = sum(size for name, size in frozen.items() if "norm" not in name)
+    saved = before.parts["products"] - after.parts["products"]
+    assert saved == pytest.approx(2 * 2e-12 * multiplied * first.tokens_per_step, rel=1e-6)
+    trained = 1 - (sum(frozen.values()) + sizes["tok_embeddings.weight"]) / sum(sizes.values())
+    assert after.parts["optimizer"] == pytest.approx(trained * before.parts["optimizer"])
+    pipeline = {**degree(pipeline=2), "training.local_batch_size": 8, **layers}
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        first = plan_of(4, **pipeline, **{"parallelism.pipeline_parallel_schedule": schedule})
+        before, after = (predict_step_time(first.at_step(step), hardware=read_hardware("h100")) for step in (1, 2))
+        assert after.seconds < before.seconds
+        assert after.parts["fsdp"] < before.parts["fsdp"]
+        assert min(after.parts.values()) >= 0
+
+
 def degree(**degrees):
     return {f"parallelism.{name}_parallel_degree": size for name, size in degrees.items()}
 
@@ -100,10 +122,33 @@ def test_bytes_of_each_axis_equal_those_of_a_simulated_step(case):
 def test_hardware_of_an_unknown_name_names_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match=r'hardware "h1000": unknown; name one of a100, b200, .*mi300x'):
         read_hardware("h1000")
-    (tmp_path / "mine.toml").write_text("memory_gib = 8\nproducts = [[512, 0.1], [256, 0.2]]\n")
-    with pytest.raises(ConfigError, match="increasing sizes"):
+    for products in ("[[512, 0.1], [256, 0.2]]", "[[256, inf]]", "[[256, nan]]", "[[256]]", "[]"):
+        (tmp_path / "mine.toml").write_text(f"memory_gib = 8\nproducts = {products}\n")
+        with pytest.raises(ConfigError, match="increasing sizes"):
+            read_hardware(str(tmp_path / "mine.toml"))
+    (tmp_path / "mine.toml").write_text(f"memory_gib = 1{400 * '0'}\n")
+    with pytest.raises(ConfigError, match="cannot be read: int too large"):
         read_hardware(str(tmp_path / "mine.toml"))
     assert all(read_hardware(name).sources for name in known_hardware())
+
+
+TABLE = "memory_gib = 8\nproducts = [[512, 0.1]]\n"
+TABLE_ERRORS = {
+    'device_type = "rocm"': 'device_type = "rocm" must be "cpu" or "cuda"',
+    "operation_us = nan": "operation_us = nan must be finite and at least 0",
+    "memory_gbps = inf": "memory_gbps = inf must be finite and above 0",
+    "node_size = 0": "node_size = 0 must be finite and above 0",
+    "[cpu]\nlayer_us = -1": "cpu.layer_us = -1.0 must be finite and at least 0",
+    "[fitted]\nproducts = 0": "fitted.products = 0.0 must be finite and above 0",
+    "[fitted]\nlink = 0": "fitted.link = 0.0 must be finite and above 0",
+}
+
+
+@pytest.mark.parametrize("line", TABLE_ERRORS)
+def test_a_table_that_the_model_cannot_compute_with_is_refused(line, tmp_path):
+    (tmp_path / "mine.toml").write_text(f"{TABLE}{line}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"mine.toml: {TABLE_ERRORS[line]}; correct it.")):
+        read_hardware(str(tmp_path / "mine.toml"))
 
 
 def test_limits_of_an_8b_model_move_with_the_mesh():

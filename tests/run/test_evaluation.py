@@ -15,6 +15,7 @@ from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.ops import SOURCE_BITS
 from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
 from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
+from torchtitan_clone.run.samples import encode_prompts
 from torchtitan_clone.run.scoring import ScoredText, pack_texts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output, rows
@@ -118,6 +119,10 @@ ERRORS = {
     "one choice": ('{"query": "a", "choices": ["b"], "gold": 0}', "choices = a list: must have at least two items"),
     "empty choice": ('{"query": "a", "choices": ["b", ""], "gold": 0}', "tasks.jsonl:2: choices[1]"),
     "no query": ('{"query": " ", "choices": ["b", "c"], "gold": 0}', "tasks.jsonl:2: query"),
+    "half a pair": (
+        '{"query": "a", "choices": ["b", "\\ud800"], "gold": 0}',
+        "tasks.jsonl:2: query and choices must be val",
+    ),
     "not JSON": ("query: a", "tasks.jsonl:2: not valid JSON"),
     "long choice": (
         json.dumps({"query": "a", "choices": ["b", "long " * 200], "gold": 0}),
@@ -156,6 +161,22 @@ def test_a_task_that_cannot_be_evaluated_is_named(task, message):
 def tasks_of(task):
     config = load_config(["--evaluation.enable", f"--evaluation.tasks={toml_like([task])}"])
     return build_tasks(config, tokenizer=build_tokenizer(None), seq_len=64)
+
+
+def test_cloze_names_have_others_to_choose_from(tmp_path):
+    """A single choice would always be right."""
+    (tmp_path / "one.py").write_text(200 * "name = 1\n")
+    task = {"name": "mine", "kind": "cloze", "path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="no held-out text has a name after 600 characters, and another name to choo"):
+        tasks_of(task)
+    (tmp_path / "two.py").write_text(200 * "name = other\n")
+    options = EvaluationTask(**task, examples=50)
+    assert {len(example.choices) for example in EXAMPLES_OF["cloze"](options, load_config([]))} == {2}
+
+
+def test_prompts_that_are_not_valid_unicode_are_refused():
+    with pytest.raises(ConfigError, match=r"validation.prompts: prompt 2 is not valid UTF-8; correct its bytes"):
+        encode_prompts(["a", "\udcff"], tokenizer=build_tokenizer(None), seq_len=64, new_tokens=4)
 
 
 def test_probes_have_one_right_choice():

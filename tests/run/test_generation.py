@@ -99,6 +99,7 @@ ERRORS = {
     "unknown folder": (["nowhere"], "nowhere: there is no such folder"),
     "no step": (["."], "the folder has no complete checkpoint"),
     "empty prompt": (["RUN", "--prompt=a", "--prompt="], "prompt 2 is empty"),
+    "not UTF-8": (["RUN", "--prompt=a", "--prompt=\udcff"], "prompt 2 is not valid UTF-8"),
     "long prompt": (["RUN", f"--prompt={'x = 1; ' * 3000}"], "more than the 8,192 of the model's context"),
     "too many new": (["RUN", "--prompt=a", "--max_new_tokens=8192"], "with --max_new_tokens=8192 more than"),
     "no tokens": (["RUN", "--prompt=a", "--max_new_tokens=0"], "--max_new_tokens = 0: must be from 1"),

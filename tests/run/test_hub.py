@@ -1,5 +1,6 @@
 """Tests of hub.py and export.py against transformers: runs that start from, and export, the format of the hub."""
 
+import contextlib
 import json
 import runpy
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -25,6 +27,8 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.hub import check_tokenizer
+from torchtitan_clone.run.outcome import TrainingError
+from torchtitan_clone.testing.checkpoint_states import log_lines
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
@@ -215,6 +219,47 @@ def test_an_export_that_a_kill_prevented_is_made_at_the_next_start(corpus, tmp_p
     assert "is complete: step 2" in train(argv, log_folder=tmp_path)[1]
 
 
+def test_a_periodic_export_that_a_stop_prevented_is_made_later(corpus, tmp_path):
+    def run(steps):
+        argv = options(corpus, tmp_path, training__steps=steps, checkpoint__hf_export_interval=2)
+        assert train(argv, world_size=2, log_folder=tmp_path)[0] == 0
+        return sorted(path.name for path in exports.iterdir())
+
+    exports = tmp_path / "run" / "hf"
+    assert run(2) == ["step-2"]
+    expected = weights_in(exports / "step-2")
+    shutil.rmtree(exports / "step-2")
+    (exports / "step-1.partial").mkdir()
+    assert run(3) == ["step-2"]
+    assert_equal(weights_in(exports / "step-2"), expected)
+    (exports / "step-2" / "config.json").unlink()
+    assert run(5) == ["step-2", "step-4"]
+    assert not (exports / "step-2" / "config.json").exists()  # it was there
+
+
+def export_without_tokenizer(argv, tokenizer):
+    """Removes the tokenizer's file after the start and trains; the error and the log."""
+    lines = log_lines()
+    with open_trainer(argv) as trainer:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            tokenizer.unlink()
+        with pytest.raises(TrainingError) as error:
+            trainer.train()
+    return str(error.value), "\n".join(lines)
+
+
+def test_an_export_without_the_tokenizer_of_the_run_fails(corpus, tmp_path):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(SHIPPED_FOLDER, folder)
+    changes = {"model__hf_assets_path": folder, "checkpoint__last_save_in_hf": True, "training__steps": 2}
+    argv = options(corpus, tmp_path, **changes)
+    for error, log in run_ranks(export_without_tokenizer, 2, argv, folder / "tokenizer.json"):
+        assert "its weights could not be exported" in error
+        assert f'model.hf_assets_path = "{folder}": tokenizer.json is not there, or not the one' in log
+    assert not (tmp_path / "run" / "hf").exists()
+
+
 def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):
     code, output = train(
         options(corpus, tmp_path / "first", training__steps=20, checkpoint__last_save_in_hf=True), log_folder=tmp_path
@@ -317,6 +362,10 @@ def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, cap
     assert sorted(path.name for path in (tmp_path / "converted").iterdir()) == names
     for name in names:
         assert (tmp_path / "converted" / name).read_bytes() == (folder / name).read_bytes(), name
+    with contextlib.chdir(tmp_path / "run"):
+        for inside in (".", checkpoint, checkpoint.parent):
+            assert script("convert_to_hf.py", checkpoint, inside) == 2
+            assert "would be replaced" in capsys.readouterr().err
     with next(checkpoint.glob("*.safetensors")).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")

@@ -37,6 +37,7 @@ def outcome(**changes):
         ),
         ({"is_obsolete": True, "saved_step": 5}, "INFO", ["other replica groups have completed", "after step 7"]),
         ({"is_saving_enabled": False, "saved_step": 0}, "WARNING", ["after step 7, which is not saved"]),
+        ({"step": 0, "saved_step": 0}, "INFO", ["stopped by SIGTERM: no step is trained yet", "rerun"]),
         # The failed export of an earlier step was reported when it failed.
         ({"is_exported": False}, "INFO", ["step 7 is saved"]),
     ],
@@ -47,6 +48,7 @@ def outcome(**changes):
         "other group saves",
         "obsolete",
         "not saved",
+        "stopped in step 1",
         "stopped without export",
     ],
 )

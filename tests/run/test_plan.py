@@ -1,6 +1,7 @@
 """The plan of a run: sizes resolved from the configuration, the plan of each phase, folders, and the written file."""
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
-from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, write_config
+from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, run_identity, write_config
 from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
@@ -129,11 +131,34 @@ def test_a_phase_has_one_plan():
         ("--model.args.n_layers=2", False),
         ("--debug.seed=5", False),
         ("--debug.moe_force_load_balance", False),
+        ("--fault_tolerance.replica_id=2", True),
+        ("--fault_tolerance.heartbeat_timeout_ms=9", True),
+        ("--fault_tolerance.group_size=4", False),  # of the global batch, which is not set
+        ("--fault_tolerance.semi_sync_method=diloco", False),
+        ("--fault_tolerance.sync_steps=10", False),
+        ("--fault_tolerance.num_fragments=5", False),
+        ("--fault_tolerance.module_fqns_per_model_fragment=[['norm']]", False),
+        ("--fault_tolerance.fragment_sync_delay=1", False),
+        ("--fault_tolerance.fragment_update_alpha=0.5", False),
+        ("--data.held_out_fraction=0.5", False),
+        ("--quantize.linear.float8.recipe_name=rowwise", False),
+        ("--parallelism.tensor_parallel_degree=2", False),
     ],
 )
 def test_replica_groups_share_what_decides_the_numbers(change, is_same):
-    same = replica_identity(load_config(MODEL)) == replica_identity(load_config([*MODEL, change]))
-    assert same == is_same
+    batch = ["--training.global_batch_size=48"] if "parallelism" in change else []
+    first, other = (plan_of(*REPLICA, *batch, *more, world_size=2) for more in ([], [change]))
+    assert (replica_identity(first) == replica_identity(other)) == is_same
+
+
+def test_replica_groups_can_be_added_to_a_batch_of_a_given_size():
+    given = [*REPLICA, "--training.global_batch_size=48"]
+    first, more, larger = (
+        replica_identity(plan_of(*given, f"--fault_tolerance.group_size={groups}", world_size=ranks))
+        for groups, ranks in ((3, 2), (4, 2), (3, 4))
+    )
+    assert first == more
+    assert first != larger
 
 
 def test_the_written_file_resolves_to_the_same_configuration(tmp_path):
@@ -145,3 +170,27 @@ def test_the_written_file_resolves_to_the_same_configuration(tmp_path):
     again = load_config([f"--job.config_file={file}"])
     for table in ("model", "training", "optimizer", "fault_tolerance"):
         assert dataclasses.asdict(getattr(again, table)) == dataclasses.asdict(getattr(plan.config, table))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ("--training.steps=99", True),
+        ("--training.max_seconds=9", True),
+        ("--training.gc_freq=9", True),
+        ("--training.max_skipped_steps=9", True),
+        ("--training.enable_cpu_offload", True),
+        ("--model.hf_assets_path={same}", True),
+        ("--model.hf_assets_path={other}", False),
+        ("--training.seq_len=32", False),
+        ("--optimizer.lr=1", False),
+    ],
+)
+def test_a_run_is_what_it_trains(tmp_path, change, is_same):
+    """A run that was rewound by checkpoint.load_step continues as long as it is the same."""
+    for name in ("same", "other"):
+        shutil.copytree(SHIPPED_FOLDER, tmp_path / name)
+    with (tmp_path / "other" / TOKENIZER_FILE).open("a") as file:
+        file.write(" ")
+    change = change.format(same=tmp_path / "same", other=tmp_path / "other")
+    assert (run_identity(plan_of()) == run_identity(plan_of(change))) == is_same

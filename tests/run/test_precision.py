@@ -1,10 +1,11 @@
-"""Tests of precision.py and notices.py: the default data type follows the processor, and emulation is announced."""
+"""Tests of precision.py and notices.py: the default data type follows the processor, and warnings at the start."""
 
 import platform
 
 import pytest
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.run.notices import find_notices
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output
@@ -48,3 +49,18 @@ def test_a_processor_without_units_computes_in_float32_unless_asked(corpus, tmp_
     assert 'mixed_precision_param = "float32"' in logs[0].read_text()
     assert 'mixed_precision_param = "bfloat16"' in (tmp_path / "run" / "config.toml").read_text()
     assert logs[1].read_text().count("this processor has no bfloat16 units") == 1
+
+
+def test_points_of_a_schedule_have_no_warmup_to_warn_of():
+    warmup = ["--training.steps=3", "--lr_scheduler.warmup_steps=200"]
+    (line,) = find_notices(load_config(warmup), device_type="cuda")
+    assert "only a warmup, of 3 steps" in line
+    points = load_config([*warmup, "--lr_scheduler.points=[[0, 0.0], [3, 1.0]]"])
+    assert not any(find_notices(points, device_type="cuda"))
+
+
+def test_weights_that_are_not_saved_are_announced():
+    asked = ["--checkpoint.last_save_model_only", "--checkpoint.enable=false"]
+    (line,) = find_notices(load_config(asked), device_type="cuda")
+    assert "nothing is saved" in line
+    assert not any(find_notices(load_config(asked[:1]), device_type="cuda"))

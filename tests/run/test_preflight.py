@@ -1,11 +1,13 @@
 """Errors that end a run before any process group starts and before any folder is made, of a start and of a dry run."""
 
+import shutil
 import sys
 
 import pytest
 
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output, train
+from torchtitan_clone.testing.parity_matrix import GPT_OSS, MOE
+from torchtitan_clone.testing.runs import losses, make_corpus, options, redirect_output, train
 from torchtitan_clone.train import main
 
 
@@ -32,6 +34,13 @@ def refusal(argv, folder, *, missing=()):
     return start
 
 
+PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
+FRAGMENTS = {
+    "fault_tolerance__enable": True, "fault_tolerance__group_size": 1, "fault_tolerance__semi_sync_method": "diloco",
+    "fault_tolerance__sync_steps": 10,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
@@ -50,8 +59,23 @@ def refusal(argv, folder, *, missing=()):
         ({"compile__enable": True, "compile__backend": "gcc"}, ['compile.backend = "gcc"', "known: ", "inductor"]),
         ({"lr_scheduler__decay_type": "step"}, ["lr_scheduler.decay_type", "step", "known: linear"]),
         ({"parallelism__data_parallel_shard_degree": 3}, ["WORLD_SIZE 1", "launch 3 ranks"]),
+        ({**PIPELINE, "parallelism__pipeline_parallel_schedule": "1f1b"}, ['schedule = "1f1b": no such schedule']),
+        ({**PIPELINE, "parallelism__pipeline_parallel_schedule_csv": "nowhere.csv"}, ["cannot be read as a schedule"]),
         ({"checkpoint__initial_load_path": "nowhere"}, ["checkpoint.initial_load_path", "nowhere"]),
         ({"fault_tolerance__enable": True, "fault_tolerance__group_size": 2}, ["$TORCHFT_LIGHTHOUSE is not set"]),
+        ({**FRAGMENTS, "fault_tolerance__num_fragments": 10}, ["num_fragments = 10: the model has only 5 modules"]),
+        (
+            {**FRAGMENTS, "fault_tolerance__module_fqns_per_model_fragment": "[['norm'], ['output']]"},
+            ["module_fqns_per_model_fragment: every module", "check layers.0, layers.1, tok_embeddings"],
+        ),
+        (
+            {**MOE, "model__args__moe__expert_bias": True, "checkpoint__hf_export_interval": 5},
+            ["model.args.moe.expert_bias = true: qwen3_moe has false in the Hugging Face format; set it to that"],
+        ),
+        (
+            {**GPT_OSS, "model__args__moe__score_scale": 2.0, "checkpoint__last_save_in_hf": True},
+            ["model.args.moe.score_scale = 2.0: gpt_oss has 1.0 in the Hugging Face format"],
+        ),
     ],
 )
 def test_an_unusable_option_is_one_error_and_makes_no_folder(corpus, tmp_path, changes, fragments):
@@ -100,8 +124,20 @@ def test_a_folder_with_checkpoints_of_another_run_is_an_error(corpus, tmp_path):
     assert "training.seq_len 64 -> 32" in refusal(options(corpus, tmp_path, training__seq_len=32), tmp_path)
     seed = options(corpus, tmp_path, checkpoint__create_seed_checkpoint=True)
     assert "checkpoint.create_seed_checkpoint = true" in refusal(seed, tmp_path)
+    code, output = train(options(make_corpus(tmp_path / "other", files=9), tmp_path), log_folder=tmp_path)
+    assert code == 2
+    assert "error: the checkpoint was trained on different batches: the fingerprint of the data was" in output
     changed = options(corpus, tmp_path, training__seq_len=32, training__steps=4, checkpoint__allow_data_change=True)
     assert train(changed, log_folder=tmp_path)[0] == 0
+
+
+def test_a_run_resumes_on_the_same_text_at_another_path(corpus, tmp_path):
+    text = tmp_path / "other_node" / "text"
+    shutil.copytree(corpus, text)
+    assert train(options(corpus, tmp_path, training__steps=2), log_folder=tmp_path)[0] == 0
+    code, output = train(options(text, tmp_path, training__steps=4), log_folder=tmp_path)
+    assert code == 0, output
+    assert "resumed after step 2" in output
 
 
 def test_two_ranks_report_an_error_once(corpus, tmp_path):
@@ -109,3 +145,18 @@ def test_two_ranks_report_an_error_once(corpus, tmp_path):
     code, output = train(argv, world_size=2, log_folder=tmp_path)
     assert code == 2
     assert output.count("training.steps") == 1
+
+
+def test_a_state_of_the_last_step_leaves_nothing_to_train(corpus, tmp_path):
+    assert train(options(corpus, tmp_path, training__steps=4), log_folder=tmp_path)[0] == 0
+    first = tmp_path / "run" / "checkpoint"
+    changes = {"checkpoint__initial_load_path": first, "checkpoint__initial_load_model_only": False}
+    for steps in (3, 4):
+        message = refusal(options(corpus, tmp_path / "runs", training__steps=steps, **changes), tmp_path)
+        assert f"{first / 'step-4'}: it is of step 4, and this run ends after step {steps}" in message
+    assert not (tmp_path / "runs").exists()
+    argv = options(corpus, tmp_path / "runs", training__steps=6, **changes)
+    for step in (6, 8):  # the second start resumes from the run's own checkpoint
+        argv = [*argv, f"--training.steps={step}"]
+        assert train(argv, log_folder=tmp_path)[0] == 0
+    assert sorted(losses(tmp_path / "runs")) == [5, 6, 7, 8]

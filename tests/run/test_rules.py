@@ -57,6 +57,7 @@ def pipeline(degree: int, schedule: str, *others: str) -> list[str]:
 
 FT = "--fault_tolerance"
 FREEZE = "--training.freeze_schedule"
+STREAMED = '--data.sources=[{name = "a", path = "a"}, {name = "b", dataset = "c4"}]'
 
 EXPERT = "--parallelism.expert_parallel_degree"
 STAGE_AND_FREEZE = pipeline(
@@ -215,6 +216,13 @@ RULES = [
         "training.local_batch_size = 8: makes 2 micro-batches of 4, and DualPipeV needs one for each of its 4 stages; "
         "set it to at least 16",
     ),
+    (
+        ["--validation.enable", "--training.dataset=org/name"],
+        {},
+        "validation.steps = -1: the documents of org/name are streamed, and one pass over those held out reads all of "
+        "them; set it to a number of batches, or validation.enable to false.",
+    ),
+    (["--validation.enable", STREAMED], {}, "validation.steps = -1: the documents of c4 are streamed"),
     (
         pipeline(2, "1F1B", "--validation.enable", "--validation.local_batch_size=1"),
         {},
@@ -381,6 +389,9 @@ ALLOWED = [
     ([*pipeline(2, "DualPipeV"), "--compile.enable", '--compile.components=["loss"]'], {}),
     (pipeline(2, "1F1B", f'{PARTS}=[["tok_embeddings", "layers.0"], ["norm", "output"]]'), {"n_layers": 1}),
     (pipeline(1, "unknown", f"{PIPELINE}_microbatch_size=3"), {"tied_embeddings": True}),
+    (["--validation.enable", "--validation.steps=1", STREAMED], {}),
+    (["--validation.enable", "--training.dataset=org/name", "--training.dataset_path=x"], {}),
+    ([STREAMED], {}),
 ]
 
 

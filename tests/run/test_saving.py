@@ -2,6 +2,7 @@
 
 import resource
 
+from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train, train_rank
 
@@ -31,3 +32,16 @@ def test_old_checkpoints_are_deleted(corpus, tmp_path):
     argv = options(corpus, tmp_path, training__steps=7, checkpoint__interval=2, checkpoint__keep_latest_k=2)
     assert train(argv, log_folder=tmp_path)[0] == 0
     assert sorted(p.name for p in (tmp_path / "run" / "checkpoint").glob("step*")) == ["step-6", "step-7"]
+
+
+def test_a_run_whose_weights_cannot_be_exported_is_not_complete(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=2, checkpoint__last_save_model_only=True)
+    folder = tmp_path / "run" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "model_only").write_text("in the way")
+    code, output = train(argv, world_size=2, log_folder=tmp_path)
+    assert (code, "its weights could not be exported" in output) == (1, True), output
+    assert (committed_steps(folder), finished_step(folder)) == ([2], 0)
+    (folder / "model_only").unlink()
+    assert train(argv, world_size=2, log_folder=tmp_path)[0] == 0
+    assert (committed_steps(folder / "model_only"), finished_step(folder)) == ([2], 2)

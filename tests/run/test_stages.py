@@ -190,6 +190,16 @@ def test_a_converted_checkpoint_has_the_positions_of_its_stage(corpus, sources, 
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_theta"] == EXTENSION["rope_theta"]
 
 
+def test_skipping_batches_that_were_trained_changes_no_positions(corpus, sources, tmp_path):
+    saving = {"checkpoint__enable": True, "validation__enable": False, "training__global_batch_size": -1}
+    for steps, skipped in ((4, "[]"), (5, "[[2, 4]]")):
+        changes = {"steps": steps, "data__skip_steps": skipped, **saving}
+        run_ranks(train_all, 2, [stage_options(corpus, tmp_path, sources, **changes)])
+    source, target = tmp_path / "run" / "checkpoint" / "step-5", tmp_path / "hf"
+    convert(source, target, dtype=torch.float32, hf_assets_path=None)
+    assert json.loads((target / "config.json").read_text())["rope_theta"] == 500_000
+
+
 def test_a_later_stage_that_cannot_be_read_is_an_error_at_the_start(corpus, sources, tmp_path):
     config = load_config(stage_options(corpus, tmp_path, sources, data__num_workers=4))
     plan = preflight.resolve(config, world_size=1, device_type="cpu")

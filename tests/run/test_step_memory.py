@@ -111,6 +111,16 @@ def test_a_stage_has_no_buffers_of_micro_batches_that_are_not_there():
         assert many - few < 64 * 1024
 
 
+def test_stages_after_a_frozen_one_need_what_their_own_layers_need():
+    """The first stage keeps nothing for backward, and the others are not in proportion to it."""
+    options = {"parallelism.pipeline_parallel_degree": 3, "model.args.n_layers": 6, "model.args.dim": 64}
+    options |= {"training.freeze_schedule": "[{step = 1, layers = 3}]", "training.local_batch_size": 4}
+    plan = plan_of(3, **options).at_step(1)
+    simulated_memory = memory_at_peak(simulate_steps(plan, pipeline_rank=1), device_type="cpu", expandable=False)
+    found = predict_step_memory(plan, device_type="cpu")[1]
+    assert found.total == pytest.approx(simulated_memory.total, rel=0.01)
+
+
 def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
     found = []
     for rows in (4, 8):

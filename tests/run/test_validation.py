@@ -1,8 +1,12 @@
-"""Validation computes the same loss on any number of ranks."""
+"""Validation computes the same loss on any number of ranks, and its samples can be interrupted."""
 
 import pytest
 
+from torchtitan_clone.run.samples import sample
+from torchtitan_clone.run.timeouts import Timeouts
+from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, rows, train
+from torchtitan_clone.testing.trainers import open_trainer
 
 
 def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path):
@@ -18,3 +22,33 @@ def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path
     for one, two in zip(*found, strict=True):
         assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
         assert two["validation_targets"] == one["validation_targets"]
+
+
+class CountedBeats(Timeouts):
+    """Counts the reports of progress."""
+
+    count = 0
+
+    def beat(self):
+        self.count += 1
+        super().beat()
+
+
+def sampled(argv, limits):
+    """Returns the samples of one rank that are stopped after so many tokens, and how often it reported progress."""
+    found = []
+    with open_trainer(argv) as trainer:
+        for limit in limits:
+            timeouts, tokens = CountedBeats(trainer.engine.plan, rank=0), iter(range(1, 100))
+            prompts, stops = [[1, 2, 3], [4]], lambda tokens=tokens, limit=limit: next(tokens) == limit
+            found.append((sample(trainer.engine, prompts, timeouts=timeouts, stops=stops), timeouts.count))
+            timeouts.close()
+    return found
+
+
+def test_samples_report_progress_and_can_be_stopped_at_each_token(corpus, tmp_path):
+    argv = options(corpus, tmp_path, validation__sample_tokens=4, checkpoint__enable=False)
+    ((stopped, complete),) = run_ranks(sampled, 1, argv, (3, None))
+    assert stopped == (None, 3)
+    assert complete[1] == 4
+    assert [len(ids) <= 4 for ids in complete[0]] == [True, True]

@@ -76,12 +76,12 @@ class Manifest:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turns errors about a file of a checkpoint into CorruptCheckpointError."""
+    """Turns errors about a file of a checkpoint into CorruptCheckpointError, but not what may pass, such as EIO."""
     try:
         yield
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{name} is missing") from None
-    except OSError as error:
+    except (NotADirectoryError, IsADirectoryError) as error:
         raise CorruptCheckpointError(f"{name} cannot be read: {error.strerror}") from None
     except DocumentError as error:
         raise CorruptCheckpointError(str(error)) from None
@@ -151,7 +151,8 @@ def expected_progress(checkpoint: Checkpoint, *, folder: Path, identity: str) ->
         return None
     restore_replaced(folder)
     for step in reversed(steps_to_resume(folder, checkpoint=checkpoint, identity=identity)):
-        if is_complete(folder, step=step):
+        with contextlib.suppress(CorruptCheckpointError, OSError):
+            check_sizes(step_folder(folder, step), step=step)
             return progress_to_resume(step_folder(folder, step), checkpoint=checkpoint)
     return None
 
@@ -181,7 +182,7 @@ def is_complete(folder: Path, *, step: int) -> bool:
     """Returns whether all files of a step have the recorded sizes, and its manifest and progress are intact."""
     try:
         check_sizes(step_folder(folder, step), step=step)
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, OSError):
         return False
     return True
 
@@ -314,8 +315,9 @@ def restore_replaced(folder: Path) -> None:
     """Restores steps that a killed process was replacing. Any process may call it."""
     for old in folder.glob("step-*.replaced"):
         final = old.with_name(old.name.removesuffix(".replaced"))
-        if not final.exists():
-            old.rename(final)
+        with contextlib.suppress(OSError):  # another process has, or the folder is read-only
+            if not final.exists():
+                old.rename(final)
 
 
 def delete_leftovers(folder: Path, *, group: str = "") -> None:

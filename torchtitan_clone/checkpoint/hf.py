@@ -38,6 +38,7 @@ Tensors = Mapping[str, Tensor]
 Entries = Sequence[Entry]
 Layout = Mapping[str, Entries]
 Files = Mapping[str, bytes]
+GetFiles = Callable[[], Files]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +51,12 @@ class ExportReport:
 
 
 def export_weights(
-    folder: Path, *, tensors: Tensors, pieces: Pieces, dtype: torch.dtype, files: Files, file_bytes: int = FILE_BYTES
+    folder: Path, *, tensors: Tensors, pieces: Pieces, dtype: torch.dtype, files: GetFiles, file_bytes: int = FILE_BYTES
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
-    `pieces` maps the tensors of all ranks, in the order of the files; `files` are the other files. The folder appears
-    complete and verified or not at all: then the error is reported, not raised.
+    `pieces` maps the tensors of all ranks, in the order of the files; `files` returns the other files, on rank 0. The
+    folder appears complete and verified or not at all: then the error is reported, not raised.
     """
     start = time.perf_counter()
     group: Any = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
@@ -129,10 +130,10 @@ def _without_replicas(shards: Mapping[int, TensorShard]) -> dict[int, TensorShar
     return found
 
 
-def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: Files) -> str | None:
-    partial = _partial_folder(folder)
-    leads = dist.get_rank() == 0
-    error = first_error(_disk_error(lambda: _make_empty(partial)) if leads else None, group=gather.group)
+def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: GetFiles) -> str | None:
+    partial, leads = _partial_folder(folder), dist.get_rank() == 0
+    error = _disk_error(lambda: _make_folder(partial, files=files())) if leads else None
+    error = first_error(error, group=gather.group)
     if error is not None:
         return error
     for name, entries in layout.items():
@@ -140,7 +141,7 @@ def _export(folder: Path, *, gather: FullTensorGather, layout: Layout, files: Fi
         error = error or problem
     error = first_error(error, group=gather.group)
     if leads and error is None:
-        error = _disk_error(lambda: _commit_folder(folder, layout=layout, files=files))
+        error = _disk_error(lambda: _commit_folder(folder, layout=layout))
     if leads and error is not None:
         shutil.rmtree(partial, ignore_errors=True)
     return first_error(error, group=gather.group)
@@ -165,10 +166,10 @@ def write_weights(
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
     layout = plan_files(entries, file_bytes=file_bytes)
-    _make_empty(_partial_folder(folder))
+    _make_folder(_partial_folder(folder), files=files)
     for name, group in layout.items():
         tensor_file.write_tensor_file(_partial_folder(folder) / name, entries=group, tensors=map(read, group))
-    _commit_folder(folder, layout=layout, files=files)
+    _commit_folder(folder, layout=layout)
 
 
 def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:
@@ -192,29 +193,29 @@ def _partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def _make_empty(folder: Path) -> None:
+def _make_folder(folder: Path, *, files: Files) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    for name, content in files.items():
+        write_file(folder / name, [content])
 
 
-def _commit_folder(folder: Path, *, layout: Layout, files: Files) -> None:
-    """Adds the index, unless there is a single file of tensors, and the other files; then renames the folder."""
+def _commit_folder(folder: Path, *, layout: Layout) -> None:
+    """Adds the index, unless there is a single file of tensors; then renames the folder."""
     partial = _partial_folder(folder)
     if absent := [name for name in layout if not (partial / name).is_file()]:
         raise OSError(f"{partial} lacks {', '.join(absent)}, which other nodes wrote: the folder must be shared by all")
     if len(layout) > 1:
         weight_map = {entry.name: name for name, entries in layout.items() for entry in entries}
         index = {"metadata": {"total_size": _total_bytes(layout)}, "weight_map": weight_map}
-        files = {**files, INDEX_FILE: json.dumps(index, indent=2).encode() + b"\n"}
-    for name, content in files.items():
-        write_file(partial / name, [content])
+        write_file(partial / INDEX_FILE, [json.dumps(index, indent=2).encode() + b"\n"])
     commit(partial, folder)
 
 
 def _disk_error(action: Callable[[], object]) -> str | None:
     try:
         action()
-    except OSError as error:
+    except (OSError, DocumentError) as error:
         return str(error)
     return None
 

@@ -4,7 +4,9 @@ With a process group, functions here are collectives over all ranks; without one
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from math import prod
 from pathlib import Path
@@ -27,17 +29,34 @@ MAX_NAMES_SHOWN = 20
 
 
 def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:
-    """Fills tensors that the checkpoint has with the same shape; CorruptCheckpointError on all ranks if one fails.
+    """Fills tensors that the checkpoint has with the same shape; errors as agreed_errors().
 
     The index must be that of `verify`: files are read where it says.
     """
-    problem: str | None = None
-    try:
+    with agreed_errors(folder):
         _fill(folder, state, index=index)
+
+
+@contextmanager
+def agreed_errors(folder: Path) -> Iterator[None]:
+    """Raises on all ranks what one raises: CorruptCheckpointError, ConfigError for OSError, or FileNotFoundError.
+
+    The last one if rank 0, which lists the steps, does not find the folder: it was deleted. Collective.
+    """
+    corrupt = unusable = None
+    try:
+        yield
     except CorruptCheckpointError as error:
-        problem = str(error)
-    if (problem := first_error(problem)) is not None:
-        raise CorruptCheckpointError(problem)
+        corrupt = str(error)
+    except (ConfigError, OSError) as error:
+        unusable = str(error)
+        if isinstance(error, OSError):
+            unusable = f"{folder} cannot be read or changed: {error}; try again, or move it away to use an older step"
+    corrupt, unusable = first_error(corrupt), first_error(unusable)
+    if (corrupt or unusable) and not _gather(os.path.lexists(folder))[0].flag():
+        raise FileNotFoundError(f"{folder} does not exist")
+    if unusable or corrupt:
+        raise ConfigError(unusable) if unusable else CorruptCheckpointError(corrupt)
 
 
 def _fill(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> None:

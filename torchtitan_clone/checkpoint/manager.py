@@ -23,6 +23,7 @@ from torchtitan_clone.checkpoint.random_state import random_state
 from torchtitan_clone.checkpoint.rank_file import RankFile
 from torchtitan_clone.checkpoint.resume import ResumePoint, find_resume_point, load_resume_point
 from torchtitan_clone.checkpoint.saving import SaveReport, SaveRunner
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
 
 
@@ -105,10 +106,13 @@ class CheckpointManager:
         self.saved_step = self._resume_point.progress.step
         return self._resume_point.progress
 
-    def load(self) -> None:
-        """Fills the tensors from the checkpoint that `find_resume_point` chose, if any. Collective."""
-        if self._resume_point is not None:
-            load_resume_point(self._resume_point, checkpoint=self._options, state=self._state() | random_state())
+    def load(self) -> Progress | None:
+        """Fills the tensors from the checkpoint that was found, or another if it is gone; its progress. Collective."""
+        state = self._state() | random_state()
+        while self._resume_point and not load_resume_point(self._resume_point, checkpoint=self._options, state=state):
+            if self.find_resume_point() is None:
+                raise ConfigError(f"{self._folder}: all steps were deleted while this run started; start it again")
+        return self._resume_point and self._resume_point.progress
 
     def prepare(self) -> None:
         """Plans who writes what, and allocates buffers in the background. Valid until `forget_plan`. Collective."""
@@ -158,12 +162,14 @@ class CheckpointManager:
         """Yields, on rank 0, a report for each save that ended since the last call."""
         return self._saves.reports()
 
-    def mark_complete(self, progress: Progress) -> None:
-        """Marks the run as complete after its last save; exports the weights if configured. Collective."""
-        if self._options.last_save_model_only:
-            self._saves.save_model_only(progress, folder=self._folder, state=self._state())
+    def mark_complete(self, progress: Progress) -> bool:
+        """Exports the weights if configured and, if that succeeds, marks the run as complete. Collective."""
+        exports = self._options.last_save_model_only
+        if exports and not self._saves.save_model_only(progress, folder=self._folder, state=self._state()):
+            return False
         if dist.get_rank() == 0:
             mark_finished(self._folder, step=progress.step)
+        return True
 
     def close(self) -> None:
         """Ends the writer process and frees the staging memory. Call it after `finish`."""

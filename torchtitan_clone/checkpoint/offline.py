@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import NOTHING_DONE, CorruptCheckpointError
+from torchtitan_clone.checkpoint.commit import NOTHING_DONE, CorruptCheckpointError, read_progress
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save_offline
 from torchtitan_clone.checkpoint.loading import load_tensors
 from torchtitan_clone.checkpoint.resume import MODEL
@@ -23,10 +23,11 @@ class Weights:
     def __init__(self, folder: Path):
         try:
             self._index = verify(folder, step=None, digests=True)
-        except CorruptCheckpointError as problem:
+            self.progress = read_progress(folder)
+        except (CorruptCheckpointError, FileNotFoundError) as problem:
             what = f"{folder} is not a checkpoint or is corrupted: {problem}"
             raise ConfigError(f"{what}; give an intact step-N folder of a run") from None
-        self._folder = folder
+        self.folder = folder
 
     def meta(self) -> dict[str, Tensor]:
         """Returns the tensors by name, on the meta device."""
@@ -35,7 +36,10 @@ class Weights:
 
     def read(self, name: str) -> Tensor:
         full = self._index[MODEL + name].empty()
-        load_tensors(self._folder, {MODEL + name: full}, index=self._index)
+        try:
+            load_tensors(self.folder, {MODEL + name: full}, index=self._index)
+        except (CorruptCheckpointError, FileNotFoundError) as problem:
+            raise ConfigError(f"{self.folder} changed while it was read: {problem}; try again") from None
         return full
 
 

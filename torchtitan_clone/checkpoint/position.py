@@ -49,4 +49,5 @@ _CHECKS: Mapping[str, Callable[[Value], object]] = {
     "cursors": _check_cursors,
     "bookmark": _check_bookmark,
     "streams": _check_streams,
+    "stages": lambda value: [stage.entries().get("first_step", stage).integer(low=1) for stage in value.items()],
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Progress
 from torchtitan_clone.checkpoint.index import Index
-from torchtitan_clone.checkpoint.loading import load_tensors, loadable_tensors
+from torchtitan_clone.checkpoint.loading import agreed_errors, load_tensors, loadable_tensors
 from torchtitan_clone.checkpoint.random_state import RNG, set_random_state
 from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.config import ConfigError
@@ -37,17 +37,25 @@ class ResumePoint:
 def find_resume_point(checkpoint: Checkpoint, *, folder: Path, identity: str, group: str) -> ResumePoint | None:
     """Returns the newest intact step of steps_to_resume(), or initial_load_path. Collective.
 
-    `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for is corrupted.
+    `group` is the name of the replica group, "" if there is one. ConfigError if what is asked for cannot be loaded.
     """
+    if not checkpoint.enable:
+        return _initial_point(checkpoint)
     steps, saved_steps, had_steps = _agree_on_steps(checkpoint, folder=folder, identity=identity, group=group)
     for step in reversed(steps):
-        if (index := _verify_or_quarantine(checkpoint, folder=folder, step=step)) is not None:
-            if not checkpoint.load_only:
-                _quarantine_newer(folder, checkpoint=checkpoint, identity=identity, step=step)
-            source = commit.step_folder(folder, step)
-            progress = commit.progress_to_resume(source, checkpoint=checkpoint)
-            groups = (MODEL, OPTIMIZER, OUTER, RNG)
-            return ResumePoint(folder=source, index=index, groups=groups, progress=progress)
+        source = commit.step_folder(folder, step)
+        try:
+            index = verify(source, step=step, digests=checkpoint.verify == "full")
+            with agreed_errors(source):
+                progress = commit.progress_to_resume(source, checkpoint=checkpoint)
+        except FileNotFoundError:
+            return find_resume_point(checkpoint, folder=folder, identity=identity, group=group)
+        except CorruptCheckpointError as problem:
+            _quarantine(checkpoint, folder=folder, step=step, problem=str(problem))
+            continue
+        if not checkpoint.load_only:
+            _quarantine_newer(folder, checkpoint=checkpoint, identity=identity, step=step)
+        return ResumePoint(folder=source, index=index, groups=(MODEL, OPTIMIZER, OUTER, RNG), progress=progress)
     if checkpoint.load_step != -1:
         available = ", ".join(map(str, saved_steps)) or "none"
         what = f"checkpoint.load_step = {checkpoint.load_step}: {folder} has no complete checkpoint of this step"
@@ -58,8 +66,11 @@ def find_resume_point(checkpoint: Checkpoint, *, folder: Path, identity: str, gr
     return _initial_point(checkpoint)
 
 
-def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> None:
-    """Fills the tensors of the point's groups, except excluded ones. Collective. ConfigError if they do not match."""
+def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict[str, Tensor]) -> bool:
+    """Fills the tensors of the point's groups, except excluded ones. Collective. ConfigError if they do not match.
+
+    Returns False if the checkpoint was deleted, as by another replica group that has saved newer ones.
+    """
     excluded = tuple(f"{name.rstrip('/')}/" for name in checkpoint.exclude_from_loading)
 
     def is_loaded(name: str) -> bool:
@@ -74,6 +85,8 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
             point.folder, wanted, index=point.index, is_checked=is_checked, allow_partial=checkpoint.allow_partial
         )
         load_tensors(point.folder, tensors, index=point.index)
+    except FileNotFoundError:
+        return False
     except CorruptCheckpointError as error:
         remedy = f"move {point.folder.name} out of its folder to use an older checkpoint"
         if checkpoint.verify == "sizes":
@@ -86,6 +99,7 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
         logger.info("resumed after step %d", point.progress.step)
         if checkpoint.load_step not in (-1, point.progress.step):
             logger.info("this run was rewound to checkpoint.load_step = %d before", checkpoint.load_step)
+    return True
 
 
 def _agree_on_steps(
@@ -93,40 +107,40 @@ def _agree_on_steps(
 ) -> tuple[list[int], list[int], bool]:
     """Returns the steps to resume from that rank 0 finds after cleaning up, all steps, and if there ever was one."""
     answer: list[object] = []
-    if dist.get_rank() == 0:
-        commit.restore_replaced(folder)
-        if not checkpoint.load_only:
-            commit.delete_leftovers(folder, group=group)
-        saved = commit.committed_steps(folder)
-        steps = commit.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
-        answer = [steps, saved, bool(saved or commit.corrupt_steps(folder))]
+    with agreed_errors(folder):
+        if dist.get_rank() == 0:
+            commit.restore_replaced(folder)
+            if not checkpoint.load_only:
+                commit.delete_leftovers(folder, group=group)
+            saved = commit.committed_steps(folder)
+            steps = commit.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
+            answer = [steps, saved, bool(saved or commit.corrupt_steps(folder))]
     steps_of_run, saved_steps, had_steps = broadcast_json(answer).items(count=3)
     return steps_of_run.integers(), saved_steps.integers(), had_steps.flag()
 
 
-def _verify_or_quarantine(checkpoint: Checkpoint, *, folder: Path, step: int) -> Index | None:
-    try:
-        return verify(commit.step_folder(folder, step), step=step, digests=checkpoint.verify == "full")
-    except CorruptCheckpointError as problem:
+def _quarantine(checkpoint: Checkpoint, *, folder: Path, step: int, problem: str) -> None:
+    """Renames a step, unless this run never saves. Collective."""
+    with agreed_errors(folder):
         if dist.get_rank() == 0:
-            target = commit.quarantine(folder, step=step, suffix="bad", reason=str(problem))
-            logger.error("the checkpoint of step %d is corrupted: %s; renamed it to %s", step, problem, target)
-        dist.barrier()
-    return None
+            done = "ignored"
+            if not checkpoint.load_only:
+                done = f"renamed it to {commit.quarantine(folder, step=step, suffix='bad', reason=problem)}"
+            logger.error("the checkpoint of step %d is corrupted: %s; %s", step, problem, done)
 
 
 def _quarantine_newer(folder: Path, *, checkpoint: Checkpoint, identity: str, step: int) -> None:
     """With load_step, renames the steps after the one that is resumed, which the run will save with other values."""
-    if dist.get_rank() == 0:
-        load_step = checkpoint.load_step
-        newer = [each for each in commit.committed_steps(folder) if each > step and load_step != -1]
-        for each in newer:
-            target = commit.quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
-            logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
-        if newer:
-            commit.mark_unfinished(folder)
-        commit.record_rewind(folder, checkpoint=checkpoint, identity=identity)
-    dist.barrier()
+    load_step = checkpoint.load_step
+    with agreed_errors(folder):
+        if dist.get_rank() == 0:
+            newer = [each for each in commit.committed_steps(folder) if each > step and load_step != -1]
+            for each in newer:
+                target = commit.quarantine(folder, step=each, suffix="left", reason=f"for step {load_step}")
+                logger.warning("checkpoint.load_step = %d: renamed the newer step %d to %s", load_step, each, target)
+            if newer:
+                commit.mark_unfinished(folder)
+            commit.record_rewind(folder, checkpoint=checkpoint, identity=identity)
 
 
 def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
@@ -135,10 +149,11 @@ def _initial_point(checkpoint: Checkpoint) -> ResumePoint | None:
     folder, step = found
     try:
         index = verify(folder, step=step, digests=checkpoint.verify == "full")
-    except CorruptCheckpointError as problem:
+        with agreed_errors(folder):
+            progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
+    except (CorruptCheckpointError, FileNotFoundError) as problem:
         why = f"{folder} is corrupted: {problem}; copy it again or choose another one"
         raise ConfigError(f"checkpoint.initial_load_path: {why}") from None
     if checkpoint.initial_load_model_only:
         return ResumePoint(folder=folder, index=index, groups=(MODEL,), progress=None)
-    progress = commit.progress_to_resume(folder, checkpoint=checkpoint)
     return ResumePoint(folder=folder, index=index, groups=(MODEL, OPTIMIZER, RNG), progress=progress)

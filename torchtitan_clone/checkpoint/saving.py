@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 
@@ -25,6 +25,7 @@ from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
 from torchtitan_clone.config.schema import Checkpoint
+from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import format_bytes
 from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.torch_compat import default_store
@@ -131,6 +132,8 @@ class Save:
         error = self.coordinator.outcome(timeout_seconds=timeout_seconds)
         if error is None:
             self.finished.wait(timeout_seconds)
+        elif self.coordinator.outcome(timeout_seconds=0) == error:  # announced: no commit follows
+            shutil.rmtree(self._partial, ignore_errors=True)  # that of this node, if it is not shared
         return error
 
     def _write(self, state: dict[str, Tensor]) -> None:
@@ -159,6 +162,10 @@ class Save:
 
     def _commit(self, files: dict[str, FileRecord], *, extra_files: Mapping[str, str]) -> None:
         final = step_folder(self._folder, self.report.step)
+        sizes = {name: (self._partial / name).lstat().st_size for name in files if (self._partial / name).is_file()}
+        if absent := [name for name, record in files.items() if sizes.get(name) != record.bytes]:
+            what = f"rank 0 does not find {shorten(', '.join(absent))} in {self._partial} as other ranks wrote it"
+            raise OSError(f"{what}; all nodes must share job.dump_folder")
         finalize(self._partial, final, files=files, extra_files=extra_files, progress=self._progress)
         try:
             purge(self._folder, keep_latest_k=self._options.keep_latest_k, keep_every=self._options.keep_every)
@@ -197,15 +204,18 @@ class SaveRunner:
         """Runs `action` in the thread of the saves, in the order of the calls."""
         self._thread.submit(_log_errors, action)
 
-    def start(self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor]) -> Save | None:
+    def start(
+        self, progress: Progress, *, folder: Path, file: RankFile, state: dict[str, Tensor], keeps_all: bool = False
+    ) -> Save | None:
         """Starts to save a step; None, with a warning, if a save is in progress or the disk is too full. Collective."""
         save_id, error = self._agree(_lack_of_space(folder, size=file.plan.total_bytes))
         if error is not None:
             if dist.get_rank() == 0:
                 _warn_of_failure(progress.step, error)
             return None
-        options = {"checkpoint": self._options, "group": self._group}
-        save = self._save = Save(progress, folder=folder, save_id=save_id, file=file, **options)
+        options = replace(self._options, keep_latest_k=0) if keeps_all else self._options
+        save = Save(progress, folder=folder, save_id=save_id, file=file, checkpoint=options, group=self._group)
+        self._save = save
         if dist.get_rank() == 0:
             self._unreported.append(save)
         if file.buffer is not None:
@@ -234,14 +244,15 @@ class SaveRunner:
             self._unreported.remove(save)
             yield save.report
 
-    def save_model_only(self, progress: Progress, *, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Saves parameters and buffers only, with floating-point tensors in export_dtype, and waits. Collective."""
+    def save_model_only(self, progress: Progress, *, folder: Path, state: Mapping[str, Tensor]) -> bool:
+        """Saves parameters and buffers only, floating-point ones in export_dtype; returns if all could. Collective."""
         wanted = getattr(torch, self._options.export_dtype)
         model = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
         model = {name: tensor.to(exported_dtype(name, tensor.dtype, wanted=wanted)) for name, tensor in model.items()}
         file = RankFile(plan_save(model), mode=DIRECT, timeout_seconds=self._options.writer_timeout_seconds)
-        if self.start(progress, folder=folder / MODEL_ONLY_FOLDER, file=file, state=model) is not None:
-            self.finish()
+        save = self.start(progress, folder=folder / MODEL_ONLY_FOLDER, file=file, state=model, keeps_all=True)
+        is_committed = save is not None and save.outcome() is None
+        return all(answer.flag() for answer in all_gather_json(is_committed))
 
     def _agree(self, error: str | None) -> tuple[str, str | None]:
         """Exchanges the state of all ranks; returns the id of the next save and why it cannot start. Collective."""

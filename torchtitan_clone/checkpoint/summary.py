@@ -1,5 +1,6 @@
 """Describes the checkpoints of a run as text, without loading tensors."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -16,13 +17,14 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
     are_intact = True
     for step in commit.committed_steps(folder):
         path = commit.step_folder(folder, step)
-        saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))
-        try:
-            columns = _columns(path, step=step, digests=digests)
-        except CorruptCheckpointError as error:
-            are_intact = False
-            columns = f"{'':>8}  {'':>5}  {'':>16}  CORRUPTED: {error}"
-        lines.append(f"{step:>10,}  {saved}  {columns}")
+        with contextlib.suppress(FileNotFoundError):  # the run has deleted it meanwhile
+            try:
+                columns, is_intact = _columns(path, step=step, digests=digests), True
+            except CorruptCheckpointError as error:
+                columns, is_intact = f"{'':>8}  {'':>5}  {'':>16}  CORRUPTED: {error}", False
+            saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.lstat().st_mtime))
+            lines.append(f"{step:>10,}  {saved}  {columns}")
+            are_intact &= is_intact
     lines += [f"renamed because it was corrupted: {path.name}" for path in commit.corrupt_steps(folder)]
     if step := commit.finished_step(folder):
         lines.append(f"the run is complete: step {step:,}")

@@ -11,7 +11,7 @@ from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Manifest, reading
 from torchtitan_clone.checkpoint.index import Index, check_parts, read_index
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, OFFSETS_KEY
-from torchtitan_clone.checkpoint.loading import first_error
+from torchtitan_clone.checkpoint.loading import agreed_errors
 from torchtitan_clone.checkpoint.random_state import MAX_STATE_BYTES, RNG, is_random_state
 from torchtitan_clone.checkpoint.tensor_file import NAMES, Header, read_header
 from torchtitan_clone.documents import MAX_BYTES, escape, open_regular, parse_json
@@ -23,7 +23,7 @@ Parts = dict[str, tuple[int, TensorShard]]
 
 
 def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
-    """Returns the tensors of a checkpoint. CorruptCheckpointError, on all ranks, if it is not intact. Collective.
+    """Returns the tensors of a checkpoint, if it is intact; errors as agreed_errors(). Collective.
 
     `digests` checks the bytes of tensors too. Without them it is still certain that every element of every tensor is
     in the files once, that each file has the tensors that the index says, and that no document contradicts another.
@@ -31,8 +31,7 @@ def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     index: Index = {}
-    problem: str | None = None
-    try:
+    with agreed_errors(folder):
         manifest = commit.check_sizes(folder, step=step)
         index = read_index(folder, manifest=manifest)
         for name in list(index)[rank::world_size]:
@@ -48,10 +47,6 @@ def verify(folder: Path, *, step: int | None, digests: bool) -> Index:
             file for tensor in index.values() for file, *_ in tensor.shards if not file.endswith(TENSOR_FILES)
         }:
             raise CorruptCheckpointError(f"{INDEX_FILE}: {min(stray)} is no file of tensors")
-    except CorruptCheckpointError as error:
-        problem = str(error)
-    if (problem := first_error(problem)) is not None:
-        raise CorruptCheckpointError(problem)
     return index
 
 

@@ -187,6 +187,13 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
         if name.split("/")[0] not in EXCLUDABLE:
             remedy = f"use {', '.join(EXCLUDABLE)}, or a name such as model/output.weight or optimizer/output.weight"
             yield f"checkpoint.exclude_from_loading = [{shown(name)}]: unknown state; {remedy}."
+    checkpoint = config.checkpoint
+    off = "checkpoint.load_only = true" if checkpoint.enable else "checkpoint.enable = false"
+    if checkpoint.create_seed_checkpoint and (checkpoint.load_only or not checkpoint.enable):
+        yield f"checkpoint.create_seed_checkpoint = true: nothing is saved with {off}; change one of the two."
+    if checkpoint.load_step != -1 and not checkpoint.enable:
+        remedy = "set checkpoint.enable and load_only to true to load and not to save, or load_step to -1"
+        yield f"checkpoint.load_step = {checkpoint.load_step}: nothing is resumed with {off}; {remedy}."
     folders = {
         "job.dump_folder": config.job.dump_folder,
         "checkpoint.folder": config.checkpoint.folder,

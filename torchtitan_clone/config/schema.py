@@ -158,7 +158,8 @@ class Training:
     gc_freq: Steps = 50
     """Interval of Python garbage collection, in steps; automatic collection is disabled."""
     max_seconds: Annotated[float, Range(0.0, 1e9, above=True)] | None = None
-    """Time limit of the process, in seconds; the run saves and stops in time to exit within it. Unset: no limit."""
+    """Time limit of the process, in seconds; the run stops in time for one more step and for a save like the longest of
+    this process so far. Leave time for its first save, and for exports. Unset: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,9 +522,9 @@ class Validation:
     enable: bool = False
     """Validate at the interval and after the last step."""
     freq: Steps = 100
-    """Training steps between two validations."""
+    """Training steps between two validations; one that a stop of the run prevents or interrupts is left out."""
     steps: Annotated[int, Range(1, MAX_STEPS, or_auto=True)] = -1
-    """Batches per validation; -1: one pass over the validation split."""
+    """Batches per validation; -1: one pass over the validation split, for local data only."""
     local_batch_size: Size = 8
     """Micro-batch size per data-parallel rank in validation and evaluation, in sequences."""
     prompts: list[str] = field(default_factory=list[str])
@@ -560,7 +561,7 @@ class Evaluation:
     enable: bool = False
     """Evaluate at the interval and after the last step."""
     freq: Steps = 1000
-    """Training steps between two evaluations."""
+    """Training steps between two evaluations; one that a stop of the run prevents or interrupts is left out."""
     tasks: list[EvaluationTask] = field(default_factory=list[EvaluationTask])
     """Tasks, for example [{name = "arc", kind = "multiple_choice", path = "arc.jsonl"}]."""
 

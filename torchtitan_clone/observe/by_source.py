@@ -10,7 +10,7 @@ Totals = tuple[float, float, float]
 def add_totals(before: Mapping[str, Totals], now: Mapping[str, Totals]) -> dict[str, Totals]:
     """Returns the sums of both."""
     zero = (0.0, 0.0, 0.0)
-    return {
+    return dict(before) | {
         name: (loss + more[0], targets + more[1], size + more[2])
         for name, more in now.items()
         for loss, targets, size in [before.get(name, zero)]

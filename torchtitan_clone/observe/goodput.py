@@ -27,17 +27,19 @@ _MAX_SECONDS = 1e12
 
 
 class Ledger:
-    """Counts all time since `started` (seconds since the epoch) as progress unless it is booked otherwise."""
+    """Counts time since `started` (seconds since the epoch) as start-up until that is booked, then as progress."""
 
     def __init__(self, *, started: float, sums: Mapping[str, float] | None = None) -> None:
         self._started = started
         self._booked = 0.0
+        self._present: Kind | Literal["progress"] = "start_up"
         self._sums = {"progress": 0.0, **dict.fromkeys(KINDS, 0.0), "starts": 0, "steps_thrown_away": 0, **(sums or {})}
         self._sums["starts"] += 1
 
     def book(self, kind: Kind, seconds: float) -> None:
         self._sums[kind] += seconds
         self._booked += seconds
+        self._present = "progress" if kind == "start_up" else self._present
 
     def throw_away(self, *, steps: int, seconds: float) -> None:
         self.book("thrown_away", seconds)
@@ -45,9 +47,9 @@ class Ledger:
 
     def row(self) -> dict[str, float]:
         """Returns the totals so far as columns of metrics.jsonl."""
-        progress = self._sums["progress"] + time.time() - self._started - self._booked
-        seconds = {f"{kind}_seconds": self._sums[kind] for kind in KINDS}
-        counts = {name: self._sums[name] for name in ("starts", "steps_thrown_away")}
+        sums = {**self._sums, self._present: self._sums[self._present] + time.time() - self._started - self._booked}
+        progress, seconds = sums["progress"], {f"{kind}_seconds": sums[kind] for kind in KINDS}
+        counts = {name: sums[name] for name in ("starts", "steps_thrown_away")}
         total = progress + sum(seconds.values())
         return {"goodput_percent": 100 * progress / total, "progress_seconds": progress, **seconds, **counts}
 

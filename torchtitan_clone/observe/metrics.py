@@ -12,10 +12,12 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import ConfigError
@@ -107,7 +109,8 @@ class _Interval:
     start: float = field(default_factory=time.perf_counter)
     num_steps: int = 0
     data_seconds: float = 0.0
-    by_source: Mapping[str, Totals] = field(default_factory=dict[str, Totals])
+    by_source: dict[int, Mapping[str, Totals]] = field(default_factory=dict[int, Mapping[str, Totals]])
+    """Of each step since the last logged one; restart_interval() keeps them."""
 
 
 class MetricsWriter:
@@ -158,11 +161,14 @@ class MetricsWriter:
         start = {"time": self._started, "after_step": after_step, **last_sign(self._file), **self._environment}
         append_record(self._file.with_name(STARTS_FILE), start)
         self._forget(after_step, lost)
+        if self.ledger.row()["starts"] > 1:  # else what was dropped would be forgotten if this process died now
+            self.log_goodput(after_step)
         if sys.stdout.isatty():
             self._bar = _show_bar(self._total_steps, done=after_step, opened=self._opened)
 
     def forget(self, *, after_step: int, lost: Collection[int] = ()) -> None:
         """Drops the rows after `after_step` and those of the steps in `lost`; cheap if there are none."""
+        self._interval.by_source = {k: sums for k, sums in self._interval.by_source.items() if k <= after_step}
         if self.active and (lost or self._newest_step > after_step):
             self._forget(after_step, lost)
 
@@ -172,13 +178,13 @@ class MetricsWriter:
             sink.forget(after_step=after_step, lost=lost)
 
     def restart_interval(self) -> None:
-        """Starts a new averaging interval, so that time outside of steps (a save, a validation) is not averaged in."""
-        self._interval = _Interval()
+        """Starts a new interval of averaged times, without time outside of steps (a save, a validation)."""
+        self._interval = _Interval(by_source=self._interval.by_source)
 
-    def observe_step(self, *, data_seconds: float, by_source: Mapping[str, Totals]) -> None:
+    def observe_step(self, step: int, *, data_seconds: float, by_source: Mapping[str, Totals]) -> None:
         """Adds a step, logged or not, to the averaging interval; `data_seconds` is its wait for data."""
         self._interval.num_steps += 1
-        self._interval.by_source = add_totals(self._interval.by_source, by_source)
+        self._interval.by_source[step] = by_source
         self._interval.data_seconds += data_seconds
 
     def mean_seconds(self) -> tuple[float, float]:
@@ -192,8 +198,9 @@ class MetricsWriter:
         if self.active:
             rates = self._rates(record)
             logger.info(_step_line(record, rates=rates, total_steps=self._total_steps))
-            self._write(record.step, record.columns() | rates | source_columns(self._interval.by_source))
-        self.restart_interval()
+            by_source = reduce(add_totals, self._interval.by_source.values(), {})
+            self._write(record.step, record.columns() | rates | source_columns(by_source))
+        self._interval = _Interval()
 
     def log_validation(self, step: int, loss: float, **values: float) -> None:
         """Logs a validation after `step`; `values` are further columns, with their unit in the name."""
@@ -244,6 +251,20 @@ def check_metrics(metrics: Metrics) -> None:
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
         remedy = 'pip install "torchtitan_clone[wandb]", or set it to false'
         raise ConfigError(f"metrics.enable_wandb = true: the package wandb is not installed; {remedy}")
+
+
+@contextlib.contextmanager
+def checked_wandb() -> Iterator[ModuleType]:
+    """Yields the package; ConfigError for its errors, and if it is to send metrics without an API key."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    try:
+        if wandb.setup().settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
+            raise ValueError("no API key is configured")
+        yield wandb
+    except (wandb.Error, ValueError) as error:  # the latter of settings
+        remedy = "run wandb login, set WANDB_API_KEY or WANDB_MODE=offline, or set it to false"
+        raise ConfigError(f"metrics.enable_wandb = true: {' '.join(str(error).split())}; {remedy}") from None
 
 
 def check_metrics_file(folder: Path) -> None:
@@ -327,13 +348,11 @@ class _WeightsAndBiases:
     """Logs `step` as a column: wandb's own counter cannot decrease, so steps that a resume repeats are logged twice."""
 
     def __init__(self, folder: Path, *, run_config: dict[str, object]) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
         project = os.environ.get("WANDB_PROJECT", "torchtitan_clone")
         run_id = _wandb_id(folder / "wandb_id")
-        self.run = wandb.init(
-            id=run_id, resume="allow", dir=folder, name=folder.name, project=project, config=run_config
-        )
+        options = {"dir": folder, "name": folder.name, "project": project, "config": run_config}
+        with checked_wandb() as wandb:
+            self.run = wandb.init(id=run_id, resume="allow", **options)
         self.run.define_metric("*", step_metric="step")
 
     def forget(self, *, after_step: int, lost: Collection[int]) -> None:
@@ -385,8 +404,7 @@ def _finite(value: Value) -> Value:
 
 def _named(values: Mapping[str, Value]) -> str:
     shown = {key: f"{value:.4g}" if isinstance(value, float) else escape(str(value)) for key, value in values.items()}
-    columns = (f"{key} {text}" for key, text in shown.items())
-    return "".join(f"  {column}" for column in columns)
+    return "".join(f"  {key} {text}" for key, text in shown.items())
 
 
 def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:

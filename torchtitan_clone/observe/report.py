@@ -48,7 +48,7 @@ def build_report(folders: Sequence[Path]) -> str:
         f"A curve of more than {points:,} rows shows the least and the greatest value of {points // 2:,} equal parts.",
         f"Written {_utc(time.time())}.",
     ]
-    return Template(_PAGE.read_text()).substitute(
+    page = Template(_PAGE.read_text()).substitute(
         title=html.escape(title),
         notes=html.escape(" ".join(notes)),
         summary=_summary(runs),
@@ -58,6 +58,7 @@ def build_report(folders: Sequence[Path]) -> str:
         plotly=script,
         data=data,
     )
+    return page.encode(errors="replace").decode()  # JSON and names of files can contain halves of surrogate pairs
 
 
 def _plotly_script() -> str:

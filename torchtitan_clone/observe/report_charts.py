@@ -215,7 +215,9 @@ def _step_times(runs: Sequence[RunData]) -> Chart:
         if series := run.columns.get("step_seconds"):
             limit = np.quantile(series.values, 0.999 if len(series.values) >= 1000 else 1)
             shown = series.values[series.values <= limit]
-            counts, edges = np.histogram(shown, bins=min(HISTOGRAM_BINS, 4 + len(shown) // 10))
+            around = 1e-9 + 1e-4 * np.abs(shown).max()  # equal values, or almost, have bins too
+            between = (shown.min() - around, shown.max() + around)
+            counts, edges = np.histogram(shown, bins=min(HISTOGRAM_BINS, 4 + len(shown) // 10), range=between)
             beyond = len(series.values) - len(shown)
             name = _label(runs, run, f"{beyond:,} rows are longer" if beyond else "all rows")
             x = _rounded((edges[1:] + edges[:-1]) / 2)

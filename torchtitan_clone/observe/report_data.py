@@ -78,9 +78,9 @@ class RunData:
 
 
 def number(record: Mapping[str, object], key: str) -> float:
-    """Returns a number of a record that was read here; 0 where it is missing or none."""
+    """Returns a number of a record; 0 where it is missing, none or too large."""
     value = record.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and -MAX_NUMBER < value < MAX_NUMBER else 0.0
 
 
 def run_folders(folder: Path) -> list[Path]:

@@ -3,8 +3,9 @@
 import contextlib
 import html
 import sys
+import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from torchtitan_clone.config import ConfigError
@@ -17,28 +18,32 @@ REFRESH_SECONDS = 15
 HOSTS = (LOOPBACK, "localhost")
 
 
-class ReportServer(HTTPServer):
+class ReportServer(ThreadingHTTPServer):
     """Builds the page when it is asked for and metrics.jsonl has changed since."""
 
     def __init__(self, folders: Sequence[Path], *, port: int) -> None:
         super().__init__((LOOPBACK, port), _Handler)
         self._folders = folders
+        self._lock = threading.Lock()
         self._state: list[tuple[int, int]] | None = None
         self._page = b""
 
     def page(self) -> bytes:
         """Returns the present page; where there is none, what is wrong."""
-        try:
-            stats = [(place / METRICS_FILE).stat() for folder in self._folders for place in run_folders(folder)]
-            state = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
-            if state != self._state:
-                self._page, self._state = build_report(self._folders).encode(), state
-        except (ConfigError, OSError) as error:
-            return f"<!DOCTYPE html><p>{html.escape(str(error))}</p>".encode()
-        return self._page
+        with self._lock:
+            try:
+                stats = [(place / METRICS_FILE).stat() for folder in self._folders for place in run_folders(folder)]
+                state = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+                if state != self._state:
+                    self._page, self._state = build_report(self._folders).encode(), state
+            except (ConfigError, OSError) as error:
+                return f"<!DOCTYPE html><p>{html.escape(str(error))}</p>".encode(errors="replace")
+            return self._page
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 60  # in seconds, of a connection that sends or accepts nothing
+
     def do_GET(self) -> None:
         assert isinstance(self.server, ReportServer)
         # A page of another site may have a name that leads here.

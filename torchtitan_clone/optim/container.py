@@ -54,7 +54,7 @@ class OptimizerContainer:
             parameter_name, _, key = name.rpartition("/")
             by_parameter.setdefault(parameter_name, {})[key] = tensor
         for name, parameter in self._parameters.items():
-            self.torch_optimizers[self._settings[name].name].state[parameter] = by_parameter[name]
+            self.torch_optimizers[self._settings[name].name].state[parameter] = by_parameter.get(name, {})
 
     def _state(self, name: str) -> dict[str, Tensor]:
         parameter = self._parameters[name]

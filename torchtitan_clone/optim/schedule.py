@@ -55,7 +55,7 @@ def build_schedule(lr_scheduler: LRScheduler, *, steps: int) -> Callable[[int], 
         if step < warmup:
             return step / warmup
         # The first step of the decay has the full rate, so that the last one does not have a rate of zero.
-        progress = max(0, step - 1 - (steps - decay)) / max(1, decay)
+        progress = max(0, step - 1 - (steps - decay)) / decay if decay else 0.0
         return lowest + (1 - lowest) * shape(min(1.0, progress))
 
     return factor

@@ -66,10 +66,9 @@ def read_schedule_file(path: str) -> ScheduleFile:
     B is a backward, I and W its halves for inputs and for weights. Raises OSError or ValueError for a bad file.
     """
     try:
-        content = read_regular(Path(path), follow_links=True)
-    except DocumentError as error:
+        rows = [*csv.reader(read_regular(Path(path), follow_links=True).decode().splitlines())]
+    except (DocumentError, csv.Error) as error:
         raise ValueError(str(error)) from None
-    rows = csv.reader(content.decode().splitlines())
     lines = [re.findall(r"(\d+)([FBIW])(\d+)", ";".join(row)) for row in rows]
     places = {int(stage): rank for rank, line in enumerate(lines) for stage, _, _ in line}
     if not places or sorted(places) != list(range(len(places))):

@@ -1,6 +1,7 @@
 """Hardware tables: speeds of a device and of its links, in TOML files that name their sources."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,8 @@ from torchtitan_clone.documents import DocumentError, read_regular
 from torchtitan_clone.run.dry_run import DEVICE_TYPES
 
 TABLES = Path(__file__).parent / "tables"
+DIVISORS = re.compile(r"memory_.*|node_size|(link|network)_gbps|fitted\.(products|float8|attention|link|network)")
+"""Numbers of a table that must be above 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class Hardware:
     sources: list[str] = field(default_factory=list[str])
     device_type: str = "cuda"
     memory_gib: float = 0.0
-    """Memory that a process can allocate."""
+    """Memory that a process can allocate; that of all ranks together where they share a processor (cpu.cores)."""
     peak_tflops: float = 0.0
     """Of dense bf16 products on the data sheet, from which MFU is computed; 0: unknown."""
     products: list[list[float]] = field(default_factory=list[list[float]])
@@ -98,6 +101,10 @@ class Hardware:
     network_us: float = 0.0
     cpu: Cpu = field(default_factory=Cpu)
     fitted: Fitted = field(default_factory=Fitted)
+
+    def neighbors(self, ranks: int) -> int:
+        """Returns the number of ranks that share one processor and its memory."""
+        return min(ranks, self.node_size) if self.cpu.cores else 1
 
     @cached_property
     def _curve(self) -> list[tuple[float, float]]:
@@ -162,9 +169,9 @@ def read_hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware {shown(name)}: unknown; name one of {', '.join(known_hardware())}, {remedy}.")
     try:
         values = tomli.loads(read_regular(path, follow_links=True).decode())
-    except (DocumentError, OSError, ValueError) as error:
+        hardware = overlay(Hardware(), values, where=path.name)
+    except (DocumentError, OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"hardware table {path}: cannot be read: {error}; measure or download it again.") from None
-    hardware = overlay(Hardware(), values, where=path.name)
     if error := next(_table_errors(hardware), None):
         raise ConfigError(f"hardware table {path}: {error}; correct it.")
     return hardware
@@ -173,8 +180,13 @@ def read_hardware(name: str) -> Hardware:
 def _table_errors(hardware: Hardware) -> Iterator[str]:
     """Yields what the model cannot compute with."""
     curve = hardware.products
-    if not curve or any(len(pair) != 2 or min(pair) <= 0 for pair in curve) or sorted(curve) != curve:
-        yield "products must be pairs of a size and TFLOP/s, all above 0, with increasing sizes"
-    for name in ("memory_gib", "memory_gbps", "node_size", "link_gbps", "network_gbps"):
-        if not (value := getattr(hardware, name)) > 0:
-            yield f"{name} = {value} must be above 0"
+    is_valid = all(len(pair) == 2 and all(0 < each < math.inf for each in pair) for pair in curve)
+    if not curve or not is_valid or sorted(curve) != curve:
+        yield "products must be pairs of a size and TFLOP/s, all finite and above 0, with increasing sizes"
+    if hardware.device_type not in ("cpu", "cuda"):
+        yield f'device_type = {shown(hardware.device_type)} must be "cpu" or "cuda"'
+    for prefix, table in (("", hardware), ("cpu.", hardware.cpu), ("fitted.", hardware.fitted)):
+        for name, value in vars(table).items():
+            divides = DIVISORS.fullmatch(prefix + name)
+            if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and not divides)):
+                yield f"{prefix}{name} = {value} must be finite and {'above' if divides else 'at least'} 0"

@@ -11,8 +11,9 @@ from itertools import islice, product
 from operator import itemgetter
 from typing import Literal
 
-from torchtitan_clone.config import Config, ConfigError, Degrees, changes_to_toml, load_config
-from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism, Training
+from torchtitan_clone.config import Config, ConfigError, Degrees, load_config
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.schema import ActivationCheckpoint, Parallelism
 from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.planner.memory_estimate import MemoryEstimate, estimate_memory
 from torchtitan_clone.planner.time_model import StepTime, predict_step_time
@@ -50,6 +51,11 @@ class Job:
     tokens_per_step: int
     run_tokens: int
 
+    @property
+    def usable_gib(self) -> float:
+        """Memory that the estimate of a rank may fill."""
+        return USABLE_MEMORY * self.hardware.memory_gib / self.hardware.neighbors(self.gpus)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -79,13 +85,12 @@ def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
     if rest:
         rule = f"{plan.num_replica_groups} replica groups do not divide its sequences"
         raise ConfigError(f"{job.tokens_per_step:,} tokens a step: {rule}; change it, or fault_tolerance.group_size.")
-    usable = USABLE_MEMORY * job.hardware.memory_gib * 2**30
     fitting: list[tuple[float, RunPlan, MemoryEstimate]] = []
     others: list[tuple[float, RunPlan, MemoryEstimate]] = []
     for config in _configs(plan, gpus=job.gpus, rows=rows, node_size=job.hardware.node_size):
         each = plan_on_mesh(plan, config=config, world_size=job.gpus, layer_costs=model_work(plan).costs)
         memory = estimate_memory(each)
-        if memory.total <= usable:
+        if memory.total <= job.usable_gib * 2**30:
             quick = predict_step_time(each, hardware=job.hardware, real_order=False)
             fitting.append((quick.seconds, each, memory))
         else:
@@ -136,7 +141,7 @@ def _broken_rules(plan: RunPlan, *, job: Job) -> list[str]:
 
 
 def _nothing_fits(plan: RunPlan, memory: MemoryEstimate, *, job: Job) -> str:
-    needed, usable = memory.total / 2**30, USABLE_MEMORY * job.hardware.memory_gib
+    needed, usable = memory.total / 2**30, job.usable_gib
     return (
         f"no mesh of {job.gpus} x {job.hardware.name} fits the model: {describe_mesh_options(plan)} comes closest, and "
         f"needs {needed:,.1f} GiB, mostly {memory.largest}: {needed - usable:,.1f} GiB more than the {usable:,.1f} GiB "
@@ -219,14 +224,13 @@ def describe_mesh_options(plan: RunPlan) -> str:
     size = options.pipeline_parallel_microbatch_size if plan.degrees.pp > 1 else training.local_batch_size
     words = [mesh, *([options.pipeline_parallel_schedule] if plan.degrees.pp > 1 else []), f"micro-batch {size}"]
     words += [f"recompute {recompute_option(plan.config)}"]
-    words += (
-        ["weights stay gathered"] if plan.degrees.pp == 1 and not reshards(plan.config, degrees=plan.degrees) else []
-    )
+    stays = plan.degrees.pp == 1 and not reshards(plan.config, degrees=plan.degrees)
+    words += ["weights stay gathered"] if stays else []
     return ", ".join(words)
 
 
-def describe_found(found: Found, *, job: Job, configured: Candidate | None) -> str:
-    """Returns the best meshes as a table, and the lines of a TOML file for each; `configured` is that of the file."""
+def describe_found(found: Found, *, job: Job, file: Config, configured: Candidate | None) -> str:
+    """Returns the best meshes as a table, and their lines of TOML after those of `file`, whose mesh is `configured`."""
     tokens = f"{job.tokens_per_step:,} tokens a step, {job.run_tokens:,} in all"
     lines = [
         f"{found.fitting:,} of {found.tried:,} meshes of {job.gpus:,} x {job.hardware.name} fit; {tokens}",
@@ -237,7 +241,7 @@ def describe_found(found: Found, *, job: Job, configured: Candidate | None) -> s
     if configured is not None:
         lines.append(f"file{_numbers(configured, job=job)} {describe_mesh_options(configured.plan)}")
     for number, each in enumerate(found.best, 1):
-        lines += [f"\n# {number}", _toml(each.plan.config)]
+        lines += [f"\n# {number}", _toml(each.plan.config, file=file)]
     return "\n".join(lines) + "\n"
 
 
@@ -256,18 +260,19 @@ def _numbers(each: Candidate, *, job: Job) -> str:
     return f"{each.memory.total / 2**30:7.1f}{speed}{hours:12,.0f}  {parts:44}"
 
 
-def _toml(config: Config) -> str:
-    """Returns the options that the search chose, as lines of a TOML file."""
-    training = replace(
-        Training(),
-        local_batch_size=config.training.local_batch_size,
-        global_batch_size=config.training.global_batch_size,
-    )
-    chosen = replace(
-        Config(), training=training, parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint
-    )
-    _, table, rest = changes_to_toml(chosen).partition("[training]")
-    return (table + rest).strip()
+def _toml(config: Config, *, file: Config) -> str:
+    """Returns the options that the search chose, where they differ from the file or the defaults, as TOML."""
+    blocks: list[str] = []
+    for table in ("training", "parallelism", "activation_checkpoint"):
+        chosen, given, default = (vars(getattr(each, table)) for each in (config, file, Config()))
+        names = ("local_batch_size", "global_batch_size") if table == "training" else chosen
+        pairs = [
+            f"{name} = {toml_like(chosen[name])}" if chosen[name] is not None else f"# without {name}"
+            for name in names
+            if not given[name] == chosen[name] == default[name]
+        ]
+        blocks += ["\n".join([f"[{table}]", *pairs])] if pairs else []
+    return "\n\n".join(blocks)
 
 
 def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: int | None, count: int) -> str:
@@ -275,9 +280,9 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
 
     `tokens` are those of a step (None: of the configuration, whose mesh then has to suit the devices).
     """
-    config = load_config(argv)
+    file = load_config(argv)
     # Nothing is read: the folder of the tokenizer may be on another machine.
-    config = replace(config, model=replace(config.model, hf_assets_path=None))
+    config = replace(file, model=replace(file.model, hf_assets_path=None))
     if tokens is None:
         tokens = resolve(config, world_size=gpus, device_type=hardware.device_type).tokens_per_step
     rows = rows_of_step(config, tokens=tokens)
@@ -285,12 +290,14 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
     configured = None
     with suppress(ConfigError):  # of a mesh that does not suit these devices
         configured = predict(resolve(config, world_size=gpus, device_type=hardware.device_type), hardware=hardware)
-    alone = replace(config.training, global_batch_size=-1, local_batch_size=1)
-    base = resolve(
-        replace(config, parallelism=Parallelism(), training=alone), world_size=1, device_type=hardware.device_type
-    )
+    # Of one rank, for which later stages and frozen layers are not meant: each mesh is checked with them.
+    training = replace(config.training, global_batch_size=-1, local_batch_size=1, freeze_schedule=[])
+    alone = replace(config, parallelism=Parallelism(), training=training, data=replace(config.data, stages=[]))
+    base = resolve(alone, world_size=1, device_type=hardware.device_type)
     kept = {name: getattr(config.parallelism, name) for name in KEPT}
-    base = replace(base, config=replace(base.config, parallelism=replace(Parallelism(), **kept)))
+    training = replace(base.config.training, freeze_schedule=config.training.freeze_schedule)
+    options = replace(base.config, parallelism=replace(Parallelism(), **kept), training=training, data=config.data)
+    base = replace(base, config=options)
     job = Job(gpus=gpus, hardware=hardware, tokens_per_step=tokens, run_tokens=tokens * config.training.steps)
     found = search(base, job=job, count=count)
-    return describe_found(found, job=job, configured=configured)
+    return describe_found(found, job=job, file=file, configured=configured)

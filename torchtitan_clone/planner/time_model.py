@@ -104,7 +104,7 @@ class Machine:
     @property
     def _neighbors(self) -> int:
         """Number of ranks on one processor."""
-        return min(self.degrees.world_size, self.hardware.node_size) if self.hardware.cpu.cores else 1
+        return self.hardware.neighbors(self.degrees.world_size)
 
     @property
     def _sharing(self) -> float:
@@ -343,8 +343,8 @@ def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, 
     def cost(kind: str, stage: int) -> float:
         if kind == "F":
             return forward[stage].total
-        # Gradients of weights take as many products as forward.
-        weights = forward[stage].parts.get("products", 0.0)
+        # Gradients of weights take as many products as forward; frozen layers have none.
+        weights = min(half[stage].parts.get("products", 0.0) for half in (forward, backward))
         return {"B": backward[stage].total, "W": weights, "I": backward[stage].total - weights}[kind]
 
     ranks = plan.degrees.pp
@@ -381,16 +381,19 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     }
     embedding = [fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)]
     end = {"machine": machine, "reduce_itemsize": reduce_itemsize, "regathers": False}
-    known |= {
-        "output": _block(embedding, passes=output_passes(shape, machine=machine), **end),
-    }
+    known["output"] = _block(embedding, passes=output_passes(shape, machine=machine), **end)
     if not args.tied_embeddings:
         known["tok_embeddings"] = _block(embedding, passes=Passes(), **end)
-    frees = reshards(config, degrees=degrees)
+    known |= {
+        f"frozen {name}": Block(passes=Passes(forward=block.passes.forward), gather=block.gather, regathers=False)
+        for name, block in known.items()
+    }
+    frozen, frees = set(plan.frozen_modules), reshards(config, degrees=degrees)
     found: list[Stage] = []
     same: dict[tuple[tuple[str, int], ...], Stage] = {}
     for modules in plan.stages.modules:
         names = [str(id(work.layers[int(name[7:])])) if name.startswith("layers.") else name for name in modules]
+        names = [f"frozen {name}" if module in frozen else name for name, module in zip(names, modules, strict=True)]
         counts = tuple((name, count) for name, count in Counter(names).items() if name in known)
         if counts not in same:
             blocks = tuple((known[name], count) for name, count in counts)
@@ -404,7 +407,7 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
     size = model_work(plan).parameters / ranks * getattr(torch, plan.config.training.dtype).itemsize
-    layers = len(model_work(plan).layers) / degrees.pp + 1  # the ends count as one
+    layers = (len(model_work(plan).layers) - plan.frozen_layers) / degrees.pp + 1  # the ends count as one
     return machine.memory_seconds(size * OPTIMIZER_BYTES) + layers * machine.core_seconds(
         machine.hardware.cpu.update_us
     )

@@ -65,6 +65,7 @@ class ModelWork:
     costs: list[int]
     """Relative FLOPs of the layers that stages are balanced by."""
     parameters: int
+    """Number of those that are trained."""
     flops_per_token: float
 
     kinds: tuple[Layer, ...]
@@ -79,12 +80,13 @@ def model_work(plan: RunPlan) -> ModelWork:
     key = f"{plan.spec.name} {plan.model_args} {plan.config.training.seq_len} {plan.frozen_layers}"
     if key not in _known:
         args, seq_len = plan.model_args, plan.config.training.seq_len
+        frozen = tuple(f"{module}." for module in plan.frozen_modules)
         layers = _model_layers(plan.parameters, args=args, seq_len=seq_len)
         _known[key] = ModelWork(
             layers=layers,
             kinds=tuple({id(layer): layer for layer in layers}.values()),
             costs=plan.spec.layer_costs(args, seq_len=seq_len),
-            parameters=plan.parameter_count,
+            parameters=sum(weight.numel() for name, weight in plan.parameters.items() if not name.startswith(frozen)),
             flops_per_token=plan.flops_per_token,
         )
     return _known[key]

@@ -13,13 +13,14 @@ from torchtitan_clone.config.schema import EvaluationTask, Training
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.token_store import is_held_out
-from torchtitan_clone.documents import DocumentError, parse_json, read_regular
+from torchtitan_clone.documents import DocumentError, is_unicode, parse_json, read_regular
 from torchtitan_clone.run.scoring import ScoredText
 
 CHOICES = 4
 """Choices of an example that is made by code."""
 CONTEXT_CHARS = 600
 """Characters of source code before the name in a cloze test."""
+NAME = r"\b[A-Za-z_]\w{3,}"
 _MAX_FILE_BYTES = 1 << 28
 _MAX_CHARS = 1 << 20
 
@@ -178,6 +179,8 @@ def _parse_example(line: bytes, *, where: str) -> Example:
         raise DocumentError(f"{where}: missing key {', '.join(missing)}")
     query = entries["query"].text(max_chars=_MAX_CHARS, pattern=r"(?s)\s*\S.*")
     choices = [choice.text(max_chars=_MAX_CHARS, pattern="(?s).+") for choice in entries["choices"].items()]
+    if not all(map(is_unicode, (query, *choices))):
+        raise DocumentError(f"{where}: query and choices must be valid Unicode, without halves of surrogate pairs")
     if len(choices) < 2:
         entries["choices"].refuse("must have at least two items")
     return Example(query=query, choices=choices, gold=entries["gold"].integer(high=len(choices) - 1), where=where)
@@ -194,15 +197,17 @@ def _cloze(options: EvaluationTask, config: Config) -> Iterator[Example]:
     places = [
         (text, match)
         for text in texts
-        for match in re.finditer(r"\b[A-Za-z_]\w{3,}", text)
+        if len(set(re.findall(NAME, text))) > 1
+        for match in re.finditer(NAME, text)
         if match.start() >= CONTEXT_CHARS
     ]
     if not places:
-        raise ConfigError("no source code is held out; increase data.held_out_fraction, or set path")
+        rule = f"no held-out text has a name after {CONTEXT_CHARS} characters, and another name to choose from"
+        raise ConfigError(f"{rule}; increase data.held_out_fraction, or set path to source code")
     for number, draw in _draws(options):
         text, match = draw.choice(places)
         query = text[match.start() - CONTEXT_CHARS : match.start()]
-        others = sorted(set(re.findall(r"\b[A-Za-z_]\w{3,}", text)) - {match[0]})
+        others = sorted(set(re.findall(NAME, text)) - {match[0]})
         yield _shuffled(query, match[0], draw.sample(others, min(CHOICES - 1, len(others))), draw=draw, number=number)
 
 

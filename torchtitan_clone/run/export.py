@@ -1,13 +1,18 @@
 """Exports of the weights in the Hugging Face format, while a run trains."""
 
 import logging
+import shutil
 
 import torch
+import torch.distributed as dist
 
+from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.observe.metrics import MetricsWriter
+from torchtitan_clone.ops.json_collectives import broadcast_json
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.hub import EXPORT_FOLDER, export_files
+from torchtitan_clone.run.plan import RunPlan, is_export_due, plan_of
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -19,16 +24,24 @@ class Exporter:
         self._metrics = metrics
         self.failed_steps: set[int] = set()
 
-    def export(self, step: int, *, engine: Engine) -> None:
-        """Exports the weights of a step; a collective."""
-        plan = engine.plan  # its rotary positions may be those of a later stage
+    def export_missing(self, progress: Progress, *, engine: Engine, first: RunPlan) -> None:
+        """Exports the step that a run resumes from, if a stop or a kill prevented it; a collective."""
+        folder = first.folder / EXPORT_FOLDER
+        for partial in folder.glob("step-*.partial") if dist.get_rank() == 0 else ():
+            shutil.rmtree(partial, ignore_errors=True)
+        is_due = 0 < progress.step < first.last_step and is_export_due(first.config, step=progress.step)
+        if is_due and broadcast_json(not (folder / f"step-{progress.step}").exists()).flag():
+            self.export(progress.step, engine=engine, plan=plan_of(progress, first=first))
+
+    def export(self, step: int, *, engine: Engine, plan: RunPlan) -> None:
+        """Exports the weights of a step, with the rotary positions of the plan; a collective."""
         dtype = getattr(torch, plan.config.checkpoint.export_dtype)
         report = export_weights(
             plan.folder / EXPORT_FOLDER / f"step-{step}",
             tensors=engine.model_tensors(),
             pieces=plan.spec.hub_pieces(plan.model_tensors, args=plan.model_args),
             dtype=dtype,
-            files=export_files(
+            files=lambda: export_files(
                 spec=plan.spec,
                 model_args=plan.model_args,
                 model=plan.config.model,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range, Size
-from torchtitan_clone.documents import DocumentError, read_regular
+from torchtitan_clone.documents import DocumentError, is_unicode, read_regular
 from torchtitan_clone.models.kv_cache import LastToken, apply_kv_cache
 from torchtitan_clone.run.trained_model import TrainedModel
 
@@ -70,7 +70,9 @@ class Generator:
         self._model.add_module("output", LastToken(self._model.get_submodule("output")))
 
     def encode(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each prompt; ConfigError for prompts that are empty, or too long to be continued."""
+        """Returns the tokens of each prompt; ConfigError for those that are empty, too long or not valid Unicode."""
+        if wrong := [number for number, prompt in enumerate(prompts, start=1) if not is_unicode(prompt)]:
+            raise ConfigError(f"prompt {wrong[0]} is not valid UTF-8; correct its bytes")
         encoded = self._trained.tokenizer.encode_batch(prompts)
         limit, new = self._trained.args.max_seq_len, self._sampling.max_new_tokens
         problems = [f"prompt {number} is empty" for number, ids in enumerate(encoded, start=1) if not ids]

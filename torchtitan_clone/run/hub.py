@@ -216,10 +216,14 @@ def _listed(names: list[str]) -> str:
 def export_files(
     *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
-    """Returns the content of config.json, generation_config.json and the tokenizer's files, by file name."""
+    """Returns config.json, generation_config.json and the tokenizer's files. OSError if it is another tokenizer."""
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     config = {**spec.hugging_face.to_config(model_args), **special, "torch_dtype": str(dtype).removeprefix("torch.")}
     generation = {"_from_model_config": True, **special}
     files = {CONFIG_FILE: config, "generation_config.json": generation}
     written = {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-    return tokenizer_files(model.hf_assets_path) | written
+    found = tokenizer_files(model.hf_assets_path)
+    if hashlib.sha256(found.get(TOKENIZER_FILE, b"")).hexdigest() != tokenizer.fingerprint:
+        rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
+        raise OSError(f"model.hf_assets_path = {toml_like(model.hf_assets_path)}: {rule}")
+    return found | written

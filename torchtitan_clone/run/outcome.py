@@ -82,6 +82,8 @@ class RunOutcome:
             logger.info("training is complete: step %d of %d", step, last_step)
             for line in (self.goodput, *self.next_steps):
                 logger.info("%s", line)
+        elif step == 0:
+            logger.info("stopped by %s: no step is trained yet; rerun the same command to start", self.stop_reason)
         elif self.is_saved:
             logger.info("stopped by %s: step %d is saved, rerun the same command to resume", self.stop_reason, step)
         elif self.is_saving_enabled:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -207,6 +208,12 @@ def plan_after(progress: Progress, *, first: RunPlan) -> RunPlan:
     return first.at_step(step, batch=max(1, following - 1) if is_complete else timeline.unskipped(following))
 
 
+def plan_of(progress: Progress, *, first: RunPlan) -> RunPlan:
+    """Returns the plan of the last step of a progress, whatever data.skip_steps was by then; of step 1 without one."""
+    begun = cast("list[dict[str, int]]", progress.data.get("stages") or [])
+    return first.at_step(max(1, progress.step), batch=begun[-1]["first_step"] if begun else None)
+
+
 def _stages(
     config: Config,
     *,
@@ -234,8 +241,19 @@ def _describe_pipeline(config: Config, *, stages: Stages) -> str:
     return describe_pipeline(config.parallelism, stages=stages, rows=config.training.local_batch_size)
 
 
-def replica_identity(config: Config) -> str:
-    """Returns the options that replica groups of one run must share, as text; the location of the data may differ."""
+def replica_identity(plan: RunPlan) -> str:
+    """Returns what replica groups that train together must share, as text; fault_tolerance.group_size may differ."""
+    config, options = plan.config, plan.config.fault_tolerance
+    averages = (
+        options.semi_sync_method, options.sync_steps, options.num_fragments, options.module_fqns_per_model_fragment,
+        options.fragment_sync_delay, options.fragment_update_alpha,
+    )  # fmt: skip
+    sizes = (plan.global_batch_size, plan.degrees, plan.stages)
+    return _trained_options(config) + repr((sizes, averages, config.quantize, config.data.held_out_fraction))
+
+
+def _trained_options(config: Config) -> str:
+    """Returns options that decide what is trained, as text; the location of the data may differ."""
     training = replace(config.training, dataset_path=None)
     sources = [replace(source, path=None) for source in config.data.sources]
     data = (sources, config.data.stages, config.data.skip_steps, config.data.packing, config.data.drop_duplicates)
@@ -243,9 +261,12 @@ def replica_identity(config: Config) -> str:
     return repr((config.model, training, config.optimizer, config.lr_scheduler, *debug, *data))
 
 
-def run_identity(config: Config) -> str:
-    """Returns the options that determine what the steps of a run train, without their number, as text."""
-    return replica_identity(replace(config, training=replace(config.training, steps=1)))
+def run_identity(plan: RunPlan) -> str:
+    """Returns what determines what the steps of a run train, without their number, as text."""
+    same = {"steps": 1, "max_seconds": None, "gc_freq": 1, "max_skipped_steps": 0, "enable_cpu_offload": False}
+    training = replace(plan.config.training, **same)
+    model = replace(plan.config.model, hf_assets_path=plan.tokenizer.fingerprint)
+    return _trained_options(replace(plan.config, model=model, training=training))
 
 
 def total_tokens(plan: RunPlan) -> int:

@@ -7,7 +7,7 @@ must provide; `prepare` then opens the data.
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,20 +16,23 @@ import torch
 from torchtitan_clone.checkpoint.commit import (
     CONFIG_FILE,
     NOTHING_DONE,
+    CorruptCheckpointError,
     Progress,
     committed_steps,
     expected_progress,
     finished_step,
     initial_folder,
+    progress_to_resume,
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
+from torchtitan_clone.fault_tolerance.outer import split_into_fragments
 from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.float8 import check_float8_products, check_torchao
-from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file
+from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file, checked_wandb
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
@@ -40,14 +43,12 @@ from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
 from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_phases, plan_after, run_identity
 from torchtitan_clone.run.precision import resolved_precision
-from torchtitan_clone.run.rules import find_run_errors
+from torchtitan_clone.run.rules import find_pipeline_schedule_errors, find_run_errors
 from torchtitan_clone.run.run_folder import RunFolder
 from torchtitan_clone.run.samples import encode_prompts
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
-
-_DATA_OPTIONS = ("dataset", "dataset_path", "text_key", "seq_len")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,8 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
         model_args = spec.resolve_args(config.model)
         found += (invalid := model_args.violations())
         model_args = None if invalid else model_args
+        if model_args is not None and (config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval):
+            found += spec.hugging_face.find_format_errors(model_args)
     found += find_run_errors(
         config,
         world_size=world_size,
@@ -103,6 +106,8 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
     )
     if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
         raise ConfigError(errors)
+    if config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method is not None:
+        split_into_fragments(list(plan.parameters), config.fault_tolerance, own=())
     return plan
 
 
@@ -129,7 +134,8 @@ def _check_torch(config: Config) -> None:
     # Imports the backends; inductor is always there.
     if config.compile.enable and backend != "inductor" and backend not in (known := torch.compiler.list_backends(())):
         raise ConfigError(f"compile.backend = {shown(backend)}: no such backend; known: {', '.join(known)}")
-    if splits_backward(config.parallelism) and torch.__version__ < SPLITS_BACKWARD_SINCE:
+    is_old = torch.__version__ < SPLITS_BACKWARD_SINCE
+    if is_old and not any(find_pipeline_schedule_errors(config.parallelism)) and splits_backward(config.parallelism):
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule: torch {torch.__version__} cannot compute the gradients of inputs "
             "and weights separately in a model with custom operators; set it to 1F1B or Interleaved1F1B, or install "
@@ -147,6 +153,9 @@ def check_start(plan: RunPlan) -> None:
     if config.checkpoint.enable and not config.checkpoint.load_only:
         _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
     check_metrics_file(plan.output_folder)
+    if config.metrics.enable_wandb and os.environ.get("RANK", "0") == "0":
+        with checked_wandb():
+            pass
     if committed_steps(plan.checkpoint_folder):
         _check_folder_is_ours(plan)
         if config.checkpoint.create_seed_checkpoint:
@@ -209,8 +218,15 @@ def _open_tasks(plan: RunPlan) -> tuple[list[Task], list[list[int]]]:
 
 
 def _expected_progress(plan: RunPlan) -> Progress:
-    config = plan.config
-    progress = expected_progress(config.checkpoint, folder=plan.checkpoint_folder, identity=run_identity(config))
+    checkpoint = plan.config.checkpoint
+    progress = expected_progress(checkpoint, folder=plan.checkpoint_folder, identity=run_identity(plan))
+    if progress is None and not checkpoint.initial_load_model_only and (found := initial_folder(checkpoint)):
+        with suppress(CorruptCheckpointError, OSError):  # all ranks verify it together
+            progress = progress_to_resume(found[0], checkpoint=checkpoint)
+        if progress is not None and progress.step >= max(1, plan.last_step):
+            rule = f"it is of step {progress.step}, and this run ends after step {plan.last_step}"
+            remedy = "increase training.steps, or set checkpoint.initial_load_model_only = true"
+            raise ConfigError(f"checkpoint.initial_load_path = {found[0]}: {rule}; {remedy}")
     return progress or NOTHING_DONE
 
 
@@ -267,8 +283,9 @@ def _check_folder_is_ours(plan: RunPlan) -> None:
     then = flat(asdict(find_model(before.model).resolve_args(before.model)), prefix="model.args.")
     today = flat(asdict(plan.model_args), prefix="model.args.")
     if not now.checkpoint.allow_data_change:
-        # Of sources the checkpoint's fingerprints are compared.
-        names = ("seq_len",) if now.data.sources else _DATA_OPTIONS
+        # Of sources, and of files, which may be elsewhere, the checkpoint's fingerprints are compared.
+        has_path = before.training.dataset_path is not None or now.training.dataset_path is not None
+        names = ("seq_len",) if now.data.sources else (*([] if has_path else ["dataset"]), "text_key", "seq_len")
         then |= {f"training.{name}": getattr(before.training, name) for name in names}
         today |= {f"training.{name}": getattr(now.training, name) for name in names}
     then["model.name"] = before.model.name

@@ -32,12 +32,13 @@ def join_run(
         address=_own_address(config) if config.fault_tolerance.enable else LOOPBACK,
         step=state.step,
         parameters=state.engine.parameters,
+        names=list(plan.parameters),
         outer_weights=state.outer_weights,
         recovery_state=lambda: state.recovery_state(before_load=checkpoints.wait_for_staging),
         sum_over_ranks=sum_over_ranks,
         is_run_complete=lambda: (checkpoints.newest_step() or 0) >= config.training.steps,
         should_stop=should_stop,
-        identity=replica_identity(config),
+        identity=replica_identity(plan),
         folder=plan.output_folder,
     )
     return join_replica_group(config.fault_tolerance, run=context)

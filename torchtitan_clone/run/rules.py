@@ -12,6 +12,7 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
 from torchtitan_clone.config.stages import find_batch_errors, find_data_errors
+from torchtitan_clone.data.sources import hub_id
 from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.models.float8 import MULTIPLE
 from torchtitan_clone.models.moe import MoEArgs
@@ -28,7 +29,7 @@ def find_run_errors(
 
     `args` is None where the model has no valid arguments, `tokenizer_vocab_size` where no tokenizer is loaded.
     """
-    found = find_config_errors(config, device_type=device_type)
+    found = [*find_config_errors(config, device_type=device_type), *_streamed_validation(config)]
     if args is not None:
         found += _model_limits(config, args, tokenizer_vocab_size=tokenizer_vocab_size)
     if any(find_range_errors(config, at="")) or any(find_data_errors(config.data, training=config.training)):
@@ -46,6 +47,15 @@ def find_run_errors(
             of_phase += _model_limits(phase.config, args, tokenizer_vocab_size=None)
         found += [f"{_describe_entry(phase)}: {message}" for message in of_phase]
     return [*found, *_data_stages(config, world_size)]
+
+
+def _streamed_validation(config: Config) -> Iterator[str]:
+    """The held-out documents of a stream are found by reading all of it."""
+    names = [source.dataset for source in config.data.sources] or [hub_id(config.training)]
+    streamed = [name for name in names if name and hub_id(Training(dataset=name))]
+    if config.validation.enable and config.validation.steps == -1 and streamed:
+        rule = f"the documents of {streamed[0]} are streamed, and one pass over those held out reads all of them"
+        yield f"validation.steps = -1: {rule}; set it to a number of batches, or validation.enable to false."
 
 
 def _describe_entry(phase: Phase) -> str:
@@ -292,7 +302,7 @@ def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool
     if parallelism.pipeline_parallel_degree == 1:
         return []
     # The later rules compute with what the earlier ones check.
-    if unusable := [*_pipeline_schedule(parallelism)] or [*_num_stages(parallelism, n_layers)]:
+    if unusable := [*find_pipeline_schedule_errors(parallelism)] or [*_num_stages(parallelism, n_layers)]:
         return unusable
     split = _stage_modules if parallelism.module_fqns_per_model_part else _stage_layers
     found = [*_tied_stages(parallelism, tied_embeddings), *split(parallelism, n_layers), *_splits_backward(config)]
@@ -303,7 +313,8 @@ def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool
     return found
 
 
-def _pipeline_schedule(parallelism: Parallelism) -> Iterator[str]:
+def find_pipeline_schedule_errors(parallelism: Parallelism) -> Iterator[str]:
+    """Yields a message if there is no such schedule, or if its file cannot be read or schedules other ranks."""
     name, path = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
     ranks = parallelism.pipeline_parallel_degree
     if not path:

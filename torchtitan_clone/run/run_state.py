@@ -40,6 +40,13 @@ class RunState:
         """Returns all state tensors by name: the tensors themselves, not copies."""
         return self.engine.state_tensors() | self.outer_weights
 
+    def resume_at(self, progress: Progress | None) -> None:
+        """Continues from another checkpoint than at first, which was deleted before it was loaded."""
+        if progress is not None and progress.step != self.step:
+            self.progress = progress
+            if progress.data:
+                self.loader.load_state_dict(progress.data, allow_change=True)  # it was checked with the first
+
     def advance(self, *, step: int, tokens: int, skipped: bool) -> None:
         """Counts a step, and its batch as consumed."""
         self.loader.commit()

@@ -4,7 +4,7 @@ There is no cache, because the tokens of a row may be on several ranks.
 Legend: B rows, T tokens of a row, D model, V vocabulary, N tokens of all rows, S rows with a next token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.data.packing import Batch
+from torchtitan_clone.documents import is_unicode
 from torchtitan_clone.models.attention import BLOCK
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.vocabulary import local_shards
@@ -20,10 +21,13 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine, build_plan_forward_backward
 from torchtitan_clone.run.loaders import tokens_of_rank
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.timeouts import Timeouts
 
 
 def encode_prompts(prompts: Sequence[str], *, tokenizer: Tokenizer, seq_len: int, new_tokens: int) -> list[list[int]]:
-    """Returns the tokens of validation.prompts; ConfigError if one is empty or too long to be continued."""
+    """Returns the tokens of validation.prompts; ConfigError if one is empty, too long or not valid Unicode."""
+    if wrong := [number for number, prompt in enumerate(prompts, 1) if not is_unicode(prompt)]:
+        raise ConfigError(f"validation.prompts: prompt {wrong[0]} is not valid UTF-8; correct its bytes")
     encoded = tokenizer.encode_batch(prompts)
     problems = [f"validation.prompts: prompt {number} is empty" for number, ids in enumerate(encoded, 1) if not ids]
     problems += [
@@ -56,12 +60,15 @@ class NextTokens:
 
 
 @torch.no_grad()
-def sample(engine: Engine, prompts: Sequence[Sequence[int]], *, new_tokens: int) -> list[list[int]]:
-    """Returns the tokens that continue each prompt, up to the end of the document. A collective.
+def sample(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, timeouts: Timeouts, stops: Callable[[], bool]
+) -> list[list[int]] | None:
+    """Returns the tokens that continue each prompt, up to the end of the document; None if `stops` interrupted it.
 
-    All data-parallel ranks compute the same rows.
+    A collective. All data-parallel ranks compute the same rows.
     """
-    plan, size = engine.plan, engine.plan.config.validation.local_batch_size
+    plan, options = engine.plan, engine.plan.config.validation
+    size, new_tokens = options.local_batch_size, options.sample_tokens
     length = _row_length(plan, tokens=max(map(len, prompts)) + new_tokens)
     indices = tokens_of_rank(plan, rank=dist.get_rank(), seq_len=length)
     rows = [[*prompt] for prompt in prompts]
@@ -78,6 +85,9 @@ def sample(engine: Engine, prompts: Sequence[Sequence[int]], *, new_tokens: int)
         chosen = [round(total) // plan.degrees.data for total in sum_over_ranks(own)]
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
+        timeouts.beat()
+        if stops():
+            return None
     found = [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
     eos_id = plan.tokenizer.eos_id
     return [ids[: ids.index(eos_id)] if eos_id in ids else ids for ids in found]

@@ -80,9 +80,10 @@ class Saver:
             self.save(wait=True)
         self.log_finished_saves()
 
-    def close(self, *, is_exported: bool) -> None:
-        """Marks the run as complete, if its last step is saved and exported; frees the staging memory. A collective."""
+    def close(self, *, is_exported: bool) -> bool:
+        """Marks the run as complete, if its last step is saved and exported; returns if it is. A collective."""
         is_complete = self._state.step == self._state.engine.plan.config.training.steps and is_exported
         if is_complete and self._checkpoints.saved_step == self._state.step and self._replicas.is_writer:
-            self._checkpoints.mark_complete(self._state.progress)
+            is_exported = self._checkpoints.mark_complete(self._state.progress)
         self._checkpoints.close()
+        return is_exported

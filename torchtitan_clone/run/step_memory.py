@@ -71,7 +71,8 @@ def predict_step_memory(
 
     parallelism = plan.config.parallelism
     is_1f1b = parallelism.pipeline_parallel_schedule == "1F1B" and not parallelism.pipeline_parallel_schedule_csv
-    return (_predict_1f1b if is_1f1b and plan.degrees.pp > 2 else _predict_others)(plan, memory_of)
+    is_1f1b = is_1f1b and plan.degrees.pp > 2 and not plan.frozen_modules  # else stages are not in proportion
+    return (_predict_1f1b if is_1f1b else _predict_others)(plan, memory_of)
 
 
 MemoryOf = Callable[[RunPlan, int], StepMemory]
@@ -107,12 +108,14 @@ def _with_stages(plan: RunPlan, modules: Sequence[tuple[str, ...]]) -> RunPlan:
 
 
 def _predict_others(plan: RunPlan, memory_of: MemoryOf) -> list[StepMemory]:
-    """Simulates the first, the second and the last rank, and those around a change of the number of modules.
+    """Simulates the first, the second and the last rank, and those around a change of the number of (frozen) modules.
 
     What the ranks between two of them need is between what those need, as the micro-batches in flight are.
     """
     pp = plan.degrees.pp
-    sizes = [[len(plan.stages.modules[stage]) for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
+    frozen = set(plan.frozen_modules)
+    modules = [[plan.stages.modules[stage] for stage in plan.stages.of_rank(rank)] for rank in range(pp)]
+    sizes = [[(len(names), len(frozen.intersection(names))) for names in own] for own in modules]
     starts = [rank for rank in range(pp) if rank in (0, 1, pp - 1) or sizes[rank] != sizes[rank - 1]]
     found = []
     for start, stop in zip(starts, [*starts[1:], pp], strict=True):

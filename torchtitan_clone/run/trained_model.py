@@ -9,7 +9,6 @@ from torchtitan_clone.checkpoint.commit import (
     CONFIG_FILE,
     MANIFEST_FILE,
     newest_complete_step,
-    read_progress,
     step_folder,
 )
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE as HUB_CONFIG_FILE
@@ -21,7 +20,7 @@ from torchtitan_clone.data import Tokenizer, build_tokenizer
 from torchtitan_clone.models import Decoder, ModelArgs, ModelSpec, find_model
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.run.hub import family_of_folder, model_of_folder, open_initial_weights
-from torchtitan_clone.run.plan import build_plan
+from torchtitan_clone.run.plan import build_plan, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ def _open_checkpoint(
     config = replace(config, model=replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path))
     spec = find_model(config.model)
     tokenizer = build_tokenizer(config.model.hf_assets_path)
-    args = args_at_step(config, folder=folder, spec=spec, tokenizer=tokenizer)
+    args = args_at_step(config, weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if unlike := [name for name, tensor in state.items() if name not in found or found[name].shape != tensor.shape]:
         raise ConfigError(f"{folder} has no {', '.join(unlike[:5])} of the shape that its {CONFIG_FILE} asks for")
@@ -80,16 +79,14 @@ def _open_checkpoint(
     return TrainedModel(path=folder, model=model, args=args, tokenizer=tokenizer, device=device)
 
 
-def args_at_step(config: Config, *, folder: Path, spec: ModelSpec, tokenizer: Tokenizer) -> ModelArgs:
+def args_at_step(config: Config, *, weights: Weights, spec: ModelSpec, tokenizer: Tokenizer) -> ModelArgs:
     """Returns the arguments of the model, with the rotary positions of the stage of the data that the step is in."""
     args = spec.resolve_args(config.model)
     if problems := args.violations():
-        raise ConfigError([f"{folder / CONFIG_FILE}: {problem}" for problem in problems])
+        raise ConfigError([f"{weights.folder / CONFIG_FILE}: {problem}" for problem in problems])
     config = replace(config, parallelism=Parallelism(), training=replace(config.training, freeze_schedule=[]))
     plan = build_plan(config, world_size=1, spec=spec, model_args=args, tokenizer=tokenizer)
-    step = max(1, read_progress(folder).step)
-    batch = None if plan.mixture is None else plan.mixture.timeline.batch_of_step(step)
-    return plan.at_step(step, batch=batch).model_args
+    return plan_of(weights.progress, first=plan).model_args
 
 
 def _open_hub_folder(

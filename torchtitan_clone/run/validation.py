@@ -71,7 +71,12 @@ class Validator:
             seconds = time.perf_counter() - start
             values = {"validation_targets": result.num_targets, "seconds": seconds, **result.source_columns()}
             metrics.log_validation(step, result.loss, **values)
-            self._log_samples(step, engine=engine, metrics=metrics)
+            found = sample(engine, self._prompts, timeouts=timeouts, stops=stops) if self._prompts else []
+            if found is None:
+                return False
+            decode = engine.plan.tokenizer.decode
+            for prompt, ids in zip(self._prompts, found, strict=True):
+                metrics.log_event(step, "sample", prompt=decode(prompt), text=decode(ids))
         if self._is_evaluation_due(step):
             start = time.perf_counter()
             scores = evaluate(engine, self._tasks, timeouts=timeouts, stops=stops)
@@ -81,13 +86,6 @@ class Validator:
                 metrics.log_event(step, "evaluation", **{f"evaluation/{task}/{name}": x for name, x in found.items()})
             metrics.log_event(step, "evaluated", seconds=time.perf_counter() - start)
         return True
-
-    def _log_samples(self, step: int, *, engine: Engine, metrics: MetricsWriter) -> None:
-        if self._prompts:
-            decode = engine.plan.tokenizer.decode
-            found = sample(engine, self._prompts, new_tokens=self._options.sample_tokens)
-            for prompt, ids in zip(self._prompts, found, strict=True):
-                metrics.log_event(step, "sample", prompt=decode(prompt), text=decode(ids))
 
     def validate(self, engine: Engine, *, timeouts: Timeouts, stops: Callable[[], bool]) -> ValidationResult | None:
         """Returns the mean loss; None if `stops` interrupted it. A collective."""
