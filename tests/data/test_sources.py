@@ -61,7 +61,7 @@ def test_folders_that_cannot_be_read_or_are_links_are_errors(tmp_path):
         read(folder)
     long, link = error.value.messages
     assert "cannot be read (File name too long); remove it" in long
-    assert f"{folder / 'loop'} is a link to a folder, or one that cannot be read; copy it there" in link
+    assert f"{folder / 'loop'} is a link to a folder, or cannot be read; replace it" in link
     ids = write(tmp_path / "ids", {"train.bin": b"1122"})
     (ids / "more").symlink_to(folder / "b")
     with pytest.raises(ConfigError, match="more is a link to a folder"):

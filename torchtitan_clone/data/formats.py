@@ -148,7 +148,7 @@ def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]
     is_named = any(path.parent == root and "train" in path.stem for path in found)
     if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
         return ()
-    # cache-*.arrow: results that `datasets` keeps beside the data. A folder cannot be read, which is an error.
+    # cache-*.arrow: results that `datasets` keeps beside the data. Folders in the list are errors.
     suffixes = (*TOKEN_FILES, ".idx")
     return tuple(path for path in files if (path.suffix in suffixes and path.name[:6] != "cache-") or path.is_dir())
 

@@ -175,7 +175,7 @@ def _find_file_error(file: Path) -> str | None:
     except OSError as error:
         return f"{name} cannot be read ({error.strerror}); remove it, or correct the link or the permissions."
     if stat.S_ISDIR(status.st_mode):
-        return f"{name} is a link to a folder, or one that cannot be read; copy it there, or correct its permissions."
+        return f"{name} is a link to a folder, or cannot be read; replace it with a copy, or correct its permissions."
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a regular file but a pipe, socket or device; remove it."
     if _TABLES.search(file.name):

@@ -74,7 +74,7 @@ def find_mismatch(members: Sequence[Member], *, own: Member) -> Exception | None
     ids = sorted(member.replica_id for member in members)
     if len({member.identity for member in members}) > 1:
         problem = (
-            "replica groups were started with different options of model, data, optimizer, mesh or averages, or with "
+            "replica groups were started with different options of model, data, optimizer, mesh or fragments, or with "
             "another global batch size; start all of them with the same configuration and the same number of ranks"
         )
         must_leave = own.is_new

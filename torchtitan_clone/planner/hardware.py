@@ -102,7 +102,7 @@ class Hardware:
     cpu: Cpu = field(default_factory=Cpu)
     fitted: Fitted = field(default_factory=Fitted)
 
-    def neighbors(self, ranks: int) -> int:
+    def local_ranks(self, ranks: int) -> int:
         """Returns the number of ranks that share one processor and its memory."""
         return min(ranks, self.node_size) if self.cpu.cores else 1
 

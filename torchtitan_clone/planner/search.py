@@ -54,7 +54,7 @@ class Job:
     @property
     def usable_gib(self) -> float:
         """Memory that the estimate of a rank may fill."""
-        return USABLE_MEMORY * self.hardware.memory_gib / self.hardware.neighbors(self.gpus)
+        return USABLE_MEMORY * self.hardware.memory_gib / self.hardware.local_ranks(self.gpus)
 
 
 @dataclass(frozen=True, kw_only=True)

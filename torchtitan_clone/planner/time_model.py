@@ -104,7 +104,7 @@ class Machine:
     @property
     def _neighbors(self) -> int:
         """Number of ranks on one processor."""
-        return self.hardware.neighbors(self.degrees.world_size)
+        return self.hardware.local_ranks(self.degrees.world_size)
 
     @property
     def _sharing(self) -> float:
