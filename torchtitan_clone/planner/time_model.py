@@ -102,14 +102,14 @@ class Machine:
     hides_tensor: bool
 
     @property
-    def _neighbors(self) -> int:
+    def _local_ranks(self) -> int:
         """Number of ranks on one processor."""
         return self.hardware.local_ranks(self.degrees.world_size)
 
     @property
     def _sharing(self) -> float:
         """How many times longer computation takes than on a processor of its own."""
-        return self._neighbors * (self.hardware.cpu.contention if self._neighbors > 1 else 1.0)
+        return self._local_ranks * (self.hardware.cpu.contention if self._local_ranks > 1 else 1.0)
 
     def dispatch_seconds(self) -> float:
         """Returns the time of a layer, forward and backward, that does not depend on its size."""
@@ -120,7 +120,7 @@ class Machine:
 
     def core_seconds(self, us: float) -> float:
         """Returns the time of what takes a rank so many microseconds of one core."""
-        return 1e-6 * us * max(1.0, self._neighbors / max(1, self.hardware.cpu.cores))
+        return 1e-6 * us * max(1.0, self._local_ranks / max(1, self.hardware.cpu.cores))
 
     def memory_seconds(self, size: float) -> float:
         """Returns the time of reading and writing `size` bytes."""
