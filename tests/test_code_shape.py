@@ -35,7 +35,7 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "package": 32_000, "testing": 2_960, "script": 80}
+MOST_LINES = {"trainer": 350, "package": 32_500, "testing": 2_960, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_METHODS = 15
 MOST_ATTRIBUTES = 15
@@ -429,7 +429,7 @@ def test_the_trainer_is_short_and_does_not_know_pipelines() -> None:
 
 def test_the_package_is_small() -> None:
     """testing/, which holds what tests share, has a limit of its own."""
-    lines = {path: line_count(path) for path in PACKAGE.glob("**/*") if path.suffix in (".py", ".cpp")}
+    lines = {path: line_count(path) for path in PACKAGE.glob("**/*") if path.suffix in (".py", ".cpp", ".h")}
     testing = sum(count for path, count in lines.items() if PACKAGE / "testing" in path.parents)
     assert testing <= MOST_LINES["testing"]
     assert sum(lines.values()) - testing <= MOST_LINES["package"]

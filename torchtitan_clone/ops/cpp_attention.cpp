@@ -1,66 +1,18 @@
 // Attention to a range of keys in fp32 on a CPU; cpp_library.py compiles this file, and cpp_attention.py calls it.
 //
 // FlashAttention (arXiv 2205.14135, 2307.08691): no row of scores is ever in memory as a whole, and backward computes
-// them again. Keys are packed so that one vector has the same feature of several keys. Tensors are contiguous:
-//   queries [B, T, N, H], keys and values [B, S, K, H], logarithms of sums of exponentials [B, N, T],
-//   starts [B, T]: the first key that each query sees, or null if that is the first of the row,
-//   ends [B, T]: the one after its last key, or null if that is the one after itself, where S is T.
-// H is a multiple of LANES, N one of K.
+// them again. Keys are packed so that one vector has the same feature of several keys.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <memory>
+#include "cpp_attention.h"
 
 namespace {
 
-constexpr int64_t LANES = FLOATS_OF_VECTOR, ROWS = LANES == 8 ? 4 : 8;
+constexpr int64_t ROWS = LANES == 8 ? 4 : 8;
 constexpr int64_t PANEL = 2 * LANES;           // keys that are packed together; ROWS x PANEL sums fit into registers
 constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which stays in the cache
-constexpr int64_t AHEAD = 8;                   // rows that are loaded to the cache before they are copied
-constexpr int64_t LINE = 16;                   // floats of a cache line
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
-constexpr float MASKED = -INFINITY;
-constexpr float NO_KEYS = -1e30f;  // logarithm of the sum of a query that sees no key; finite, so that it can be merged
 
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
-typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t))));
-
-struct Sizes {
-  int64_t B, T, S, N, K, H;
-};
-
-typedef std::unique_ptr<float[]> Floats;
-Floats floats(int64_t count) { return Floats(new float[count]); }
-
-Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
-void store(float* x, Vector value) { *reinterpret_cast<Vector*>(x) = value; }
-
-template <class Combine>
-float reduce(Vector x, Combine combine) {
-  float parts[LANES];
-  std::memcpy(parts, &x, sizeof parts);
-  for (int64_t width = LANES / 2; width > 0; width /= 2)
-    for (int64_t i = 0; i < width; ++i) parts[i] = combine(parts[i], parts[i + width]);
-  return parts[0];
-}
-
-float sum(Vector x) {
-  return reduce(x, [](float a, float b) { return a + b; });
-}
-
-// e^x for x <= 0 with a relative error of 2e-7, and 0 below the smallest normal number: e^x = 2^n e^r, |r| <= ln 2 / 2,
-// and e^r by its Taylor series. ln 2 has two parts, of which n times the first is exact.
-Vector exponential(Vector x) {
-  constexpr float TO_INTEGER = 12582912.0f;  // 1.5 x 2^23
-  const Vector n = (x * 1.44269504f + TO_INTEGER) - TO_INTEGER;
-  const Vector r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vector series = r * (1.0f / 5040) + 1.0f / 720;
-  for (float coefficient : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) series = series * r + coefficient;
-  const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
-  return x < -87.0f ? Vector{} : series * reinterpret_cast<const Vector&>(power);
-}
+typedef Memory<float> Floats;
 
 // c = a b, or c += a b, for R rows of a [rows, depth] and V vectors of the columns of b [depth, columns]. What is added to
 // c is summed first: a sum over many blocks then has fewer roundings than terms.
@@ -110,20 +62,6 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
     multiply_columns<ADD, 1>(rows, depth, a, a_row, a_column, b + i, b_row, c + i, c_row);
 }
 
-// Loads rows of a head to the cache. They are as far apart as tokens, which hardware does not foresee.
-void prefetch(const float* x, int64_t x_row, int64_t rows, int64_t H) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t h = 0; h < H; h += LINE) __builtin_prefetch(x + i * x_row + h);
-}
-
-// Copies rows of a head [rows, H] to consecutive ones: a cache has few places for rows that are equally far apart.
-void copy_rows(const float* x, int64_t x_row, int64_t rows, int64_t H, float* copies) {
-  for (int64_t i = 0; i < rows; ++i) {
-    if (i + AHEAD < rows) prefetch(x + (i + AHEAD) * x_row, x_row, 1, H);
-    std::copy_n(x + i * x_row, H, copies + i * H);
-  }
-}
-
 // Writes x [tokens, H] as [tokens / PANEL, H, PANEL], with zeros after the last token.
 void pack(const float* x, int64_t tokens, int64_t H, float* panels) {
   for (int64_t first = 0; first < tokens; first += PANEL, panels += PANEL * H)
@@ -131,77 +69,35 @@ void pack(const float* x, int64_t tokens, int64_t H, float* panels) {
       for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * H + h] : 0.0f;
 }
 
-int64_t padded(int64_t tokens) { return (tokens + PANEL - 1) / PANEL * PANEL; }
-
 // Writes x [rows, H] times packed keys to scores [rows, width].
 void multiply_packed(int64_t rows, int64_t H, const float* x, const float* panels, int64_t width, float* scores) {
   for (int64_t i = 0; i < width; i += PANEL)
     multiply_columns<false, 2>(rows, H, x, H, 1, panels + i * H, PANEL, scores + i, WIDTH);
 }
 
-// A block of queries of one head, and the keys that they see.
-struct Block {
-  int64_t first_query, rows, next_rows, first_key, end;
-  const int32_t *starts, *ends;  // of its queries
-
-  Block(const int32_t* row_starts, const int32_t* row_ends, int64_t first, int64_t T)
-      : first_query(first), rows(std::min(QUERIES, T - first)), next_rows(std::min(QUERIES, T - first - rows)),
-        first_key(0), end(first + rows),
-        starts(row_starts == nullptr ? nullptr : row_starts + first),
-        ends(row_ends == nullptr ? nullptr : row_ends + first) {
-    if (starts != nullptr) first_key = *std::min_element(starts, starts + rows) / PANEL * PANEL;
-    if (ends != nullptr) end = *std::max_element(ends, ends + rows);
-  }
-
-  // Masks the keys from `first` on that the query does not see.
-  void mask(int64_t query, int64_t first, int64_t width, float* scores) const {
-    const int64_t before = starts == nullptr ? 0 : starts[query] - first;
-    const int64_t after = (ends == nullptr ? first_query + query + 1 : ends[query]) - first;
-    std::fill(scores, scores + std::clamp<int64_t>(before, 0, width), MASKED);
-    std::fill(scores + std::clamp<int64_t>(after, 0, width), scores + padded(width), MASKED);
-  }
-};
-
 void attend_block(const Block& block, const Sizes& size, const float* queries, const float* panels, const float* values,
                   float scale, float* scores, float* out, float* logs) {
-  const auto [B, T, S, N, K, H] = size;
-  float maxima[QUERIES], totals[QUERIES];
-  std::fill(maxima, maxima + QUERIES, MASKED);
-  std::fill(totals, totals + QUERIES, 0.0f);
+  const int64_t N = size.N, H = size.H;
+  Softmax softmax[QUERIES];
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
     multiply_packed(block.rows, H, queries, panels + first * H, width, scores);
     for (int64_t i = 0; i < block.rows; ++i) {
       float* row = scores + i * WIDTH;
       block.mask(i, first, width, row);
-      Vector largest = load(row);
-      for (int64_t j = LANES; j < padded(width); j += LANES) {
-        const Vector x = load(row + j);
-        largest = x > largest ? x : largest;
-      }
-      const float maximum = std::max(maxima[i], reduce(largest, [](float a, float b) { return a > b ? a : b; }));
-      const float shift = maximum == MASKED ? 0.0f : maximum * scale;
-      Vector total = {};
-      for (int64_t j = 0; j < padded(width); j += LANES) {
-        const Vector probability = exponential(load(row + j) * scale - shift);
-        total += probability;
-        store(row + j, probability);
-      }
-      if (first > block.first_key) {
-        const float factor = std::exp(maxima[i] * scale - shift);
-        totals[i] *= factor;
-        for (int64_t h = 0; h < H; h += LANES) store(out + i * N * H + h, load(out + i * N * H + h) * factor);
-      }
-      totals[i] += sum(total);
-      maxima[i] = maximum;
+      const auto write = [row](int64_t j, Vector probability) { store(row + j, probability); };
+      softmax[i].add(row, padded(width, PANEL), scale, write, [=](float factor) {
+        for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) store(out + h, load(out + h) * factor);
+      });
     }
     (first > block.first_key ? multiply<true> : multiply<false>)(
         block.rows, H, width, scores, WIDTH, 1, values + first * H, H, out, N * H);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
-    const bool sees = totals[i] != 0.0f;  // true for NaN
-    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) store(out + h, sees ? load(out + h) / totals[i] : Vector{});
-    logs[i] = sees ? maxima[i] * scale + std::log(totals[i]) : NO_KEYS;
+    const bool sees = softmax[i].sees_keys();
+    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES)
+      store(out + h, sees ? load(out + h) / softmax[i].total : Vector{});
+    logs[i] = softmax[i].log(scale);
   }
 }
 
@@ -235,7 +131,7 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
       float* row = scores + i * WIDTH;
       float* grad_row = grads + i * WIDTH;
       block.mask(i, first, width, row);
-      for (int64_t j = 0; j < padded(width); j += LANES) {
+      for (int64_t j = 0; j < padded(width, PANEL); j += LANES) {
         const Vector probability = exponential(load(row + j) * scale - logs[i]);
         store(row + j, probability);
         store(grad_row + j, probability * (load(grad_row + j) - products[i]) * scale);
@@ -250,8 +146,6 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
   }
 }
 
-const int32_t* row_of(const int32_t* x, int64_t b, int64_t T) { return x == nullptr ? nullptr : x + b * T; }
-
 }  // namespace
 
 // Clang takes no structured bindings in parallel regions.
@@ -260,8 +154,8 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
   const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H;
 #pragma omp parallel
   {
-    const Floats panels = floats(padded(S) * H), rows = floats(S * H);
-    const Floats queries = floats(QUERIES * H), scores = floats(QUERIES * WIDTH);
+    const Floats panels = memory<float>(padded(S, PANEL) * H), rows = memory<float>(S * H);
+    const Floats queries = memory<float>(QUERIES * H), scores = memory<float>(QUERIES * WIDTH);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
       const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
@@ -270,7 +164,7 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
       copy_rows(v + place, K * H, S, H, rows.get());
       for (int64_t t = 0; t < T; t += QUERIES) {
         const int64_t first = ((b * T + t) * N + n) * H;
-        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T);
+        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, PANEL);
         copy_rows(q + first, N * H, block.rows, H, queries.get());
         prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
         attend_block(block, *size, queries.get(), panels.get(), rows.get(), scale, scores.get(), out + first,
@@ -286,9 +180,10 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
   const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
 #pragma omp parallel
   {
-    const int64_t keys = S * H, panels = padded(S) * H, scores = QUERIES * WIDTH, rows = QUERIES * H;
-    const Scratch scratch = {floats(keys), floats(panels), floats(panels), floats(scores), floats(scores),
-                             floats(keys), floats(keys), floats(rows), floats(rows)};
+    const int64_t keys = S * H, panels = padded(S, PANEL) * H, scores = QUERIES * WIDTH, rows = QUERIES * H;
+    const Scratch scratch = {memory<float>(keys),   memory<float>(panels), memory<float>(panels),
+                             memory<float>(scores), memory<float>(scores), memory<float>(keys),
+                             memory<float>(keys),   memory<float>(rows),   memory<float>(rows)};
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
       const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
@@ -301,8 +196,9 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
         for (int64_t t = 0; t < T; t += QUERIES) {
           const int64_t first = ((b * T + t) * N + n) * H;
-          attend_block_backward(Block(row_of(starts, b, T), row_of(ends, b, T), t, T), *size, grad + first, q + first,
-                                out + first, logs + (b * N + n) * T + t, scale, scratch, q_grad + first);
+          const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, PANEL);
+          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + (b * N + n) * T + t, scale,
+                                scratch, q_grad + first);
         }
       for (int64_t s = 0; s < S; ++s) {
         std::copy_n(scratch.k_grad.get() + s * H, H, k_grad + place + s * K * H);

@@ -1,4 +1,4 @@
-"""Attention to ranges of keys on a CPU, in fp32 by C++ that is compiled when a run starts.
+"""Attention to ranges of keys on a CPU, by C++ that is compiled when a run starts: in fp32, or with AMX in bfloat16.
 
 torch's kernels of a CPU spend most of their time between the products of short rows, and know no documents.
 Legend: B batch, T queries, S keys, N heads, K kv heads, H head dim.
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.ops.cpp_library import FLOATS_OF_VECTOR, is_loaded, loaded_library
+from torchtitan_clone.ops.cpp_library import FLOATS_OF_VECTOR, has_tiles, is_loaded, loaded_library, tile_library
 from torchtitan_clone.ops.linear import IS_AMD
 from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
 IS_FASTER_IN_EAGER = IS_AMD and FLOATS_OF_VECTOR >= 8
 """Measured on these processors; on others torch's kernel may be as fast, and eager training uses it."""
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
+_TILE_FEATURES = 32
+"""Of which tiles take a multiple."""
 
 
 class CppAttention(nn.Module):
@@ -29,16 +31,21 @@ class CppAttention(nn.Module):
     def takes_cpp(self, q_BTNH: Tensor) -> bool:
         """Whether C++ computes attention of these queries.
 
-        Eagerly only on processors of AMD, where MKL, which torch's kernel calls, is slow with short rows. Without
-        gradients the result is that of torch's kernel.
+        Eagerly only in bfloat16 with AMX, and on processors of AMD, where MKL, which torch's kernel calls, is slow with
+        short rows. Without gradients the result is that of torch's kernel.
         """
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and not (self._in_eager and IS_FASTER_IN_EAGER and torch.is_grad_enabled()):
+        if q_BTNH.device.type != "cpu" or (not is_compiling and (not self._in_eager or is_fake(q_BTNH))):
             return False
-        is_low = q_BTNH.dtype == torch.bfloat16 and not HAS_AMX  # AMX multiplies in bfloat16
-        is_taken = q_BTNH.device.type == "cpu" and (is_low or q_BTNH.dtype == torch.float32)
-        fits = is_taken and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0
-        return fits and (is_compiling or not is_fake(q_BTNH)) and is_loaded()
+        if _takes_tiles(q_BTNH):
+            return is_compiling or torch.is_grad_enabled()
+        is_taken = q_BTNH.dtype == torch.float32 or (q_BTNH.dtype == torch.bfloat16 and not HAS_AMX)
+        is_used = is_compiling or (IS_FASTER_IN_EAGER and torch.is_grad_enabled())
+        return is_taken and is_used and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0 and is_loaded()
+
+
+def _takes_tiles(q_BTNH: Tensor) -> bool:
+    return q_BTNH.dtype == torch.bfloat16 and q_BTNH.shape[-1] % _TILE_FEATURES == 0 and has_tiles()
 
 
 def use_cpp(model: nn.Module) -> None:
@@ -48,15 +55,49 @@ def use_cpp(model: nn.Module) -> None:
             module._in_eager = True
 
 
-def _call(name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]) -> None:
-    """Calls a function of the library, which reads tensors of the CPU and writes results in fp32."""
-    converted = [x if x is None else (x if x.dtype == torch.int32 else x.float()).contiguous() for x in inputs]
-    pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
-    getattr(loaded_library(), name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
+class Kernel:
+    """A library's attention, which reads and writes queries, keys, values and their gradients in one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
+        self._library = library
+        self._dtype = dtype
+
+    def attend(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns what attend() does, in the dtype of the library."""
+        sizes = _sizes(*inputs)
+        B, T, _, N, *_ = sizes
+        out_BTNH, lse_BNT = self._empty_like(inputs[0]), torch.empty(B, N, T, dtype=torch.float32)
+        self._call("attend", *inputs, results=(out_BTNH, lse_BNT), sizes=sizes)
+        return out_BTNH, lse_BNT
+
+    def attend_backward(self, grad_BTNH: Tensor, *saved: Tensor | None) -> list[Tensor]:
+        """Returns what attend_backward() does, in the dtype of the library."""
+        *inputs, _out, _lse = saved
+        results = [self._empty_like(x) for x in inputs[:3]]
+        self._call("attend_backward", grad_BTNH, *saved, results=results, sizes=_sizes(*inputs))
+        return results
+
+    def _empty_like(self, x: Tensor | None) -> Tensor:
+        return torch.empty(cast("Tensor", x).shape, dtype=self._dtype)
+
+    def _call(
+        self, name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]
+    ) -> None:
+        converted = [x if x is None else (x.to(self._dtype) if x.dim() == 4 else x).contiguous() for x in inputs]
+        pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
+        getattr(self._library, name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
 
 
-def _sizes(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *ranges: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
+def _kernel(q_BTNH: Tensor) -> Kernel:
+    if _takes_tiles(q_BTNH):
+        return Kernel(tile_library(), torch.bfloat16)
+    return Kernel(loaded_library(), torch.float32)
+
+
+def _sizes(*inputs: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
     """Returns B, T, S, N, K and H; ValueError if the library would read other memory than that of these tensors."""
+    q_BTNH, k_BSKH, v_BSKH = cast("Sequence[Tensor]", inputs[:3])
+    ranges = inputs[3:]
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
     fits = k_BSKH.shape == v_BSKH.shape == (B, S, K, H) and N % K == 0 and H % FLOATS_OF_VECTOR == 0
     kinds = {(x.device.type, x.dtype) for x in (q_BTNH, k_BSKH, v_BSKH)}
@@ -78,13 +119,9 @@ def attend(
     """Returns attention of each query over the keys from its start to its end: out [B, T, N, H], lse [B, N, T].
 
     Starts and ends are int32. Without starts a row is seen from its first key on, and without ends, of as many keys as
-    queries, until the query itself. Computes in fp32; lse is in fp32. Of lse there is no gradient.
+    queries, until the query itself. Sums are in fp32, as is lse, of which there is no gradient.
     """
-    inputs = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
-    sizes = _sizes(*inputs)
-    B, T, N, _ = q_BTNH.shape
-    out_BTNH, lse_BNT = torch.empty(q_BTNH.shape, dtype=torch.float32), torch.empty(B, N, T, dtype=torch.float32)
-    _call("attend", *inputs, results=(out_BTNH, lse_BNT), sizes=sizes)
+    out_BTNH, lse_BNT = _kernel(q_BTNH).attend(q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
     return out_BTNH.to(q_BTNH.dtype), lse_BNT
 
 
@@ -100,10 +137,8 @@ def attend_backward(
     ends_BT: Tensor | None, out_BTNH: Tensor, lse_BNT: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients by queries, keys and values of attend(), whose results may be merged with others."""
-    inputs = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
-    results = [torch.empty(x.shape, dtype=torch.float32) for x in inputs[:3]]
-    _call("attend_backward", grad_BTNH, *inputs, out_BTNH, lse_BNT, results=results, sizes=_sizes(*inputs))
-    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in results)
+    saved = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT, out_BTNH, lse_BNT)
+    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in _kernel(q_BTNH).attend_backward(grad_BTNH, *saved))
     return q_grad, k_grad, v_grad
 
 

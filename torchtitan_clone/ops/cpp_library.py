@@ -15,14 +15,16 @@ from tempfile import TemporaryDirectory
 import torch
 
 from torchtitan_clone.files import user_cache_folder
-from torchtitan_clone.torch_compat import assume_constant_result
+from torchtitan_clone.torch_compat import HAS_AMX, assume_constant_result
 
 logger = logging.getLogger("torchtitan_clone")
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("cpp_attention.cpp", "cpp_product.cpp")]
 _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), "AVX2": (8, "-mavx2 -mfma")}
 """Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
 FLOATS_OF_VECTOR, _FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
+_KERNELS = ("cpp_attention.cpp", "cpp_product.cpp")
+_TILES = ("cpp_tile_attention.cpp",)
+_TILE_FLAGS = "-mamx-tile -mamx-bf16"
 _TIMEOUT_SECONDS = 300
 
 
@@ -35,15 +37,24 @@ def cpp_compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
 
+def start_compiling() -> None:
+    """Starts to compile and load what this processor uses, in threads."""
+    _library(_KERNELS)
+    if HAS_AMX:
+        _library(_TILES)
+
+
 @cache
-def start_compiling() -> Future[ctypes.CDLL | None]:
-    """Starts to compile and load the kernels in a thread; the result is None if that fails, which the log says."""
-    return ThreadPoolExecutor(1).submit(_load_kernels)
+def _library(names: tuple[str, ...]) -> Future[ctypes.CDLL | None]:
+    """Starts to compile and load these files in a thread; the result is None if that fails, which the log says."""
+    return ThreadPoolExecutor(1).submit(_load_kernels, names)
 
 
-def _load_kernels() -> ctypes.CDLL | None:
+def _load_kernels(names: tuple[str, ...]) -> ctypes.CDLL | None:
+    tiles = _TILE_FLAGS if HAS_AMX and names == _TILES else ""
+    flags = ["-O3", *_FLAGS.split(), *tiles.split(), f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"]
     try:
-        return load_cpp(_SOURCES, flags=["-O3", *_FLAGS.split(), f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"])
+        return load_cpp([Path(__file__).with_name(name) for name in names], flags=flags)
     except CompilationError as error:
         logger.warning("a CPU uses torch's kernels, which are slower: %s", error)
     return None
@@ -72,7 +83,8 @@ def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequen
 
 def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str]) -> ctypes.CDLL:
     command = [cpp_compiler(), "-std=c++17", *flags, "-shared", "-fPIC", *map(str, sources), *libraries]
-    parts = [cpp_compiler(), *flags, *libraries, torch.__version__, *(source.read_text() for source in sources)]
+    texts = [path.read_text() for path in (*sources, *sorted(sources[0].parent.glob("*.h")))]
+    parts = [cpp_compiler(), *flags, *libraries, torch.__version__, *texts]
     library = folder / f"cpp_{blake2b(chr(0).join(parts).encode(), digest_size=16).hexdigest()}.so"
     if library.exists():
         with suppress(OSError):  # a file that is damaged
@@ -88,11 +100,25 @@ def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], librar
 @assume_constant_result
 def is_loaded() -> bool:
     """Whether the library could be compiled and loaded, for which the first call waits."""
-    return start_compiling().result() is not None
+    return _library(_KERNELS).result() is not None
+
+
+@assume_constant_result
+@cache
+def has_tiles() -> bool:
+    """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
+    return HAS_AMX and _library(_TILES).result() is not None and bool(tile_library().permit_tiles())
 
 
 def loaded_library() -> ctypes.CDLL:
     """Returns the library where is_loaded() is true."""
-    library = start_compiling().result()
+    library = _library(_KERNELS).result()
+    assert library is not None
+    return library
+
+
+def tile_library() -> ctypes.CDLL:
+    """Returns the library of attention in tiles; without AMX loops compute the same, slowly."""
+    library = _library(_TILES).result()
     assert library is not None
     return library

@@ -1,0 +1,381 @@
+// Attention to a range of keys in bfloat16 by the tiles of AMX; cpp_library.py compiles this file, and cpp_attention.py
+// calls it.
+//
+// FlashAttention (arXiv 2205.14135, 2307.08691) as in cpp_attention.cpp, with products of 32 x 32 results. Scores, sums
+// and gradients are in fp32; probabilities and gradients of scores are rounded to bfloat16 for the next product. H is a
+// multiple of 32. A tile has 16 rows of 64 bytes: 16 x 16 floats, 16 x 32 bfloat16, or 16 pairs of rows of a factor on
+// the right [32, 16], of which each pair of values of a column is together. Without AMX loops compute the same, for tests.
+
+#include "cpp_attention.h"
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int64_t TILE = 16;              // rows, and floats or pairs of a row
+constexpr int64_t DEPTH = 2 * TILE;       // bfloat16 of a row
+constexpr int64_t SIZE = TILE * DEPTH;    // bfloat16 of a tile
+constexpr int64_t SIDE = 2 * TILE;        // of a block of results
+constexpr int64_t QUERIES = 64, KEYS = 512;
+constexpr int64_t WIDTH = KEYS + DEPTH;   // between two rows of scores, which are then not at equal cache lines
+
+typedef uint16_t Low;    // bfloat16
+typedef uint32_t Pair;   // of bfloat16
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(alignof(uint32_t)), may_alias));
+typedef uint16_t Lows __attribute__((vector_size(LANES * sizeof(Low)), aligned(alignof(Low)), may_alias));
+
+// Registers of a thread for eight tiles of 16 rows.
+struct Tiles {
+#ifdef __AMX_BF16__
+  Tiles() {
+    struct alignas(LINE_BYTES) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } setting;
+    for (int i = 0; i < 8; ++i) setting.row_bytes[i] = LINE_BYTES, setting.rows[i] = TILE;
+    asm volatile("" ::"r"(&setting) : "memory");  // GCC knows of the first 8 bytes only that they are read
+    _tile_loadconfig(&setting);
+  }
+  ~Tiles() { _tile_release(); }
+#endif
+};
+
+// c = a b, or c += a b: c [32, 32], a [32, 32 depth], and b in tiles, of which the next column and the next 32 rows are
+// b_column and b_depth bfloat16 away.
+template <bool ADD>
+void multiply(int64_t depth, const Low* a, int64_t a_row, const Low* b, int64_t b_column, int64_t b_depth, float* c,
+              int64_t c_row) {
+#ifdef __AMX_BF16__
+  asm volatile("" ::: "memory");  // GCC does not know that tiles are read from memory
+  const int64_t a_bytes = a_row * sizeof(Low), c_bytes = c_row * sizeof(float);
+  float* lower = c + TILE * c_row;
+  if (ADD) {
+    _tile_loadd(0, c, c_bytes);
+    _tile_loadd(1, c + TILE, c_bytes);
+    _tile_loadd(2, lower, c_bytes);
+    _tile_loadd(3, lower + TILE, c_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t d = 0; d < depth; ++d, a += DEPTH, b += b_depth) {
+    _tile_loadd(4, a, a_bytes);
+    _tile_loadd(6, b, LINE_BYTES);
+    _tile_loadd(7, b + b_column, LINE_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + TILE * a_row, a_bytes);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, c_bytes);
+  _tile_stored(1, c + TILE, c_bytes);
+  _tile_stored(2, lower, c_bytes);
+  _tile_stored(3, lower + TILE, c_bytes);
+#else
+  const auto wide = [](Low x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  for (int64_t i = 0; i < SIDE; ++i)
+    for (int64_t j = 0; j < SIDE; ++j) {
+      float sum = ADD ? c[i * c_row + j] : 0.0f;
+      for (int64_t k = 0; k < depth * DEPTH; ++k) {
+        const Low* tile = b + k / DEPTH * b_depth + j / TILE * b_column;
+        sum += wide(a[i * a_row + k]) * wide(tile[k % DEPTH / 2 * DEPTH + j % TILE * 2 + k % 2]);
+      }
+      c[i * c_row + j] = sum;
+    }
+#endif
+}
+
+// Rounds to bfloat16, which are the upper halves of the results; the lower ones are of no use.
+Bits rounded(Vector x) {
+  const Bits bits = reinterpret_cast<const Bits&>(x);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+
+void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
+void store_pairs(Pair* x, Bits upper, Bits next_upper) {
+  *reinterpret_cast<Bits*>(x) = upper >> 16 | (next_upper & 0xffff0000);
+}
+Vector widened(const Low* x) {
+  const Bits bits = __builtin_convertvector(*reinterpret_cast<const Lows*>(x), Bits) << 16;
+  return reinterpret_cast<const Vector&>(bits);
+}
+
+// Copies rows of a head [rows, H] to consecutive ones, and zeros after them.
+void copy_padded(const Low* x, int64_t x_row, int64_t rows, int64_t all_rows, int64_t H, Low* copies) {
+  copy_rows(x, x_row, rows, H, copies);
+  std::fill(copies + rows * H, copies + all_rows * H, 0);
+}
+
+// Writes the tiles of x^T as factor on the right, x [rows, H]: [rows / 16, H / 32] tiles.
+void pack_transposed(const Low* x, int64_t rows, int64_t H, Low* tiles) {
+  for (int64_t first = 0; first < rows; first += TILE)
+    for (int64_t h = 0; h < H; h += DEPTH, tiles += SIZE)
+      for (int64_t i = 0; i < TILE; ++i)
+        for (int64_t j = 0; j < TILE; ++j)
+          std::memcpy(tiles + i * DEPTH + j * 2, x + (first + j) * H + h + i * 2, sizeof(Pair));
+}
+
+// Writes the tiles of x as factor on the right, x [rows, H]: [rows / 32, H / 16] tiles.
+void pack(const Low* x, int64_t rows, int64_t H, Low* tiles) {
+  for (int64_t first = 0; first < rows; first += DEPTH)
+    for (int64_t h = 0; h < H; h += TILE, tiles += SIZE)
+      for (int64_t i = 0; i < TILE; ++i) {
+        const Low* row = x + (first + 2 * i) * H + h;
+        for (int64_t j = 0; j < TILE; ++j) {
+          tiles[i * DEPTH + 2 * j] = row[j];
+          tiles[i * DEPTH + 2 * j + 1] = row[H + j];
+        }
+      }
+}
+
+// Writes x^T [H, out_row], x [rows, H].
+void transpose(const Low* x, int64_t rows, int64_t H, Low* out, int64_t out_row) {
+  for (int64_t h = 0; h < H; ++h)
+    for (int64_t i = 0; i < rows; ++i) out[h * out_row + i] = x[i * H + h];
+}
+
+// Memory of a thread. Forward: keys and values in tiles, of a block queries, scores, probabilities and results.
+struct Forward {
+  Memory<Low> rows, keys, values, queries, probs;
+  Memory<float> scores, out;
+
+  Forward(int64_t S, int64_t H)
+      : rows(memory<Low>(S * H)), keys(memory<Low>(S * H)), values(memory<Low>(S * H)), queries(memory<Low>(QUERIES * H)),
+        probs(memory<Low>(QUERIES * WIDTH)), scores(memory<float>(QUERIES * WIDTH)), out(memory<float>(QUERIES * H)) {}
+};
+
+void attend_block(const Block& block, const Sizes& size, const Forward& m, float scale, Low* out, float* logs) {
+  const int64_t N = size.N, H = size.H, rows = padded(block.rows, SIDE);
+  Softmax softmax[QUERIES];
+  for (int64_t first = block.first_key; first < block.end; first += KEYS) {
+    const int64_t width = std::min(KEYS, block.end - first), all = padded(width, SIDE);
+    for (int64_t i = 0; i < rows; i += SIDE)
+      for (int64_t j = 0; j < all; j += SIDE)
+        multiply<false>(H / DEPTH, m.queries.get() + i * H, H, m.keys.get() + (first + j) * H, TILE * H, SIZE,
+                        m.scores.get() + i * WIDTH + j, WIDTH);
+    for (int64_t i = 0; i < block.rows; ++i) {
+      float* row = m.scores.get() + i * WIDTH;
+      Low* probs = m.probs.get() + i * WIDTH;
+      float* sums = m.out.get() + i * H;
+      block.mask(i, first, width, row);
+      const auto write = [probs](int64_t j, Vector probability) { store_low(probs + j, rounded(probability)); };
+      softmax[i].add(row, all, scale, write, [sums, H](float factor) {
+        for (int64_t h = 0; h < H; h += LANES) store(sums + h, load(sums + h) * factor);
+      });
+    }
+    for (int64_t i = 0; i < rows; i += SIDE)
+      for (int64_t h = 0; h < H; h += SIDE)
+        (first > block.first_key ? multiply<true> : multiply<false>)(
+            all / DEPTH, m.probs.get() + i * WIDTH, WIDTH, m.values.get() + first * H + h * DEPTH, SIZE, DEPTH * H,
+            m.out.get() + i * H + h, H);
+  }
+  for (int64_t i = 0; i < block.rows; ++i) {
+    const float* sums = m.out.get() + i * H;
+    const bool sees = softmax[i].sees_keys();
+    for (int64_t h = 0; h < H; h += LANES)
+      store_low(out + i * N * H + h, rounded(sees ? load(sums + h) / softmax[i].total : Vector{}));
+    logs[i] = softmax[i].log(scale);
+  }
+}
+
+// Memory of a thread. Backward computes with scores^T [keys, queries]: of a head keys and values, K^T, and gradients; of
+// a block of queries rows of these and of gradients, both as tiles of x^T and of x, scores^T and their gradients, in fp32
+// and as factors, and the gradient by the queries [H, QUERIES].
+struct Backward {
+  int64_t S, S_row;
+  Memory<Low> keys, values, keys_T;
+  Memory<float> k_grad, v_grad;
+  Memory<Low> queries, queries_T, query_tiles, out_grads, out_grads_T, out_grad_tiles;
+  Memory<float> scores, grads;
+  Memory<Low> probs, score_grads, score_grad_tiles;
+  Memory<float> q_grad;
+
+  Backward(int64_t S, int64_t H)
+      : S(S), S_row(S + DEPTH), keys(memory<Low>(S * H)), values(memory<Low>(S * H)), keys_T(memory<Low>(H * S_row)),
+        k_grad(memory<float>(S * H)), v_grad(memory<float>(S * H)), queries(memory<Low>(QUERIES * H)),
+        queries_T(memory<Low>(QUERIES * H)), query_tiles(memory<Low>(QUERIES * H)), out_grads(memory<Low>(QUERIES * H)),
+        out_grads_T(memory<Low>(QUERIES * H)), out_grad_tiles(memory<Low>(QUERIES * H)),
+        scores(memory<float>(KEYS * QUERIES)), grads(memory<float>(KEYS * QUERIES)), probs(memory<Low>(KEYS * QUERIES)),
+        score_grads(memory<Low>(KEYS * QUERIES)), score_grad_tiles(memory<Low>(KEYS * QUERIES)),
+        q_grad(memory<float>(H * QUERIES)) {}
+};
+
+// The queries of a block, a value of each: those after the last one see no key.
+struct Columns {
+  int32_t starts[QUERIES] = {}, ends[QUERIES] = {};
+  float logs[QUERIES] = {}, products[QUERIES] = {};  // of each result and its gradient
+  int32_t all_from = 0, all_until = INT32_MAX;       // keys that all of QUERIES see
+
+  Columns(const Block& block, const float* block_logs, const Low* out, int64_t out_row, const Low* out_grads, int64_t H) {
+    for (int64_t i = 0; i < block.rows; ++i) {
+      starts[i] = block.start_of(i);
+      ends[i] = block.end_of(i);
+      logs[i] = block_logs[i];
+      Vector product = {};
+      for (int64_t h = 0; h < H; h += LANES) product += widened(out_grads + i * H + h) * widened(out + i * out_row + h);
+      products[i] = sum(product);
+    }
+    for (int64_t i = 0; i < QUERIES; ++i) {
+      all_from = std::max(all_from, starts[i]);
+      all_until = std::min(all_until, ends[i]);
+    }
+  }
+};
+
+// Writes the probabilities and their gradients of two keys, as rows and as pairs.
+void differentiate(const Columns& columns, int64_t key, const float* scores, const float* grads, float scale, Low* probs,
+                   Low* score_grads, Low* score_grad_tiles) {
+  const bool all_see = columns.all_from <= key && key + 1 < columns.all_until;
+  for (int64_t i = 0; i < QUERIES; i += LANES) {
+    Bits results[2];
+    for (int64_t j = 0; j < 2; ++j) {
+      const int64_t place = j * QUERIES + i;
+      Vector probability = exponential(load(scores + place) * scale - load(columns.logs + i));
+      Vector grad = probability * (load(grads + place) - load(columns.products + i)) * scale;
+      if (!all_see) {
+        const Integers& starts = reinterpret_cast<const Integers&>(columns.starts[i]);
+        const Integers& ends = reinterpret_cast<const Integers&>(columns.ends[i]);
+        const Integers sees = (starts <= int32_t(key + j)) & (ends > int32_t(key + j));
+        probability = sees ? probability : Vector{};
+        grad = sees ? grad : Vector{};
+      }
+      results[j] = rounded(grad);
+      store_low(probs + place, rounded(probability));
+      store_low(score_grads + place, results[j]);
+    }
+    store_pairs(reinterpret_cast<Pair*>(score_grad_tiles + i / TILE * SIZE) + i % TILE, results[0], results[1]);
+  }
+}
+
+// Writes the gradients by the queries of a block, and adds to those by keys and values.
+void attend_block_backward(const Block& block, const Sizes& size, const Low* grad, const Low* queries, const Low* out,
+                           const float* logs, float scale, const Backward& m, Low* q_grad) {
+  const int64_t row = size.N * size.H, H = size.H;
+  copy_padded(queries, row, block.rows, QUERIES, H, m.queries.get());
+  copy_padded(grad, row, block.rows, QUERIES, H, m.out_grads.get());
+  for (const Low* x : {queries, grad, out}) prefetch(x + QUERIES * row, row, block.next_rows, H);
+  pack_transposed(m.queries.get(), QUERIES, H, m.queries_T.get());
+  pack_transposed(m.out_grads.get(), QUERIES, H, m.out_grads_T.get());
+  pack(m.queries.get(), QUERIES, H, m.query_tiles.get());
+  pack(m.out_grads.get(), QUERIES, H, m.out_grad_tiles.get());
+  const Columns columns(block, logs, out, row, m.out_grads.get(), H);
+  for (int64_t first = block.first_key; first < block.end; first += KEYS) {
+    const int64_t all = padded(std::min(KEYS, block.end - first), SIDE);
+    for (int64_t s = 0; s < all; s += SIDE)
+      for (int64_t i = 0; i < QUERIES; i += SIDE) {
+        const int64_t keys = (first + s) * H, place = s * QUERIES + i;
+        multiply<false>(H / DEPTH, m.keys.get() + keys, H, m.queries_T.get() + i * H, TILE * H, SIZE,
+                        m.scores.get() + place, QUERIES);
+        multiply<false>(H / DEPTH, m.values.get() + keys, H, m.out_grads_T.get() + i * H, TILE * H, SIZE,
+                        m.grads.get() + place, QUERIES);
+      }
+    for (int64_t s = 0; s < all; s += 2) {
+      const int64_t place = s * QUERIES, tile = s / DEPTH * DEPTH * QUERIES + s % DEPTH / 2 * DEPTH;
+      differentiate(columns, first + s, m.scores.get() + place, m.grads.get() + place, scale, m.probs.get() + place,
+                    m.score_grads.get() + place, m.score_grad_tiles.get() + tile);
+    }
+    for (int64_t h = 0; h < H; h += SIDE)
+      for (int64_t i = 0; i < QUERIES; i += SIDE)
+        (first > block.first_key ? multiply<true> : multiply<false>)(
+            all / DEPTH, m.keys_T.get() + h * m.S_row + first, m.S_row, m.score_grad_tiles.get() + i * DEPTH, SIZE,
+            DEPTH * QUERIES, m.q_grad.get() + h * QUERIES + i, QUERIES);
+    for (int64_t s = 0; s < all; s += SIDE)
+      for (int64_t h = 0; h < H; h += SIDE) {
+        const int64_t place = (first + s) * H + h;
+        multiply<true>(QUERIES / DEPTH, m.score_grads.get() + s * QUERIES, QUERIES, m.query_tiles.get() + h * DEPTH, SIZE,
+                       DEPTH * H, m.k_grad.get() + place, H);
+        multiply<true>(QUERIES / DEPTH, m.probs.get() + s * QUERIES, QUERIES, m.out_grad_tiles.get() + h * DEPTH, SIZE,
+                       DEPTH * H, m.v_grad.get() + place, H);
+      }
+  }
+  if (block.end <= block.first_key) std::fill_n(m.q_grad.get(), H * QUERIES, 0.0f);
+  float grads[LANES];
+  for (int64_t i = 0; i < block.rows; ++i)
+    for (int64_t h = 0; h < H; h += LANES) {
+      for (int64_t j = 0; j < LANES; ++j) grads[j] = m.q_grad[(h + j) * QUERIES + i];
+      store_low(q_grad + i * row + h, rounded(load(grads)));
+    }
+}
+
+}  // namespace
+
+// Whether this process may use the registers of tiles, which Linux permits when it is asked.
+extern "C" bool permit_tiles() {
+#ifdef __AMX_BF16__
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+
+extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* starts, const int32_t* ends, Low* out,
+                       float* logs, const Sizes* size, float scale) {
+  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, all = padded(S, DEPTH);
+#pragma omp parallel
+  {
+    [[maybe_unused]] const Tiles tiles;
+    const Forward m(all, H);
+#pragma omp for schedule(dynamic)
+    for (int64_t head = 0; head < B * N; ++head) {
+      const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
+      copy_padded(k + place, K * H, S, all, H, m.rows.get());
+      pack_transposed(m.rows.get(), all, H, m.keys.get());
+      copy_padded(v + place, K * H, S, all, H, m.rows.get());
+      pack(m.rows.get(), all, H, m.values.get());
+      for (int64_t t = 0; t < T; t += QUERIES) {
+        const int64_t first = ((b * T + t) * N + n) * H;
+        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, SIDE);
+        copy_padded(q + first, N * H, block.rows, QUERIES, H, m.queries.get());
+        prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
+        attend_block(block, *size, m, scale, out + first, logs + head * T + t);
+      }
+    }
+  }
+}
+
+extern "C" void attend_backward(const Low* grad, const Low* q, const Low* k, const Low* v, const int32_t* starts,
+                                const int32_t* ends, const Low* out, const float* logs, Low* q_grad, Low* k_grad,
+                                Low* v_grad, const Sizes* size, float scale) {
+  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
+  const int64_t all = padded(S, DEPTH);
+#pragma omp parallel
+  {
+    [[maybe_unused]] const Tiles tiles;
+    const Backward m(all, H);
+#pragma omp for schedule(dynamic)
+    for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
+      const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
+      copy_padded(v + place, K * H, S, all, H, m.values.get());
+      copy_padded(k + place, K * H, S, all, H, m.keys.get());
+      transpose(m.keys.get(), all, H, m.keys_T.get(), m.S_row);
+      std::fill_n(m.k_grad.get(), all * H, 0.0f);
+      std::fill_n(m.v_grad.get(), all * H, 0.0f);
+      for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
+        for (int64_t t = 0; t < T; t += QUERIES) {
+          const int64_t first = ((b * T + t) * N + n) * H;
+          const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, SIDE);
+          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + (b * N + n) * T + t, scale, m,
+                                q_grad + first);
+        }
+      for (int64_t s = 0; s < S; ++s)
+        for (int64_t h = 0; h < H; h += LANES) {
+          store_low(k_grad + place + s * K * H + h, rounded(load(m.k_grad.get() + s * H + h)));
+          store_low(v_grad + place + s * K * H + h, rounded(load(m.v_grad.get() + s * H + h)));
+        }
+    }
+  }
+}
