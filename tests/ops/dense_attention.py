@@ -45,3 +45,15 @@ def distance(got, expected):
     """Returns the norm of the difference over the norm; infinity for NaN."""
     found = (got.double() - expected.double()).norm() / expected.double().norm()
     return found.nan_to_num(nan=torch.inf).item()
+
+
+def assert_bits_do_not_depend_on_threads_or_on_neighbours(attention, *tensors):
+    """Compares the results for both rows with those for the second one alone, on one thread."""
+    threads = torch.get_num_threads()
+    both = attention(*tensors)
+    try:
+        torch.set_num_threads(1)
+        alone = attention(*(x[1:] for x in tensors))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))

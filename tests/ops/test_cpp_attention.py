@@ -7,7 +7,13 @@ import sys
 import pytest
 import torch
 
-from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from tests.ops.dense_attention import (
+    assert_bits_do_not_depend_on_threads_or_on_neighbours,
+    dense,
+    distance,
+    inputs,
+    result_and_gradients,
+)
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, attend, use_cpp
@@ -104,14 +110,9 @@ def test_narrower_vectors_compute_the_same(capability, tmp_path):
 
 def test_bits_do_not_depend_on_threads_or_on_neighbours():
     *tensors, _ = triple_heads(90)
-    threads = torch.get_num_threads()
-    both = result_and_gradients(lambda *x: attend(*x, None)[0], *tensors)
-    try:
-        torch.set_num_threads(1)
-        alone = result_and_gradients(lambda *x: attend(*x, None)[0], *(x[1:] for x in tensors))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))
+    assert_bits_do_not_depend_on_threads_or_on_neighbours(
+        lambda *x: result_and_gradients(lambda *y: attend(*y, None)[0], *x), *tensors
+    )
 
 
 def test_values_that_are_no_numbers_stay_visible():

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
-from tests.ops.test_cpp_attention import CASES, eager_kernel, run_python
+from tests.ops.dense_attention import (
+    assert_bits_do_not_depend_on_threads_or_on_neighbours,
+    dense,
+    distance,
+    inputs,
+    result_and_gradients,
+)
+from tests.ops.test_cpp_attention import CASES, eager_kernel, run_python, uses
 from tests.ops.test_short_rows import products_one_by_one
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
@@ -84,14 +90,7 @@ def test_queries_without_keys_are_zero():
 
 def test_bits_do_not_depend_on_threads_or_on_neighbours():
     *tensors, _ = low_heads(90)
-    threads = torch.get_num_threads()
-    both = in_tiles(*tensors)
-    try:
-        torch.set_num_threads(1)
-        alone = in_tiles(*(x[1:] for x in tensors))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(x[1:], y) for x, y in zip(both, alone, strict=True))
+    assert_bits_do_not_depend_on_threads_or_on_neighbours(in_tiles, *tensors)
 
 
 def test_values_that_are_no_numbers_stay_visible():
@@ -110,6 +109,11 @@ def test_narrower_vectors_compute_the_same(tmp_path):
         [test_results_and_gradients_round_less_than_those_of_products(case, 32) for case in CASES]
     """
     run_python(code, ATEN_CPU_CAPABILITY="default", XDG_CACHE_HOME=str(tmp_path))
+
+
+def test_compiled_blocks_take_no_break_of_the_graph():
+    q, k, v, *_ = low_heads(30)
+    assert uses(q, k, v) is (has_tiles() or not HAS_AMX)
 
 
 def test_it_is_used_in_bfloat16_where_the_processor_has_tiles():

@@ -151,7 +151,7 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
 // Clang takes no structured bindings in parallel regions.
 extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, const int32_t* ends,
                        float* out, float* logs, const Sizes* size, float scale) {
-  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H;
+  const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H;
 #pragma omp parallel
   {
     const Floats panels = memory<float>(padded(S, PANEL) * H), rows = memory<float>(S * H);
@@ -162,14 +162,11 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
       copy_rows(k + place, K * H, S, H, rows.get());
       pack(rows.get(), S, H, panels.get());
       copy_rows(v + place, K * H, S, H, rows.get());
-      for (int64_t t = 0; t < T; t += QUERIES) {
-        const int64_t first = ((b * T + t) * N + n) * H;
-        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, PANEL);
+      for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t first, int64_t row) {
         copy_rows(q + first, N * H, block.rows, H, queries.get());
         prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
-        attend_block(block, *size, queries.get(), panels.get(), rows.get(), scale, scores.get(), out + first,
-                     logs + head * T + t);
-      }
+        attend_block(block, *size, queries.get(), panels.get(), rows.get(), scale, scores.get(), out + first, logs + row);
+      });
     }
   }
 }
@@ -177,7 +174,7 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
 extern "C" void attend_backward(const float* grad, const float* q, const float* k, const float* v,
                                 const int32_t* starts, const int32_t* ends, const float* out, const float* logs,
                                 float* q_grad, float* k_grad, float* v_grad, const Sizes* size, float scale) {
-  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
+  const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
 #pragma omp parallel
   {
     const int64_t keys = S * H, panels = padded(S, PANEL) * H, scores = QUERIES * WIDTH, rows = QUERIES * H;
@@ -194,12 +191,9 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
       std::fill_n(scratch.k_grad.get(), S * H, 0.0f);
       std::fill_n(scratch.v_grad.get(), S * H, 0.0f);
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
-        for (int64_t t = 0; t < T; t += QUERIES) {
-          const int64_t first = ((b * T + t) * N + n) * H;
-          const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, PANEL);
-          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + (b * N + n) * T + t, scale,
-                                scratch, q_grad + first);
-        }
+        for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t first, int64_t row) {
+          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + row, scale, scratch, q_grad + first);
+        });
       for (int64_t s = 0; s < S; ++s) {
         std::copy_n(scratch.k_grad.get() + s * H, H, k_grad + place + s * K * H);
         std::copy_n(scratch.v_grad.get() + s * H, H, v_grad + place + s * K * H);

@@ -118,6 +118,17 @@ struct Block {
   }
 };
 
+// Calls run() with the blocks of queries of a head, where they start in queries, and where in logarithms.
+template <class Run>
+void for_each_block(const Sizes& size, int64_t b, int64_t n, const int32_t* starts, const int32_t* ends, int64_t queries,
+                    int64_t panel, Run run) {
+  const int64_t T = size.T;
+  for (int64_t t = 0; t < T; t += queries) {
+    const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, queries, panel);
+    run(block, ((b * T + t) * size.N + n) * size.H, (b * size.N + n) * T + t);
+  }
+}
+
 // The softmax of a row of scores that come in blocks.
 struct Softmax {
   float maximum = MASKED, total = 0.0f;

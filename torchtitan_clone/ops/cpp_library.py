@@ -104,10 +104,14 @@ def is_loaded() -> bool:
 
 
 @assume_constant_result
-@cache
 def has_tiles() -> bool:
     """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
-    return HAS_AMX and _library(_TILES).result() is not None and bool(tile_library().permit_tiles())
+    return HAS_AMX and _library(_TILES).result() is not None and _may_use_tiles()
+
+
+@cache
+def _may_use_tiles() -> bool:
+    return bool(tile_library().permit_tiles())
 
 
 def loaded_library() -> ctypes.CDLL:

@@ -324,7 +324,7 @@ extern "C" bool permit_tiles() {
 
 extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* starts, const int32_t* ends, Low* out,
                        float* logs, const Sizes* size, float scale) {
-  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, all = padded(S, DEPTH);
+  const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, all = padded(S, DEPTH);
 #pragma omp parallel
   {
     [[maybe_unused]] const Tiles tiles;
@@ -336,13 +336,11 @@ extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* 
       pack_transposed(m.rows.get(), all, H, m.keys.get());
       copy_padded(v + place, K * H, S, all, H, m.rows.get());
       pack(m.rows.get(), all, H, m.values.get());
-      for (int64_t t = 0; t < T; t += QUERIES) {
-        const int64_t first = ((b * T + t) * N + n) * H;
-        const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, SIDE);
+      for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t first, int64_t row) {
         copy_padded(q + first, N * H, block.rows, QUERIES, H, m.queries.get());
         prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
-        attend_block(block, *size, m, scale, out + first, logs + head * T + t);
-      }
+        attend_block(block, *size, m, scale, out + first, logs + row);
+      });
     }
   }
 }
@@ -350,7 +348,7 @@ extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* 
 extern "C" void attend_backward(const Low* grad, const Low* q, const Low* k, const Low* v, const int32_t* starts,
                                 const int32_t* ends, const Low* out, const float* logs, Low* q_grad, Low* k_grad,
                                 Low* v_grad, const Sizes* size, float scale) {
-  const int64_t B = size->B, T = size->T, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
+  const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
   const int64_t all = padded(S, DEPTH);
 #pragma omp parallel
   {
@@ -365,12 +363,9 @@ extern "C" void attend_backward(const Low* grad, const Low* q, const Low* k, con
       std::fill_n(m.k_grad.get(), all * H, 0.0f);
       std::fill_n(m.v_grad.get(), all * H, 0.0f);
       for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
-        for (int64_t t = 0; t < T; t += QUERIES) {
-          const int64_t first = ((b * T + t) * N + n) * H;
-          const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, QUERIES, SIDE);
-          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + (b * N + n) * T + t, scale, m,
-                                q_grad + first);
-        }
+        for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t first, int64_t row) {
+          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + row, scale, m, q_grad + first);
+        });
       for (int64_t s = 0; s < S; ++s)
         for (int64_t h = 0; h < H; h += LANES) {
           store_low(k_grad + place + s * K * H + h, rounded(load(m.k_grad.get() + s * H + h)));
