@@ -38,7 +38,7 @@ def cpp_compiler() -> str:
 
 
 def start_compiling() -> None:
-    """Starts to compile and load what this processor uses, in threads."""
+    """Starts to compile and load what this processor uses, in threads; else the first use does, and waits."""
     _library(_KERNELS)
     if HAS_AMX:
         _library(_TILES)

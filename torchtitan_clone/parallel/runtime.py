@@ -25,7 +25,6 @@ from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
 from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
 from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
-    HAS_AMX,
     default_compile_cache,
     import_inductor,
     keep_compiler_checks,
@@ -190,7 +189,7 @@ def check_compiler(options: Compile, *, device_type: str) -> None:
 
 def set_up_compile(options: Compile, *, device_type: str) -> None:
     """Starts to compile C++ if a CPU trains with it, and configures torch.compile if it is enabled."""
-    if device_type == "cpu" and (options.enable or IS_FASTER_IN_EAGER or HAS_AMX):
+    if device_type == "cpu" and (options.enable or IS_FASTER_IN_EAGER):
         start_compiling()
     if not options.enable:
         return
