@@ -24,7 +24,6 @@ constexpr int64_t QUERIES = 64, KEYS = 512;
 constexpr int64_t WIDTH = KEYS + DEPTH;   // between two rows of scores, which are then not at equal cache lines
 
 typedef uint16_t Low;    // bfloat16
-typedef uint32_t Pair;   // of bfloat16
 typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(alignof(uint32_t)), may_alias));
 typedef uint16_t Lows __attribute__((vector_size(LANES * sizeof(Low)), aligned(alignof(Low)), may_alias));
 
@@ -104,14 +103,15 @@ Bits rounded(Vector x) {
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 
-void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
-void store_pairs(Pair* x, Bits upper, Bits next_upper) {
-  *reinterpret_cast<Bits*>(x) = upper >> 16 | (next_upper & 0xffff0000);
-}
+Bits load_bits(const Low* x) { return __builtin_convertvector(*reinterpret_cast<const Lows*>(x), Bits); }
 Vector widened(const Low* x) {
-  const Bits bits = __builtin_convertvector(*reinterpret_cast<const Lows*>(x), Bits) << 16;
+  const Bits bits = load_bits(x) << 16;
   return reinterpret_cast<const Vector&>(bits);
 }
+void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
+
+// Writes pairs of bfloat16 of which the first are the lower halves, and the second the upper halves.
+void store_pairs(Low* x, Bits first, Bits second) { *reinterpret_cast<Bits*>(x) = first | second; }
 
 // Copies rows of a head [rows, H] to consecutive ones, and zeros after them.
 void copy_padded(const Low* x, int64_t x_row, int64_t rows, int64_t all_rows, int64_t H, Low* copies) {
@@ -125,26 +125,32 @@ void pack_transposed(const Low* x, int64_t rows, int64_t H, Low* tiles) {
     for (int64_t h = 0; h < H; h += DEPTH, tiles += SIZE)
       for (int64_t i = 0; i < TILE; ++i)
         for (int64_t j = 0; j < TILE; ++j)
-          std::memcpy(tiles + i * DEPTH + j * 2, x + (first + j) * H + h + i * 2, sizeof(Pair));
+          std::memcpy(tiles + i * DEPTH + j * 2, x + (first + j) * H + h + i * 2, 2 * sizeof(Low));
+}
+
+// Writes the tile of x [32, 16] as factor on the right.
+void pack_tile(const Low* x, int64_t x_row, Low* tile) {
+  for (int64_t i = 0; i < TILE; ++i, x += 2 * x_row)
+    for (int64_t j = 0; j < TILE; j += LANES)
+      store_pairs(tile + i * DEPTH + 2 * j, load_bits(x + j), load_bits(x + x_row + j) << 16);
 }
 
 // Writes the tiles of x as factor on the right, x [rows, H]: [rows / 32, H / 16] tiles.
 void pack(const Low* x, int64_t rows, int64_t H, Low* tiles) {
   for (int64_t first = 0; first < rows; first += DEPTH)
-    for (int64_t h = 0; h < H; h += TILE, tiles += SIZE)
-      for (int64_t i = 0; i < TILE; ++i) {
-        const Low* row = x + (first + 2 * i) * H + h;
-        for (int64_t j = 0; j < TILE; ++j) {
-          tiles[i * DEPTH + 2 * j] = row[j];
-          tiles[i * DEPTH + 2 * j + 1] = row[H + j];
-        }
-      }
+    for (int64_t h = 0; h < H; h += TILE, tiles += SIZE) pack_tile(x + first * H + h, H, tiles);
 }
 
 // Writes x^T [H, out_row], x [rows, H].
 void transpose(const Low* x, int64_t rows, int64_t H, Low* out, int64_t out_row) {
-  for (int64_t h = 0; h < H; ++h)
-    for (int64_t i = 0; i < rows; ++i) out[h * out_row + i] = x[i * H + h];
+  alignas(LINE_BYTES) Low tile[SIZE];
+  for (int64_t first = 0; first < rows; first += DEPTH)
+    for (int64_t h = 0; h < H; h += TILE) {
+      pack_tile(x + first * H + h, H, tile);
+      for (int64_t j = 0; j < TILE; ++j)
+        for (int64_t i = 0; i < TILE; ++i)
+          std::memcpy(out + (h + j) * out_row + first + 2 * i, tile + i * DEPTH + 2 * j, 2 * sizeof(Low));
+    }
 }
 
 // Memory of a thread. Forward: keys and values in tiles, of a block queries, scores, probabilities and results.
@@ -256,7 +262,7 @@ void differentiate(const Columns& columns, int64_t key, const float* scores, con
       store_low(probs + place, rounded(probability));
       store_low(score_grads + place, results[j]);
     }
-    store_pairs(reinterpret_cast<Pair*>(score_grad_tiles + i / TILE * SIZE) + i % TILE, results[0], results[1]);
+    store_pairs(score_grad_tiles + i / TILE * SIZE + i % TILE * 2, results[0] >> 16, results[1] & 0xffff0000);
   }
 }
 
