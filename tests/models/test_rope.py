@@ -21,6 +21,7 @@ from torchtitan_clone.models.rope import (
     inverse_frequencies,
     rotate,
 )
+from torchtitan_clone.torch_compat import TorchDispatchMode
 
 CPU = torch.device("cpu")
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_seq_len=64)
@@ -98,24 +99,57 @@ def test_partial_rotation_leaves_the_other_features():
     assert not torch.equal(q[:, 1:, :, :8], x_BTNH[:, 1:, :, :8])
 
 
-@pytest.mark.parametrize("features", [2, 12, 64])
-def test_rotation_and_its_gradient_equal_the_formula_to_the_bit(features):
-    """Each half of the features times its cosines, plus the other half, the second one negated, times its sines."""
-    torch.manual_seed(0)
+def angles(features):
+    """Returns the angles [2, 7, 1, features / 2] of seven positions of two rows."""
     rotary = Rotary(RopeArgs(dim=features, theta=1e4))
     rotary.init_buffers()
-    cos, sin = rotary(torch.arange(7).repeat(2, 1))
-    x, grad = torch.randn(2, 2, 7, 3, features)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    return (torch.arange(7)[:, None, None] * rotary.inv_freq).repeat(2, 1, 1, 1), rotary(torch.arange(7).repeat(2, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [2, 12, 64])
+def test_rotation_and_its_gradient_equal_the_formula_to_the_bit(features, dtype):
+    """Each half of the features times its cosines, plus the other half, the second one negated, times its sines."""
+    torch.manual_seed(0)
+    angles_BT1r, positions = angles(features)
+    cos, sin = (each.repeat(1, 1, 1, 2) for each in (angles_BT1r.cos(), angles_BT1r.sin()))
+    x, grad = torch.randn(2, 2, 7, 3, features).to(dtype)
+    inputs = [x.float().clone().requires_grad_(), x.clone().requires_grad_()]  # a gradient is rounded once
     first, second = inputs[0].chunk(2, dim=-1)
-    expected = inputs[0] * cos + torch.cat((-second, first), dim=-1) * sin
-    found = rotate(inputs[1], cos, sin)
+    expected = (inputs[0] * cos + torch.cat((-second, first), dim=-1) * sin).to(dtype)
+    found = rotate(inputs[1], *positions)
+    assert found.dtype == dtype
     assert torch.equal(found, expected)
     expected.backward(grad)
     found.backward(grad)
-    assert torch.equal(inputs[1].grad, inputs[0].grad)
+    assert torch.equal(inputs[1].grad, inputs[0].grad.to(dtype))
     assert torch.equal(x, inputs[1])
     assert not torch.equal(found[:, 1:], x[:, 1:])
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rotation_launches_four_kernels_in_each_direction():
+    """The host launches them one by one, which takes longer than small models compute on a GPU."""
+    x = torch.empty(2, 7, 3, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    cos, sin = torch.empty(2, 2, 7, 1, 64, device="meta")
+    kernels = ["aten::roll", "aten::mul.Tensor", "aten::mul.Tensor", "aten::add.out"]
+    with Operators() as forward:
+        out = rotate(x, cos, sin)
+    with Operators() as backward:
+        out.backward(torch.empty_like(out))
+    assert sorted(forward.names) == sorted(backward.names) == sorted(kernels)
 
 
 def test_layers_without_positions_rotate_nothing():

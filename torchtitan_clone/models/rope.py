@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.config.schema import Range, Size
-from torchtitan_clone.ops.linear import is_eager_fp32
 
 Factor = Annotated[float, Range(0.0, 1e6, above=True)]
 Positions = tuple[Tensor, Tensor] | Tensor | None
@@ -138,10 +137,13 @@ def _stretched_share(dim: int, *, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def cos_sin(positions_BT: Tensor, inv_freq: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine of every position's angles, each [B, T, 1, R] times `magnitude`, fp32."""
-    angles_BTR = positions_BT[..., None].float() * inv_freq
-    angles_BTR = torch.cat((angles_BTR, angles_BTR), dim=-1)[:, :, None, :]
-    cos, sin = angles_BTR.cos(), angles_BTR.sin()
+    """Returns cosine and sine of every position's angles, each [B, T, 1, R] times `magnitude`, fp32.
+
+    The sines of the first R/2 features are negated, as rotate() takes them.
+    """
+    angles_BT1r = (positions_BT[..., None].float() * inv_freq)[:, :, None, :]
+    cos, sin = angles_BT1r.cos(), angles_BT1r.sin()
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return (cos, sin) if magnitude == 1.0 else (cos * magnitude, sin * magnitude)
 
 
@@ -150,28 +152,31 @@ def rotate(x_BTNH: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
     rotated = cos_BT1R.shape[-1]
     if rotated < x_BTNH.shape[-1]:
         return torch.cat((rotate(x_BTNH[..., :rotated], cos_BT1R, sin_BT1R), x_BTNH[..., rotated:]), dim=-1)
-    if is_eager_fp32(x_BTNH, cos_BT1R, sin_BT1R):
+    if not torch.compiler.is_compiling():
         return _Rotation.apply(x_BTNH, cos_BT1R, sin_BT1R)
     first, second = x_BTNH.chunk(2, dim=-1)
-    half_rotated = torch.cat((-second, first), dim=-1)
-    return (x_BTNH * cos_BT1R + half_rotated * sin_BT1R).type_as(x_BTNH)
+    return (x_BTNH * cos_BT1R + torch.cat((second, first), dim=-1) * sin_BT1R).type_as(x_BTNH)
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotates with the same bits in half the passes; its gradient is the opposite rotation."""
+    """Rotates with the same bits in four operators; its gradient is the opposite rotation, rounded once."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x_BTNR: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BT1R, sin_BT1R)
-        first, second = x_BTNR.chunk(2, dim=-1)
-        sin_first, sin_second = sin_BT1R.chunk(2, dim=-1)
-        out_BTNR = torch.cat((second, first), dim=-1).mul_(torch.cat((-sin_first, sin_second), dim=-1))
-        return out_BTNR.add_(x_BTNR * cos_BT1R)
+        return _rotated(x_BTNR, cos_BT1R, sin_BT1R, sign=1)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        cos_BT1R, sin_BT1R = ctx.saved_tensors
-        return _Rotation.apply(*grad_outputs, cos_BT1R, -sin_BT1R), None, None
+        return _rotated(*grad_outputs, *ctx.saved_tensors, sign=-1), None, None
+
+
+def _rotated(x_BTNR: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor, *, sign: int) -> Tensor:
+    """Returns x rotated by the angles, or with sign -1 by the opposite ones."""
+    out_BTNR, exchanged_BTNR = x_BTNR * cos_BT1R, x_BTNR.roll(x_BTNR.shape[-1] // 2, dims=-1)
+    if x_BTNR.dtype == torch.float32:
+        return out_BTNR.add_(exchanged_BTNR.mul_(sin_BT1R), alpha=sign)
+    return torch.add(out_BTNR, exchanged_BTNR * sin_BT1R, alpha=sign, out=torch.empty_like(x_BTNR))
 
 
 def apply_positions(q_BTNH: Tensor, k_BTKH: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
