@@ -18,11 +18,12 @@ namespace {
 
 constexpr int64_t LANES = FLOATS_OF_VECTOR, VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
-constexpr int64_t DEPTH = 1024, HEIGHT = 12, WIDTH = 768;  // of blocks, which stay in the caches; heights in tiles
-constexpr int64_t FEW = 4;                                 // columns of a that are packed at a time
-constexpr int64_t AHEAD = 8;                               // rows of b that are loaded to the cache before it is packed
-constexpr int64_t LINE = 16;                               // floats of a cache line
-constexpr int64_t SHARED = 1 << 21;                        // products of so many terms are worth several threads
+constexpr int64_t DEPTH = 768, WIDTH = 768;       // of blocks, which stay in the caches
+constexpr int64_t HEIGHT = LANES == 16 ? 12 : 6;  // of blocks, in tiles
+constexpr int64_t FEW = 4;                        // columns of a that are packed at a time
+constexpr int64_t AHEAD = 8;                      // rows of b and columns of a that are prefetched before they are packed
+constexpr int64_t LINE = 16;                      // floats of a cache line
+constexpr int64_t SHARED = 1 << 21;               // products of so many terms are worth several threads
 
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
 
@@ -129,10 +130,14 @@ extern "C" void multiply_matrices(const float* a, const float* b, float* c, cons
           const float* block = a + start * a_row + d0 * a_column;
           int64_t tile_step = ROWS * a_row, row_step = a_row, depth_step = a_column;
           if (a_column != 1) {  // a few of its columns for all tiles at a time, which lie in few cache lines
-            for (int64_t d = 0; d < deep; d += FEW)
+            for (int64_t d = 0; d < deep; d += FEW) {
+              for (int64_t f = 0; f < FEW; ++f)
+                for (int64_t r = start; r < end; r += LINE)
+                  __builtin_prefetch(a + r * a_row + (d0 + d + f + AHEAD) * a_column);
               for (int64_t r = start; r < end; r += ROWS)
                 pack_panel<ROWS>(a + r * a_row + (d0 + d) * a_column, a_column, a_row, std::min(FEW, deep - d),
                                  std::min(ROWS, end - r), a_panels.get() + (r - start) * deep + d * ROWS);
+            }
             block = a_panels.get(), tile_step = ROWS * deep, row_step = 1, depth_step = ROWS;
           }
           for (int64_t i = 0; i < width; i += COLUMNS)
