@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -65,7 +66,9 @@ def predicted(argv: list[str], *, ranks: int, hardware: Hardware) -> StepTime:
 def main(words: list[str]) -> int:
     """Measures, trains and prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="measured turns; a single one has no warm-up")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="measured turns; a single one is one step of each run, without a warm-up"
+    )
     parser.add_argument("--ranks", type=int, action="append", choices=CASES, help="number of ranks; default: all")
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
@@ -83,9 +86,10 @@ def main(words: list[str]) -> int:
             for ranks in arguments.ranks or CASES
             for name, options in CASES[ranks].items()
         }
+        program = partial(_program, warm_up=arguments.rounds > 1, folder=folder)
         programs = [
-            *(_program(f"small models {ranks}", ranks, [], folder=folder) for ranks in MEASURED_RANKS),
-            *(_program(_run_name(*run), run[0], [*argv, f"--job.run_name={_run_name(*run)}"], folder=folder)
+            *(program(f"small models {ranks}", ranks, []) for ranks in MEASURED_RANKS),
+            *(program(_run_name(*run), run[0], [*argv, f"--job.run_name={_run_name(*run)}"])
               for run, argv in runs.items()),
         ]  # fmt: skip
         running = [stack.enter_context(Running(program)) for program in programs]
@@ -107,9 +111,9 @@ def _run_name(ranks: int, name: str) -> str:
     return f"{ranks}-{name.replace(', ', '-')}"
 
 
-def _program(name: str, ranks: int, argv: Sequence[str], *, folder: Path) -> Program:
+def _program(name: str, ranks: int, argv: Sequence[str], *, warm_up: bool, folder: Path) -> Program:
     environment = {"OMP_NUM_THREADS": str(max(1, threads() // ranks))}
-    command = [sys.executable, __file__, SERVE, str(ranks), *argv]
+    command = [sys.executable, __file__, SERVE, str(ranks), str(int(warm_up)), *argv]
     return Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 
 
@@ -130,19 +134,19 @@ def _rounds(alone: Sequence[Step], both: Sequence[Step]) -> Iterator[tuple[Hardw
 # ---------------------------------------------------------------- a program: all ranks of one run, or of small models
 
 
-def serve(ranks: int, argv: list[str]) -> None:
+def serve(ranks: int, argv: list[str], *, warm_up: bool) -> None:
     """Trains a run or, without options, the small models of as many ranks, whose times it reports."""
     turn = serve_turns_of_ranks(ranks)
     if not argv:
-        _serve_small_models(turn)
+        _serve_small_models(turn, warm_up=warm_up)
     with open_trainer(argv) as trainer:
         steps = seconds_of(trainer.train_step)
         turn()
         while True:
-            turn(seconds=turn_seconds(steps))
+            turn(seconds=turn_seconds(steps, warm_up=warm_up))
 
 
-def _serve_small_models(turn: Turn) -> None:
+def _serve_small_models(turn: Turn, *, warm_up: bool) -> None:
     dist.init_process_group("gloo")
     models = SmallModels()
     report: dict[str, object] = {}
@@ -154,10 +158,10 @@ def _serve_small_models(turn: Turn) -> None:
         else:
             table = measure_hardware(torch.device("cpu"), name="this machine", links=(0.0, 1.0))
             report = {"table": asdict(table)}
-        report["seconds"] = models.step_seconds()
+        report["seconds"] = models.step_seconds(warm_up=warm_up)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SERVE]:
-        serve(int(sys.argv[2]), sys.argv[3:])
+        serve(int(sys.argv[2]), sys.argv[4:], warm_up=sys.argv[3] == "1")
     sys.exit(main(sys.argv[1:]))

@@ -40,13 +40,13 @@ def table(found: tuple[float, float]) -> Hardware:
     return measure.measure_hardware(torch.device("cuda" if has_gpu else "cpu"), name=name, links=found)
 
 
-def steps() -> dict[str, float]:
+def steps(warm_up: bool) -> dict[str, float]:
     """Runs on every rank: measures steps of small models on a CPU."""
     dist.init_process_group("gloo")
-    return measure.measure_steps()
+    return measure.measure_steps(warm_up=warm_up)
 
 
-def measure_round(ranks: int) -> measure.Round:
+def measure_round(ranks: int, *, warm_up: bool) -> measure.Round:
     """Returns a table and, on a CPU, seconds of steps on one rank and, if `ranks` > 1, on two."""
     has_gpu = torch.cuda.is_available()
     found = (0.0, 1.0)
@@ -55,7 +55,7 @@ def measure_round(ranks: int) -> measure.Round:
         found = run_ranks(links, ranks, "nccl" if has_gpu else "gloo", env=env)[0]
     (measured,) = run_ranks(table, 1, found, env=env)
     counts = () if has_gpu else range(1, min(ranks, 2) + 1)
-    return measured, [run_ranks(steps, count, timeout=600)[0] for count in counts]
+    return measured, [run_ranks(steps, count, warm_up, timeout=600)[0] for count in counts]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -64,13 +64,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("table", type=Path, help="file to write")
     ranks = min(2, torch.cuda.device_count() or 2)
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
-    parser.add_argument("--rounds", type=int, default=2, help="how often all is measured; medians count")
+    rounds_help = "measurements, whose medians count; 1: one step of each small model, not warmed up"
+    parser.add_argument("--rounds", type=int, default=2, help=rounds_help)
     args = parser.parse_args(words)
     if args.rounds < 1 or not args.table.parent.is_dir():
         missing = f"{args.table}: there is no folder {args.table.parent}; create it first"
         print_error(f"--rounds={args.rounds} must be at least 1" if args.table.parent.is_dir() else missing)
         return 2
-    text = measure.to_toml(measure.fit_rounds([measure_round(args.ranks) for _ in range(args.rounds)]))
+    rounds = [measure_round(args.ranks, warm_up=args.rounds > 1) for _ in range(args.rounds)]
+    text = measure.to_toml(measure.fit_rounds(rounds))
     print(text, end="")
     args.table.write_text(text)
     return 0

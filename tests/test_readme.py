@@ -89,7 +89,7 @@ def shortened(command: str) -> str:
         small = shlex.join(SMALL[1:] if "--training.steps" in command else SMALL)
         return f"{command.replace(' &', f' {small} &')} {small}"
     if "fake_backend" in command:
-        return f"{command} --model.args.n_layers=4"
+        return f"{command} --model.args.n_layers=2"
     if "inject_faults.py --grid" in command:
         return f"{command} --groups=2 --ranks=1 --places=commit"
     if "goodput.py" in command:

@@ -174,20 +174,21 @@ class SmallModels:
         plans = {name: step_plans(mesh, sizes) for name, mesh, sizes in RUNS}
         self._steps = {name: list(map(_steps, each)) for name, each in plans.items() if each[0].world_size == ranks}
 
-    def step_seconds(self) -> dict[str, float]:
+    def step_seconds(self, *, warm_up: bool) -> dict[str, float]:
         """Trains each model for a turn; returns the seconds by name in RUNS, whose models' steps are added."""
-        return {name: sum(map(turn_seconds, steps)) for name, steps in self._steps.items()}
+        return {name: sum(turn_seconds(each, warm_up=warm_up) for each in steps) for name, steps in self._steps.items()}
 
 
-def turn_seconds(steps: Iterator[float]) -> float:
-    """Returns the mean of the seconds of the steps of a turn that count."""
-    return fmean(list(islice(steps, WARM_UP_STEPS + STEPS))[WARM_UP_STEPS:])
+def turn_seconds(steps: Iterator[float], *, warm_up: bool) -> float:
+    """Returns the mean of the seconds of the steps of a turn that count; without a warm-up, of a single step."""
+    return fmean(list(islice(steps, WARM_UP_STEPS + STEPS))[WARM_UP_STEPS:]) if warm_up else next(steps)
 
 
-def measure_steps() -> dict[str, float]:
-    """Returns the median seconds of the steps of the small models."""
+def measure_steps(*, warm_up: bool) -> dict[str, float]:
+    """Returns the median seconds of the steps of the small models; without a warm-up, of a single step of each."""
     models = SmallModels()
-    found = [models.step_seconds() for _ in range(TURNS)][1:]
+    found = [models.step_seconds(warm_up=warm_up) for _ in range(TURNS if warm_up else 1)]
+    found = found[1:] or found
     return {name: median(each[name] for each in found) for name in found[0]}
 
 
