@@ -45,6 +45,7 @@ class Work:
     micro_batches: int = 1
     activation_checkpoint: str = "none"
     selective_ac_option: str = "2"
+    first_blocks: int = -1
     tied: bool = False
     dtype: str = "float32"
     compile: bool = False
@@ -81,6 +82,7 @@ def _options(work: Work, folder: str) -> list[str]:
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
         "activation_checkpoint.mode": work.activation_checkpoint,
         "activation_checkpoint.selective_ac_option": work.selective_ac_option,
+        "activation_checkpoint.first_blocks": work.first_blocks,
         "data.cache_folder": Path.home() / ".cache" / "torchtitan_clone",  # text is not tokenized for each program
         "checkpoint.enable": "false", "validation.enable": "false",
         "model.args.dim": size.dim, "model.args.n_layers": size.layers, "model.args.n_heads": size.heads,

@@ -11,11 +11,11 @@ of equal products, the same batch and precision and AdamW; FLOPs are counted and
 also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
 alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half of the
 rows at a time and sums gradients, "ours, selective" computes every second block again in backward, as the package's
-default does, and "per operation" some operations of all blocks, with more FLOPs; all take less memory. Programs live at
-once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with quartiles. On a
-CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator to the peers too. The first
-step is timed from the start of the process; with --compile once with all caches of the compiler empty ("cold"), also
-that of precompiled headers, and once with full ones.
+default does, and "per operation" some operations of all blocks or of the first 8, with more FLOPs; all take less
+memory. Programs live at once and take their steps in turn. "time" is the ratio to the first of --only in the same
+round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator
+to the peers too. The first step is timed from the start of the process; with --compile once with all caches of the
+compiler empty ("cold"), also that of precompiled headers, and once with full ones.
 """
 
 import argparse
@@ -47,6 +47,12 @@ OPTIONS = {
     "ours, selective": {"activation_checkpoint": "selective"},
     "ours, tied, selective": {"activation_checkpoint": "selective", "tied": True},
     "ours, tied, per operation": {"activation_checkpoint": "selective", "selective_ac_option": "op", "tied": True},
+    "ours, tied, 8 blocks per operation": {
+        "activation_checkpoint": "selective",
+        "selective_ac_option": "op",
+        "tied": True,
+        "first_blocks": 8,
+    },
 }
 """What the programs of this package do differently from the others, by name."""
 NAMES = [*OPTIONS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
