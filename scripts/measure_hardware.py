@@ -64,17 +64,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("table", type=Path, help="file to write")
     ranks = min(2, torch.cuda.device_count() or 2)
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
-    rounds_help = "measurements, whose medians count; 1: one step of each small model, not warmed up"
-    parser.add_argument("--rounds", type=int, default=2, help=rounds_help)
+    parser.add_argument("--rounds", type=int, default=2, help="medians count; 1: a single step of each, not warmed up")
     args = parser.parse_args(words)
     if args.rounds < 1 or not args.table.parent.is_dir():
         missing = f"{args.table}: there is no folder {args.table.parent}; create it first"
         print_error(f"--rounds={args.rounds} must be at least 1" if args.table.parent.is_dir() else missing)
         return 2
     rounds = [measure_round(args.ranks, warm_up=args.rounds > 1) for _ in range(args.rounds)]
-    text = measure.to_toml(measure.fit_rounds(rounds))
+    args.table.write_text(text := measure.to_toml(measure.fit_rounds(rounds)))
     print(text, end="")
-    args.table.write_text(text)
     return 0
 
 
