@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from benchmarks.turns import ROOT, Program, Running, Step, processor_name, ratio_of, take_turns
 
 OURS, BARE = "ours", "ours, default malloc"
+PER_OPERATION = {"activation_checkpoint": "selective", "selective_ac_option": "op", "tied": True}
 OPTIONS = {
     OURS: {},
     BARE: {},
@@ -46,13 +47,8 @@ OPTIONS = {
     "ours, tied": {"tied": True},
     "ours, selective": {"activation_checkpoint": "selective"},
     "ours, tied, selective": {"activation_checkpoint": "selective", "tied": True},
-    "ours, tied, per operation": {"activation_checkpoint": "selective", "selective_ac_option": "op", "tied": True},
-    "ours, tied, 8 blocks per operation": {
-        "activation_checkpoint": "selective",
-        "selective_ac_option": "op",
-        "tied": True,
-        "first_blocks": 8,
-    },
+    "ours, tied, per operation": PER_OPERATION,
+    "ours, tied, 8 blocks per operation": {**PER_OPERATION, "first_blocks": 8},
 }
 """What the programs of this package do differently from the others, by name."""
 NAMES = [*OPTIONS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]

@@ -38,7 +38,9 @@ def starts_of(documents, T, **limits):
     return visible_starts(documents, like=torch.empty(2, T), window=limits.get("window"), chunk=limits.get("chunk"))
 
 
-@pytest.mark.parametrize(("case", "features"), [*((case, 32) for case in CASES), ("short documents", 96)])
+@pytest.mark.parametrize(
+    ("case", "features"), [*((case, 32) for case in CASES), ("short documents", 96), ("two blocks of keys", 96)]
+)
 def test_results_and_gradients_round_less_than_those_of_products(case, features):
     T, limits = CASES[case]
     limits = dict(limits)

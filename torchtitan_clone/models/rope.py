@@ -1,6 +1,7 @@
 """Rotary position embedding, in the half-rotation layout of Hugging Face. Source: arXiv 2104.09864.
 
-Legend: B batch, T tokens, N heads, K kv heads, H head dim, R rotated features of a head.
+Legend: B batch, T tokens, N heads, K kv heads, H head dim, R rotated features of a head,
+r = R/2 pairs of them.
 """
 
 import math
@@ -139,7 +140,7 @@ def _stretched_share(dim: int, *, theta: float, scaling: RopeScaling) -> Tensor:
 def cos_sin(positions_BT: Tensor, inv_freq: Tensor, *, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns cosine and sine of every position's angles, each [B, T, 1, R] times `magnitude`, fp32.
 
-    The sines of the first R/2 features are negated, as rotate() takes them.
+    The sines of the first r features are negated: rotate() adds the exchanged halves times the sines.
     """
     angles_BT1r = (positions_BT[..., None].float() * inv_freq)[:, :, None, :]
     cos, sin = angles_BT1r.cos(), angles_BT1r.sin()
@@ -148,7 +149,10 @@ def cos_sin(positions_BT: Tensor, inv_freq: Tensor, *, magnitude: float = 1.0) -
 
 
 def rotate(x_BTNH: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
-    """Rotates each pair (i, i + R/2) of the first R features by its position's angle; in fp32, result in x's dtype."""
+    """Rotates each pair (i, i + R/2) of the first R features by its position's angle; in fp32, result in x's dtype.
+
+    Takes cosines and sines of cos_sin(), whose first r sines are negated.
+    """
     rotated = cos_BT1R.shape[-1]
     if rotated < x_BTNH.shape[-1]:
         return torch.cat((rotate(x_BTNH[..., :rotated], cos_BT1R, sin_BT1R), x_BTNH[..., rotated:]), dim=-1)
