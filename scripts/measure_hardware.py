@@ -64,7 +64,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("table", type=Path, help="file to write")
     ranks = min(2, torch.cuda.device_count() or 2)
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
-    parser.add_argument("--rounds", type=int, default=2, help="medians count; 1: a single step of each, not warmed up")
+    parser.add_argument("--rounds", type=int, default=2, help="times to measure, of which medians count; 1: no warm-up")
     args = parser.parse_args(words)
     if args.rounds < 1 or not args.table.parent.is_dir():
         missing = f"{args.table}: there is no folder {args.table.parent}; create it first"
