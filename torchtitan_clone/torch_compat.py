@@ -55,7 +55,6 @@ efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_atte
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-softmax_backward = torch.ops.aten._softmax_backward_data
 
 # Tags of an operator's overload that writes into a given result; inductor uses it from torch 2.13 on.
 OUT_TAGS = (torch.Tag.out,) if hasattr(torch.Tag, "out") else ()

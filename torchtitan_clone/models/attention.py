@@ -19,7 +19,6 @@ from torchtitan_clone.ops.cpp_attention import CppAttention, attend
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.rms_norm import RMSNorm
-from torchtitan_clone.ops.short_rows import causal_attention, takes_short_rows
 from torchtitan_clone.ops.varlen_attention import OnHost, has_flash_attention, moved
 
 AttentionMask = BlockMask | Tensor | None
@@ -95,8 +94,6 @@ class CoreAttention(CppAttention):
             mask = mask_from(torch.zeros(q_BTNH.shape[:2], dtype=torch.int32, device=q_BTNH.device))
         if isinstance(mask, Tensor):
             return document_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)[0]
-        if mask is None and takes_short_rows(q_BTNH):
-            return causal_attention(q_BTNH, k_BTKH, v_BTKH)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         if isinstance(mask, BlockMask):
             return _flex(q_BNTH, k_BKTH, v_BKTH, mask, sinks_N).transpose(1, 2)

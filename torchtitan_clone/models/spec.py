@@ -53,7 +53,7 @@ KEPT = KeptOperations(
     always=frozenset(
         {
             *_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default,
-            torch.ops.torchtitan_clone.causal_attention.default, torch.ops.torchtitan_clone.attend.default,
+            torch.ops.torchtitan_clone.attend.default,
         }
     ),
     alternating=frozenset(

@@ -23,8 +23,8 @@ _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), 
 """Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
 FLOATS_OF_VECTOR, _FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
 _KERNELS = ("cpp_attention.cpp", "cpp_product.cpp")
-_TILES = ("cpp_tile_attention.cpp",)
-_TILE_FLAGS = "-mamx-tile -mamx-bf16"
+_TILES = ("cpp_tile_attention.cpp", "cpp_tile_product.cpp")
+_TILE_FLAGS = "-mamx-tile -mamx-bf16 -mavx512bf16"
 _TIMEOUT_SECONDS = 300
 
 
@@ -54,9 +54,13 @@ def _load_kernels(names: tuple[str, ...]) -> ctypes.CDLL | None:
     tiles = _TILE_FLAGS if HAS_AMX and names == _TILES else ""
     flags = ["-O3", *_FLAGS.split(), *tiles.split(), f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"]
     try:
-        return load_cpp([Path(__file__).with_name(name) for name in names], flags=flags)
+        library = load_cpp([Path(__file__).with_name(name) for name in names], flags=flags)
+        if not tiles or library.permit_tiles():
+            return library
+        reason = "Linux does not permit this process to use the tiles of AMX; update Linux to 5.16 or later"
     except CompilationError as error:
-        logger.warning("a CPU uses torch's kernels, which are slower: %s", error)
+        reason = str(error)
+    logger.warning("a CPU uses torch's kernels, which are slower: %s", reason)
     return None
 
 
@@ -106,12 +110,7 @@ def is_loaded() -> bool:
 @assume_constant_result
 def has_tiles() -> bool:
     """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
-    return HAS_AMX and _library(_TILES).result() is not None and _may_use_tiles()
-
-
-@cache
-def _may_use_tiles() -> bool:
-    return bool(tile_library().permit_tiles())
+    return HAS_AMX and _library(_TILES).result() is not None
 
 
 def loaded_library() -> ctypes.CDLL:
@@ -122,7 +121,7 @@ def loaded_library() -> ctypes.CDLL:
 
 
 def tile_library() -> ctypes.CDLL:
-    """Returns the library of attention in tiles; without AMX loops compute the same, slowly."""
+    """Returns the library of attention and products in tiles; without AMX loops compute the same, slowly."""
     library = _library(_TILES).result()
     assert library is not None
     return library

@@ -3,115 +3,16 @@
 //
 // FlashAttention (arXiv 2205.14135, 2307.08691) as in cpp_attention.cpp, with products of 32 x 32 results. Scores, sums
 // and gradients are in fp32; probabilities and gradients of scores are rounded to bfloat16 for the next product. H is a
-// multiple of 32. A tile has 16 rows of 64 bytes: 16 x 16 floats, 16 x 32 bfloat16, or 16 pairs of rows of a factor on
-// the right [32, 16], of which each pair of values of a column is together. Without AMX loops compute the same, for tests.
+// multiple of 32.
 
 #include "cpp_attention.h"
 
-#ifdef __AMX_BF16__
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "cpp_tiles.h"
 
 namespace {
 
-constexpr int64_t TILE = 16;              // rows, and floats or pairs of a row
-constexpr int64_t DEPTH = 2 * TILE;       // bfloat16 of a row
-constexpr int64_t SIZE = TILE * DEPTH;    // bfloat16 of a tile
-constexpr int64_t SIDE = 2 * TILE;        // of a block of results
 constexpr int64_t QUERIES = 64, KEYS = 512;
 constexpr int64_t WIDTH = KEYS + DEPTH;   // between two rows of scores, which are then not at equal cache lines
-
-typedef uint16_t Low;    // bfloat16
-typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(alignof(uint32_t)), may_alias));
-typedef uint16_t Lows __attribute__((vector_size(LANES * sizeof(Low)), aligned(alignof(Low)), may_alias));
-
-// Registers of a thread for eight tiles of 16 rows.
-struct Tiles {
-#ifdef __AMX_BF16__
-  Tiles() {
-    struct alignas(LINE_BYTES) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } setting;
-    for (int i = 0; i < 8; ++i) setting.row_bytes[i] = LINE_BYTES, setting.rows[i] = TILE;
-    asm volatile("" ::"r"(&setting) : "memory");  // GCC knows of the first 8 bytes only that they are read
-    _tile_loadconfig(&setting);
-  }
-  ~Tiles() { _tile_release(); }
-#endif
-};
-
-// c = a b, or c += a b: c [32, 32], a [32, 32 depth], and b in tiles, of which the next column and the next 32 rows are
-// b_column and b_depth bfloat16 away.
-template <bool ADD>
-void multiply(int64_t depth, const Low* a, int64_t a_row, const Low* b, int64_t b_column, int64_t b_depth, float* c,
-              int64_t c_row) {
-#ifdef __AMX_BF16__
-  asm volatile("" ::: "memory");  // GCC does not know that tiles are read from memory
-  const int64_t a_bytes = a_row * sizeof(Low), c_bytes = c_row * sizeof(float);
-  float* lower = c + TILE * c_row;
-  if (ADD) {
-    _tile_loadd(0, c, c_bytes);
-    _tile_loadd(1, c + TILE, c_bytes);
-    _tile_loadd(2, lower, c_bytes);
-    _tile_loadd(3, lower + TILE, c_bytes);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t d = 0; d < depth; ++d, a += DEPTH, b += b_depth) {
-    _tile_loadd(4, a, a_bytes);
-    _tile_loadd(6, b, LINE_BYTES);
-    _tile_loadd(7, b + b_column, LINE_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, a + TILE * a_row, a_bytes);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, c_bytes);
-  _tile_stored(1, c + TILE, c_bytes);
-  _tile_stored(2, lower, c_bytes);
-  _tile_stored(3, lower + TILE, c_bytes);
-#else
-  const auto wide = [](Low x) {
-    const uint32_t bits = uint32_t(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-  };
-  for (int64_t i = 0; i < SIDE; ++i)
-    for (int64_t j = 0; j < SIDE; ++j) {
-      float sum = ADD ? c[i * c_row + j] : 0.0f;
-      for (int64_t k = 0; k < depth * DEPTH; ++k) {
-        const Low* tile = b + k / DEPTH * b_depth + j / TILE * b_column;
-        sum += wide(a[i * a_row + k]) * wide(tile[k % DEPTH / 2 * DEPTH + j % TILE * 2 + k % 2]);
-      }
-      c[i * c_row + j] = sum;
-    }
-#endif
-}
-
-// Rounds to bfloat16, which are the upper halves of the results; the lower ones are of no use.
-Bits rounded(Vector x) {
-  const Bits bits = reinterpret_cast<const Bits&>(x);
-  return bits + 0x7fff + (bits >> 16 & 1);
-}
-
-Bits load_bits(const Low* x) { return __builtin_convertvector(*reinterpret_cast<const Lows*>(x), Bits); }
-Vector widened(const Low* x) {
-  const Bits bits = load_bits(x) << 16;
-  return reinterpret_cast<const Vector&>(bits);
-}
-void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
-
-// Writes pairs of bfloat16 of which the first are the lower halves, and the second the upper halves.
-void store_pairs(Low* x, Bits first, Bits second) { *reinterpret_cast<Bits*>(x) = first | second; }
 
 // Copies rows of a head [rows, H] to consecutive ones, and zeros after them.
 void copy_padded(const Low* x, int64_t x_row, int64_t rows, int64_t all_rows, int64_t H, Low* copies) {
@@ -123,16 +24,7 @@ void copy_padded(const Low* x, int64_t x_row, int64_t rows, int64_t all_rows, in
 void pack_transposed(const Low* x, int64_t rows, int64_t H, Low* tiles) {
   for (int64_t first = 0; first < rows; first += TILE)
     for (int64_t h = 0; h < H; h += DEPTH, tiles += SIZE)
-      for (int64_t i = 0; i < TILE; ++i)
-        for (int64_t j = 0; j < TILE; ++j)
-          std::memcpy(tiles + i * DEPTH + j * 2, x + (first + j) * H + h + i * 2, 2 * sizeof(Low));
-}
-
-// Writes the tile of x [32, 16] as factor on the right.
-void pack_tile(const Low* x, int64_t x_row, Low* tile) {
-  for (int64_t i = 0; i < TILE; ++i, x += 2 * x_row)
-    for (int64_t j = 0; j < TILE; j += LANES)
-      store_pairs(tile + i * DEPTH + 2 * j, load_bits(x + j), load_bits(x + x_row + j) << 16);
+      transpose_pairs(x + first * H + h, H, tiles, DEPTH);
 }
 
 // Writes the tiles of x as factor on the right, x [rows, H]: [rows / 32, H / 16] tiles.
@@ -147,9 +39,7 @@ void transpose(const Low* x, int64_t rows, int64_t H, Low* out, int64_t out_row)
   for (int64_t first = 0; first < rows; first += DEPTH)
     for (int64_t h = 0; h < H; h += TILE) {
       pack_tile(x + first * H + h, H, tile);
-      for (int64_t j = 0; j < TILE; ++j)
-        for (int64_t i = 0; i < TILE; ++i)
-          std::memcpy(out + (h + j) * out_row + first + 2 * i, tile + i * DEPTH + 2 * j, 2 * sizeof(Low));
+      transpose_pairs(tile, DEPTH, out + h * out_row + first, out_row);
     }
 }
 
@@ -170,7 +60,7 @@ void attend_block(const Block& block, const Sizes& size, const Forward& m, float
     const int64_t width = std::min(KEYS, block.end - first), all = padded(width, SIDE);
     for (int64_t i = 0; i < rows; i += SIDE)
       for (int64_t j = 0; j < all; j += SIDE)
-        multiply<false>(H / DEPTH, m.queries.get() + i * H, H, m.keys.get() + (first + j) * H, TILE * H, SIZE,
+        multiply<false>(H / DEPTH, m.queries.get() + i * H, H, DEPTH, m.keys.get() + (first + j) * H, TILE * H, SIZE,
                         m.scores.get() + i * WIDTH + j, WIDTH);
     for (int64_t i = 0; i < block.rows; ++i) {
       float* row = m.scores.get() + i * WIDTH;
@@ -185,7 +75,7 @@ void attend_block(const Block& block, const Sizes& size, const Forward& m, float
     for (int64_t i = 0; i < rows; i += SIDE)
       for (int64_t h = 0; h < H; h += SIDE)
         (first > block.first_key ? multiply<true> : multiply<false>)(
-            all / DEPTH, m.probs.get() + i * WIDTH, WIDTH, m.values.get() + first * H + h * DEPTH, SIZE, DEPTH * H,
+            all / DEPTH, m.probs.get() + i * WIDTH, WIDTH, DEPTH, m.values.get() + first * H + h * DEPTH, SIZE, DEPTH * H,
             m.out.get() + i * H + h, H);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
@@ -283,9 +173,9 @@ void attend_block_backward(const Block& block, const Sizes& size, const Low* gra
     for (int64_t s = 0; s < all; s += SIDE)
       for (int64_t i = 0; i < QUERIES; i += SIDE) {
         const int64_t keys = (first + s) * H, place = s * QUERIES + i;
-        multiply<false>(H / DEPTH, m.keys.get() + keys, H, m.queries_T.get() + i * H, TILE * H, SIZE,
+        multiply<false>(H / DEPTH, m.keys.get() + keys, H, DEPTH, m.queries_T.get() + i * H, TILE * H, SIZE,
                         m.scores.get() + place, QUERIES);
-        multiply<false>(H / DEPTH, m.values.get() + keys, H, m.out_grads_T.get() + i * H, TILE * H, SIZE,
+        multiply<false>(H / DEPTH, m.values.get() + keys, H, DEPTH, m.out_grads_T.get() + i * H, TILE * H, SIZE,
                         m.grads.get() + place, QUERIES);
       }
     for (int64_t s = 0; s < all; s += 2) {
@@ -296,14 +186,14 @@ void attend_block_backward(const Block& block, const Sizes& size, const Low* gra
     for (int64_t h = 0; h < H; h += SIDE)
       for (int64_t i = 0; i < QUERIES; i += SIDE)
         (first > block.first_key ? multiply<true> : multiply<false>)(
-            all / DEPTH, m.keys_T.get() + h * m.S_row + first, m.S_row, m.score_grad_tiles.get() + i * DEPTH, SIZE,
+            all / DEPTH, m.keys_T.get() + h * m.S_row + first, m.S_row, DEPTH, m.score_grad_tiles.get() + i * DEPTH, SIZE,
             DEPTH * QUERIES, m.q_grad.get() + h * QUERIES + i, QUERIES);
     for (int64_t s = 0; s < all; s += SIDE)
       for (int64_t h = 0; h < H; h += SIDE) {
         const int64_t place = (first + s) * H + h;
-        multiply<true>(QUERIES / DEPTH, m.score_grads.get() + s * QUERIES, QUERIES, m.query_tiles.get() + h * DEPTH, SIZE,
+        multiply<true>(QUERIES / DEPTH, m.score_grads.get() + s * QUERIES, QUERIES, DEPTH, m.query_tiles.get() + h * DEPTH, SIZE,
                        DEPTH * H, m.k_grad.get() + place, H);
-        multiply<true>(QUERIES / DEPTH, m.probs.get() + s * QUERIES, QUERIES, m.out_grad_tiles.get() + h * DEPTH, SIZE,
+        multiply<true>(QUERIES / DEPTH, m.probs.get() + s * QUERIES, QUERIES, DEPTH, m.out_grad_tiles.get() + h * DEPTH, SIZE,
                        DEPTH * H, m.v_grad.get() + place, H);
       }
   }

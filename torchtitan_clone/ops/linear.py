@@ -1,4 +1,4 @@
-"""Linear layers. On AMD processors their fp32 products run in C++ of this package, which is faster there than MKL.
+"""Linear layers. C++ of this package multiplies where it is faster: in fp32 on AMD, in bfloat16 by the tiles of AMX.
 
 Legend: N rows, I input and O output features.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.ops.cpp_library import is_loaded, loaded_library
+from torchtitan_clone.ops.cpp_library import has_tiles, is_loaded, loaded_library, tile_library
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.torch_compat import OUT_TAGS
 
@@ -25,27 +25,34 @@ def _is_amd() -> bool:
 
 IS_AMD = _is_amd()
 HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether C++ multiplies faster than torch on this processor."""
+"""Whether C++ multiplies faster than torch on this processor, in fp32."""
 MIN_WEIGHTS_FOR_CPP_GRAD = 2**18
-"""The gradients of smaller weights are computed by MKL, which is faster when the result is small and the sums long."""
+"""Torch computes the gradients of smaller weights, which is faster when the result is small and the sums long."""
+_KINDS = {
+    (torch.float32, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+}  # fmt: skip
+"""The dtypes of two factors and of their product."""
 
 
-def _is_fp32(*tensors: Tensor) -> bool:
-    """Whether these are plain fp32 tensors of a CPU, outside autocast."""
+def _are_plain(*tensors: Tensor, dtype: torch.dtype) -> bool:
+    """Whether these are plain tensors of a CPU in `dtype`, outside autocast."""
     if torch.is_autocast_enabled("cpu"):
         return False
-    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == dtype for x in tensors)
     return plain and tensors[0].device.type == "cpu"
 
 
 def is_eager_fp32(*tensors: Tensor) -> bool:
     """Whether these are plain fp32 tensors of a CPU, outside torch.compile and autocast."""
-    return not torch.compiler.is_compiling() and _is_fp32(*tensors)
+    return not torch.compiler.is_compiling() and _are_plain(*tensors, dtype=torch.float32)
 
 
 def has_faster_product(*matrices: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than torch."""
-    return HAS_FASTER_CPP and _is_fp32(*matrices) and is_loaded()
+    if _are_plain(*matrices, dtype=torch.bfloat16):
+        return has_tiles()
+    return HAS_FASTER_CPP and _are_plain(*matrices, dtype=torch.float32) and is_loaded()
 
 
 # The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.
@@ -53,8 +60,8 @@ def has_faster_product(*matrices: Tensor) -> bool:
 def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
     """Returns x W^T [..., O], computed by C++, for x [..., I] and W [O, I], which may be transposed views.
 
-    A custom operator, so that dispatch modes and torch.compile see it. Raises ValueError for sizes that differ, and for
-    tensors that are not fp32 on a CPU.
+    A custom operator, so that dispatch modes and torch.compile see it. Sums are in fp32. Raises ValueError for sizes
+    that differ, and for tensors that are not both in fp32 or both in bfloat16, on a CPU.
     """
     return _write_product(_empty_product(x, weight_OI), x, weight_OI)
 
@@ -76,18 +83,19 @@ def _faster_linear_out(x: Tensor, weight_OI: Tensor, *, out: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan_clone::add_product_", mutates_args=("total",))
 def add_product_(total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
-    """Adds x W^T to a contiguous total [..., O] in place, with the arguments of faster_linear()."""
+    """Adds x W^T to a contiguous total [..., O] in fp32 in place, with the arguments of faster_linear()."""
     _write_product(total, x, weight_OI, adds=True)
 
 
 def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = False) -> Tensor:
     """Writes x W^T to `out`, or adds it, and returns `out`."""
     tensors = (x, weight_OI, out)
-    is_taken = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and out.is_contiguous()
+    is_taken = all(t.device.type == "cpu" for t in tensors) and tuple(t.dtype for t in tensors) in _KINDS
+    is_taken = is_taken and out.is_contiguous() and (out.dtype == torch.float32 or not adds)
     is_taken = is_taken and weight_OI.dim() == 2 and x.shape[-1:] == weight_OI.shape[1:]
     if not is_taken or out.shape != (*x.shape[:-1], weight_OI.shape[0]):
         found = [(t.device.type, t.dtype, tuple(t.shape), t.stride()) for t in tensors]
-        rule = "use fp32 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
+        rule = "use fp32 or bfloat16 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
         raise ValueError(f"x W^T by C++ does not take {found}: {rule}")
     if out.numel() == 0 or x.shape[-1] == 0:
         return out if adds else out.zero_()
@@ -95,7 +103,12 @@ def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = Fa
     strides = (*x_NI.stride(), *weight_OI.T.stride())
     sizes = (ctypes.c_int64 * 7)(len(x_NI), len(weight_OI), x_NI.shape[1], *strides)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x_NI, weight_OI, out)]
-    loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
+    if out.dtype == torch.bfloat16:
+        tile_library().multiply_to_bfloat16(*pointers, sizes)
+    elif x.dtype == torch.bfloat16:
+        tile_library().multiply_to_float(*pointers, sizes, ctypes.c_bool(adds))
+    else:
+        loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
     return out
 
 
@@ -134,13 +147,15 @@ def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> T
             return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
         return torch.addmm(total_OI, grad_NO.T, x_NI, out_dtype=torch.float32, out=total_OI)
     by_cpp = _has_faster_grad(grad_NO, x_NI)
+    if by_cpp and grad_NO.dtype == torch.bfloat16 and total_OI is None:
+        total_OI = grad_NO.new_zeros(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
     if total_OI is None:
         return _weight_grad(grad_NO, x_NI, by_cpp=by_cpp).float()
-    if grad_NO.dtype != torch.float32:
-        return total_OI.add_(grad_NO.T @ x_NI)
     if by_cpp:
         add_product_(total_OI, grad_NO.T, x_NI.T)
         return total_OI
+    if grad_NO.dtype != torch.float32:
+        return total_OI.add_(grad_NO.T @ x_NI)
     return total_OI.addmm_(grad_NO.T, x_NI)
 
 
