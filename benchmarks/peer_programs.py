@@ -37,8 +37,8 @@ MANY_STEPS = 1_000_000
 class Work:
     """What every program does: a size, its precision, eager or compiled, on which device.
 
-    Options of ours alone: `micro_batches`, `tied` (one weight for the embedding and the output), and those of
-    activation checkpointing.
+    Options of ours alone: `micro_batches`, `tied` (one weight for the embedding and the output), `graph` (of CUDA), and
+    those of activation checkpointing.
     """
 
     size: str
@@ -47,6 +47,7 @@ class Work:
     selective_ac_option: str = "2"
     first_blocks: int = -1
     tied: bool = False
+    graph: bool = False
     dtype: str = "float32"
     compile: bool = False
     device: str = "cpu"
@@ -73,13 +74,14 @@ class Work:
 # ---------------------------------------------------------------- this package, and its model in a plain loop
 
 
-def _options(work: Work, folder: str) -> list[str]:
+def options_of(work: Work, folder: str) -> list[str]:
     size = work.of
     values = {
         "job.dump_folder": folder, "training.seq_len": size.tokens, "training.global_batch_size": size.rows,
         "training.local_batch_size": size.rows // work.micro_batches,
         "training.steps": MANY_STEPS, "training.document_masking": "false",
         "training.mixed_precision_param": work.dtype, "compile.enable": str(work.compile).lower(),
+        "compile.cuda_graph": str(work.graph).lower(),
         "activation_checkpoint.mode": work.activation_checkpoint,
         "activation_checkpoint.selective_ac_option": work.selective_ac_option,
         "activation_checkpoint.first_blocks": work.first_blocks,
@@ -96,7 +98,7 @@ def train_ours(work: Work, turn: Turn) -> None:
     """Trains with this package's trainer."""
     from torchtitan_clone.testing.trainers import open_trainer
 
-    with tempfile.TemporaryDirectory() as folder, open_trainer(_options(work, folder)) as trainer:
+    with tempfile.TemporaryDirectory() as folder, open_trainer(options_of(work, folder)) as trainer:
         for step in itertools.count(1):
             turn()
             trainer.train_step(step)
@@ -107,7 +109,7 @@ def train_plain_loop(work: Work, turn: Turn) -> None:
     from torchtitan_clone.testing.plain_loop import PlainLoop
 
     with tempfile.TemporaryDirectory() as folder:
-        loop = PlainLoop(_options(work, folder))
+        loop = PlainLoop(options_of(work, folder))
         for step in itertools.count(1):
             turn()
             loop.train_step(step)

@@ -9,13 +9,14 @@ Peers are nanoGPT (its design, written anew), Hugging Face's Trainer, litgpt, to
 loop. They are installed into an environment of their own (--environment) that shares this one's torch. All have blocks
 of equal products, the same batch and precision and AdamW; FLOPs are counted and must be equal. nanoGPT's embedding is
 also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
-alone: its time over ours is the share of their speed that ours reaches. "ours, micro-batches" trains on half of the
-rows at a time and sums gradients, "ours, selective" computes every second block again in backward, as the package's
-default does, and "per operation" some operations of all blocks or of the first 8, with more FLOPs; all take less
-memory. Programs live at once and take their steps in turn. "time" is the ratio to the first of --only in the same
-round, with quartiles. On a CPU ours allocates tensors in a region, the peers by malloc; --allocator gives our allocator
-to the peers too. The first step is timed from the start of the process; with --compile once with all caches of the
-compiler empty ("cold"), also that of precompiled headers, and once with full ones.
+alone: its time over ours is the share of their speed that ours reaches. "ours, graph" launches forward and backward on
+a GPU as a CUDA graph. "ours, micro-batches" trains on half of the rows at a time and sums gradients, "ours, selective"
+computes every second block again in backward, as the package's default does, and "per operation" some operations of all
+blocks or of the first 8, with more FLOPs; these take less memory. Programs live at once and take their steps in turn.
+"time" is the ratio to the first of --only in the same round, with quartiles. On a CPU ours allocates tensors in a
+region, the peers by malloc; --allocator gives our allocator to the peers too. The first step is timed from the start of
+the process; with --compile once with all caches of the compiler empty ("cold"), also that of precompiled headers, and
+once with full ones.
 """
 
 import argparse
@@ -43,6 +44,7 @@ PER_OPERATION = {"activation_checkpoint": "selective", "selective_ac_option": "o
 OPTIONS = {
     OURS: {},
     BARE: {},
+    "ours, graph": {"graph": True},
     "ours, micro-batches": {"micro_batches": 2},
     "ours, tied": {"tied": True},
     "ours, selective": {"activation_checkpoint": "selective"},

@@ -10,28 +10,29 @@
 #
 #   tests       GPU tests
 #   layers      layers of 8B against torchtitan and their bare products
-#   model       1B as a whole, against the same
+#   model       1B as a whole, also as a CUDA graph, against the same
+#   attention   its kernels
 #
-#   peers       120M against other programs, eager and compiled
+#   peers       120M, also as a CUDA graph, against other programs, eager and compiled
 #   long        131,072 tokens with and without documents
+#   experts     a layer of experts
 #
 #   float8      its recipes against bfloat16
 #   memory      predicted and reserved memory
 #   checkpoint  cost of saves
-#   attention   its kernels
-#   experts     a layer of experts
 #   parallel    cost of each axis, where there are two GPUs
 set -uo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 PYTHON="${PYTHON:-python3}"
 FOLDER="${1:-outputs/gpu_suite}"
-SECTIONS=(tests layers model peers long float8 memory checkpoint attention experts parallel)
+SECTIONS=(tests layers model attention peers long experts float8 memory checkpoint parallel)
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
 mkdir -p "$FOLDER"
 FOLDER="$(readlink -f "$FOLDER")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
 RIVALS=(--compile --skip-cold --only ours products torchtitan)
+GRAPHS=(--only ours "ours, graph" nanoGPT)
 COMPILED=(--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=true
     --training.mixed_precision_param=bfloat16)
 WIDE=(--model.args.dim=2048 --model.args.n_layers=8 --model.args.n_heads=16 "${COMPILED[@]}")
@@ -65,14 +66,14 @@ run_section() {
         TORCHINDUCTOR_COMPILE_THREADS=1 run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/ops/test_adam_kernel.py \
             tests/models/test_attention.py tests/data/test_packing.py
         ;;
-    layers) run layers 150 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
-    model) run model 150 "${PEERS[@]}" --size=1B "${RIVALS[@]}" --json="$FOLDER/model.json" ;;
+    layers) run layers 130 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
+    model) run model 130 "${PEERS[@]}" --size=1B "${RIVALS[@]}" "ours, graph" --json="$FOLDER/model.json" ;;
     peers)
-        run peers 140 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" --only ours "plain loop" nanoGPT "HF Trainer" &&
-            run peers 160 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --only ours nanoGPT litgpt
+        run peers 110 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" "${GRAPHS[@]}" "plain loop" &&
+            run peers 130 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --skip-cold "${GRAPHS[@]}"
         ;;
     long)
-        run long 150 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=3 \
+        run long 120 benchmarks/variants.py documents= causal=--training.document_masking=false --rounds=3 \
             --json="$FOLDER/long.json" -- "${WIDE[@]}" --training.seq_len=131072 --model.args.max_seq_len=131072 \
             --training.local_batch_size=1 --activation_checkpoint.mode=full
         ;;
@@ -81,17 +82,17 @@ run_section() {
             skip float8 "torchao is not installed"
             return
         fi
-        run float8 130 benchmarks/variants.py bfloat16= tensorwise="$FLOAT8" \
+        run float8 200 benchmarks/variants.py bfloat16= tensorwise="$FLOAT8" \
             rowwise="$FLOAT8 --quantize.linear.float8.recipe_name=rowwise" \
             --json="$FOLDER/float8.json" -- "${WIDEST[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
-    memory) run memory 170 benchmarks/memory.py --device=cuda ;;
-    checkpoint) run checkpoint 140 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
+    memory) run memory 160 benchmarks/memory.py --device=cuda ;;
+    checkpoint) run checkpoint 180 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
     attention)
-        run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
-            run attention 40 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000
+        run attention 55 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&
+            run attention 55 benchmarks/attention.py --device=cuda --dtype=bfloat16 --document-length=2000
         ;;
-    experts) run experts 70 benchmarks/experts.py --device=cuda --dtype=bfloat16 --tokens=16384 ;;
+    experts) run experts 60 benchmarks/experts.py --device=cuda --dtype=bfloat16 --tokens=16384 ;;
     parallel)
         if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
             skip parallel "it needs two GPUs"

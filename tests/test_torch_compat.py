@@ -237,7 +237,7 @@ def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
         header.unlink()
     assert len(processes()) == 2
     compiler.write_text(COMPILER.replace("exit 0", "exit 1"))  # another compiler, which has none of them
-    assert len([line for line in processes() if "-fsyntax-only" in line]) >= len(kinds)
+    assert any("-fsyntax-only" in line for line in processes()) == bool(kinds)
 
 
 def seven() -> int:

@@ -73,8 +73,17 @@ def foreach_norms(tensors: list[Tensor], *, dtype: torch.dtype) -> Tensor:
 foreach_mul_ = torch._foreach_mul_
 # Adds a number to all tensors in place; there is no public function.
 foreach_add_ = torch._foreach_add_
-# Copies all tensors of a list to those of another, whose data types may differ; there is no public function.
-foreach_copy_ = torch._foreach_copy_
+
+
+def converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the tensors in a data type: themselves, or copies."""
+    # By the kernel of a GPU for many tensors, which is twice as fast as to(), also for one, and not a public function.
+    if all(x.dtype == dtype for x in tensors):
+        return tensors
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
 
 # Waits for the result of a functional collective and returns it; a compiled region does not do so by itself.
 wait_tensor = torch.ops._c10d_functional.wait_tensor

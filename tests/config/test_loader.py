@@ -158,7 +158,7 @@ UNKNOWN = [
     ),
     (
         "[compile]\nzzz = 1\n",
-        "a.toml:2: compile.zzz: unknown option; known: enable, components, backend",
+        "a.toml:2: compile.zzz: unknown option; known: enable, components, backend, cuda_graph",
     ),
     ("[trainin]\nsteps = 1\nx = 2\n", "a.toml:2: [trainin]: unknown table; did you mean training?"),
     ("training.stepz = 1\n", "a.toml:1: training.stepz: unknown option; did you mean training.steps?"),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.peer_programs import Work, options_of
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.checkpoint.saving import SaveRunner
 from torchtitan_clone.config.schema import Checkpoint, Optimizer
@@ -21,6 +22,7 @@ from torchtitan_clone.parallel.gradients import gradient_norm
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
+from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import foreach_norms, init_fake_process_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -113,6 +115,41 @@ def test_options_do_not_change_losses(corpus, tmp_path, changes):
     assert list(losses(tmp_path / "changed").values()) == pytest.approx(list(expected.values()), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"debug__deterministic": True},
+        {"compile__enable": True, "training__mixed_precision_param": "bfloat16"},
+        {"training__local_batch_size": 1, "training__mixed_precision_param": "bfloat16"},
+        {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"},
+    ],
+    ids=["deterministic", "compiled", "micro-batches", "selective op"],
+)
+def test_a_graph_computes_the_same(corpus, tmp_path, changes):
+    common = {"training__document_masking": False, **changes}
+    for name in ("plain", "graph"):
+        argv = options(corpus, tmp_path / name, compile__cuda_graph=name == "graph", **common)
+        code, output = train(argv, log_folder=tmp_path, env=GPU, timeout=300)
+        assert code == 0, output
+    tolerance = 0 if "debug__deterministic" in changes else 1e-4  # without, kernels add in any order
+    assert losses(tmp_path / "graph") == pytest.approx(losses(tmp_path / "plain"), rel=tolerance, abs=0)
+
+
+def test_a_step_with_a_graph_launches_few_kernels(tmp_path):
+    launches = []
+    for graph in (False, True):
+        work = Work(size="tiny", dtype="bfloat16", device="cuda", graph=graph)
+        with open_trainer(options_of(work, str(tmp_path / f"{graph}"))) as trainer:
+            for step in range(1, 5):
+                trainer.train_step(step)
+            with torch.profiler.profile() as profile:
+                trainer.train_step(5)
+        names = [event.name for event in profile.events()]
+        launches.append(sum("LaunchKernel" in name for name in names))
+        assert sum("GraphLaunch" in name for name in names) == graph
+    assert launches[1] < launches[0] / 2
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_thread_of_saves_uses_the_gpu_of_its_rank():
     found = queue.SimpleQueue()
@@ -181,7 +218,7 @@ def test_norms_and_clipped_updates_do_not_wait_for_the_device(name, dtype):
     """Nor differ from those of a CPU; a kernel of this package updates the matrix, torch's the vector."""
     optimizers = {}
     for device in ("cpu", "cuda"):
-        shapes = {"a.weight": (512, 256), "b.weight": (7,)}
+        shapes = {"a.weight": (2048, 2048), "b.weight": (7,)}
         parameters = {key: torch.nn.Parameter(torch.ones(shape, device=device)) for key, shape in shapes.items()}
         settings = Optimizer(name=name, lr=0.5, weight_decay=0.1)
         optimizers[device] = parameters, build_optimizer(settings, named_parameters=parameters)
@@ -200,7 +237,7 @@ def test_norms_and_clipped_updates_do_not_wait_for_the_device(name, dtype):
     finally:
         torch.cuda.set_sync_debug_mode("default")
         dist.destroy_process_group()
-    assert norm.item() == pytest.approx(2 * (512 * 256 + 7) ** 0.5)
+    assert norm.item() == pytest.approx(2 * (2048 * 2048 + 7) ** 0.5)
     (expected, on_cpu), (found, on_gpu) = optimizers["cpu"], optimizers["cuda"]
     for key, parameter in expected.items():
         torch.testing.assert_close(found[key].detach().cpu(), parameter.detach())

@@ -13,6 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from torchtitan_clone.models.spec import KEPT
 from torchtitan_clone.ops.linear import (
     MIN_WEIGHTS_FOR_CPP_GRAD,
+    MIN_WEIGHTS_FOR_TILES,
     Linear,
     add_product_,
     faster_linear,
@@ -196,7 +197,7 @@ def test_the_processor_decides_which_library_multiplies(dtype):
     has_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     is_faster = "AuthenticAMD" in cpuinfo and has_vectors if dtype == torch.float32 else "amx_bf16" in cpuinfo
     expected = "faster_linear" if is_faster else "mm"
-    layer, x, _ = example(rows=(3,), dtype=dtype)
+    layer, x = Linear(512, MIN_WEIGHTS_FOR_TILES // 512, bias=False).to(dtype), torch.ones(3, 512, dtype=dtype)
     with Operators() as operators:
         layer(x)
     assert expected in [func.overloadpacket.__name__ for func in operators.called]

@@ -33,6 +33,15 @@ READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.
          torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.nonzero, torch.nonzero}  # fmt: skip
 
 
+def test_a_cuda_graph_has_no_effect_on_a_cpu(corpus, tmp_path):
+    common = {"training__document_masking": False, "training__steps": 4}
+    runs = [options(corpus, tmp_path / name, compile__cuda_graph=name, **common) for name in ("false", "true")]
+    run_ranks(train_all, 1, runs)
+    found = [losses(tmp_path / name) for name in ("false", "true")]
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
 def expected_buffers(*, updates):
     """Returns the buffers of all layers after so many committed steps."""
     scale_D = torch.ones(DIM)

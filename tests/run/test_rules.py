@@ -89,6 +89,18 @@ RULES = [
         "training.seq_len = 1000: products in float8 over the tokens of one of 2 context-parallel ranks need a "
         "multiple of 32; set it to 992 or 1024",
     ),
+    (
+        ["--compile.cuda_graph"],
+        {},
+        "compile.cuda_graph = true: a graph is for dense models on one GPU, in float32 or bfloat16, without masks of "
+        "documents; set training.document_masking to false and the number of ranks to 1, or compile.cuda_graph to "
+        "false.",
+    ),
+    (
+        ["--compile.cuda_graph", "--training.document_masking=false", "--training.enable_cpu_offload"],
+        {"world_size": 1},
+        "documents; set training.enable_cpu_offload to false, or compile.cuda_graph to false.",
+    ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (
         [f"{TENSOR}=2", "--training.mixed_precision_param=bfloat16"],

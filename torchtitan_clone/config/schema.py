@@ -421,7 +421,7 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """torch.compile."""
+    """torch.compile, and CUDA graphs."""
 
     enable: bool = False
     """Compile the components."""
@@ -429,6 +429,8 @@ class Compile:
     """What to compile; the model is compiled block by block, the loss on a GPU only."""
     backend: str = "inductor"
     """torch.compile backend."""
+    cuda_graph: bool = False
+    """Launch forward and backward on a GPU as one graph, also without `enable`; faster if it waits for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)

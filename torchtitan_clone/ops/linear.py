@@ -28,6 +28,8 @@ HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", 
 """Whether C++ multiplies faster than torch on this processor, in fp32."""
 MIN_WEIGHTS_FOR_CPP_GRAD = 2**18
 """Torch computes the gradients of smaller weights, which is faster when the result is small and the sums long."""
+MIN_WEIGHTS_FOR_TILES = 2**17
+"""Torch multiplies smaller weights in bfloat16."""
 _KINDS = {
     (torch.float32, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16, torch.float32),
@@ -48,11 +50,11 @@ def is_eager_fp32(*tensors: Tensor) -> bool:
     return not torch.compiler.is_compiling() and _are_plain(*tensors, dtype=torch.float32)
 
 
-def has_faster_product(*matrices: Tensor) -> bool:
+def has_faster_product(x: Tensor, weight: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than torch."""
-    if _are_plain(*matrices, dtype=torch.bfloat16):
-        return has_tiles()
-    return HAS_FASTER_CPP and _are_plain(*matrices, dtype=torch.float32) and is_loaded()
+    if _are_plain(x, weight, dtype=torch.bfloat16):
+        return weight.numel() >= MIN_WEIGHTS_FOR_TILES and has_tiles()
+    return HAS_FASTER_CPP and _are_plain(x, weight, dtype=torch.float32) and is_loaded()
 
 
 # The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.

@@ -13,13 +13,13 @@ from torch.optim.adam import adam
 
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.torch_compat import foreach_add_, foreach_mul_, has_triton, is_fake
+from torchtitan_clone.torch_compat import converted, foreach_add_, foreach_mul_, has_triton, is_fake
 
 logger = logging.getLogger("torchtitan_clone")
 
 ParamGroup = dict[str, object]
-_LARGE = 2**16
-"""Elements of the smallest weights that the kernel of this package updates: each takes a launch of its own."""
+_LARGE = 2**22
+"""Elements of the smallest weights that the kernel of this package updates: each takes a launch of its own, as long."""
 
 
 class _Shards(NamedTuple):
@@ -34,9 +34,10 @@ class _Shards(NamedTuple):
 
 def _takes_kernel(x: _Shards) -> bool:
     """Whether a kernel of this package updates a weight: a large one in fp32 on a GPU, or a simulated one there."""
+    is_large = x.weight.numel() >= _LARGE
     if is_fake(x.weight):
-        return x.gradient.dtype != x.weight.dtype
-    is_taken = x.weight.is_cuda and x.weight.dtype == torch.float32 and x.weight.numel() >= _LARGE
+        return is_large and x.gradient.dtype != x.weight.dtype
+    is_taken = is_large and x.weight.is_cuda and x.weight.dtype == torch.float32
     return is_taken and all(tensor.is_contiguous() for tensor in x) and _has_kernel()
 
 
@@ -120,7 +121,7 @@ class Adam(torch.optim.Adam):
             _update_by_kernel([*compress(shards, by_kernel)], factor=factor, **options)
             if others := [*compress(shards, by_torch)]:
                 weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*others, strict=True))
-                gradients = [g.to(w.dtype) for w, g in zip(weights, gradients, strict=True)]
+                gradients = converted(gradients, weights[0].dtype)
                 if factor != 1.0:
                     foreach_mul_(gradients, factor)
                 options |= {"foreach": group["foreach"], "fused": group["fused"], "amsgrad": False, "maximize": False}

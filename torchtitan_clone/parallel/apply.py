@@ -89,7 +89,7 @@ def _checkpoint_activations(layers: nn.ModuleDict, *, config: ActivationCheckpoi
     first = len(layers) if config.first_blocks == -1 else config.first_blocks
     for index, (name, block) in enumerate(list(layers.items())[:first]):
         if index % every == 0:
-            layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=True, **options)
+            layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=False, **options)
 
 
 def _selective_context(kept: KeptOperations):

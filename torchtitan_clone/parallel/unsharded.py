@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.messages import StartedSum
-from torchtitan_clone.torch_compat import after_backward, foreach_copy_, with_shard
+from torchtitan_clone.torch_compat import after_backward, converted, with_shard
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
@@ -207,7 +207,7 @@ class _Exchange:
             # Pipelines assign gradients that may be transposed; optimizers take all for contiguous.
             is_complete = self.is_last and parameter.grad is None and parameter not in self._parts
             keeps = self._keeps_gradients and is_complete
-            (total,) = _converted([local_shard(gradient)], gradient.dtype if keeps else parameter.dtype)
+            (total,) = converted([local_shard(gradient)], gradient.dtype if keeps else parameter.dtype)
             self._sums[parameter] = total.contiguous()
             if _KEEPS_DTYPE:
                 plain.grad_dtype = None
@@ -233,16 +233,7 @@ class _Exchange:
 
 def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns the tensors in a data type: themselves, or copies."""
-    return _converted(tensors, dtype)
-
-
-def _converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    # By the kernel of a GPU for many tensors, which is twice as fast as to(), also for one.
-    if all(x.dtype == dtype for x in tensors):
-        return tensors
-    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
-    foreach_copy_(copies, tensors)
-    return copies
+    return converted(tensors, dtype)
 
 
 def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

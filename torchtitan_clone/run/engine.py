@@ -20,6 +20,7 @@ from torchtitan_clone.ops.source_sums import SourceSums
 from torchtitan_clone.ops.tensor_region import use_tensor_region
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
+from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
 from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm
 from torchtitan_clone.parallel.init_weights import init_weights
@@ -67,6 +68,8 @@ class Engine:
             source_sums=self.source_sums if plan.mixture else None,
             loss_fn=loss_fn,
         )
+        if config.compile.cuda_graph and device.type == "cuda":
+            self.forward_backward = GraphedForwardBackward(self.forward_backward, self.parameters.values())
         self._loads = _build_loads(plan, model_parts=model_parts)
         self._lr_factor = build_schedule(config.lr_scheduler, steps=config.training.steps)
 

@@ -106,6 +106,7 @@ def _mesh_errors(config: Config, *, world_size: int, args: ModelArgs) -> list[st
         *_shards_of_experts(config, args),
         *_balancing(config, args),
         *_float8(config),
+        *_cuda_graph(config, args, world_size=world_size),
     ]
 
 
@@ -231,6 +232,23 @@ def _float8(config: Config) -> Iterator[str]:
             f"ranks need a multiple of {unit}; set it to {either(nearest_multiples(unit, seq_len))}, or "
             "model.converters to []."
         )
+
+
+def _cuda_graph(config: Config, args: ModelArgs, *, world_size: int) -> Iterator[str]:
+    """A graph has the same kernels on tensors of the same shapes in every step, and no collectives."""
+    training = config.training
+    if not config.compile.cuda_graph:
+        return
+    reasons = {
+        "training.document_masking to false": training.document_masking,
+        "training.enable_cpu_offload to false": training.enable_cpu_offload,
+        "model.converters to []": bool(config.model.converters),
+        "the number of ranks to 1": world_size > 1,
+        "model.name to a family without experts": args.num_experts > 0,
+    }
+    if remedies := [remedy for remedy, is_needed in reasons.items() if is_needed]:
+        rule = "a graph is for dense models on one GPU, in float32 or bfloat16, without masks of documents"
+        yield f"compile.cuda_graph = true: {rule}; set {' and '.join(remedies)}, or compile.cuda_graph to false."
 
 
 def _batch_size(training: Training, degrees: Degrees, groups: int) -> Iterator[str]:
