@@ -10,6 +10,7 @@ from torchtitan_clone.config import (
     Config,
     load_config,
 )
+from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.run.rules import find_run_errors
 
@@ -28,12 +29,14 @@ FACTS: dict[str, Any] = {
 def find_errors(config: Config, **facts: Any) -> list[str]:
     """Checks a configuration against these facts of the model, the tokenizer and the machine."""
     heads = facts.pop("heads")
+    kinds = [LayerKind(positions=None, window=facts.pop("window", None))]
     names = ("max_seq_len", "vocab_size", "n_layers", "tied_embeddings")
     args = SimpleNamespace(
         n_heads=heads["n_heads"],
         kv_heads=heads.get("n_kv_heads", heads["n_heads"]),
         num_experts=facts.pop("num_experts", 0),
         moe=facts.pop("moe", None),
+        layer_kinds=lambda: kinds,
         **{name: facts.pop(name) for name in names},
     )
     return find_run_errors(config, args=args, **facts)
@@ -100,6 +103,11 @@ RULES = [
         ["--compile.cuda_graph", "--training.document_masking=false", "--training.enable_cpu_offload"],
         {"world_size": 1},
         "documents; set training.enable_cpu_offload to false, or compile.cuda_graph to false.",
+    ),
+    (
+        ["--compile.cuda_graph", "--training.document_masking=false"],
+        {"world_size": 1, "window": 128},
+        "documents; set model.name to a family without experts and windows, or compile.cuda_graph to false.",
     ),
     ([f"{EXPERT}=2"], {}, "expert_parallel_degree = 2: the model has no experts; set it to 1"),
     (

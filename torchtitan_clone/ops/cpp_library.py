@@ -15,16 +15,16 @@ from tempfile import TemporaryDirectory
 import torch
 
 from torchtitan_clone.files import user_cache_folder
-from torchtitan_clone.torch_compat import HAS_AMX, assume_constant_result
+from torchtitan_clone.torch_compat import HAS_AMX, HAS_AVX512_BF16, assume_constant_result
 
 logger = logging.getLogger("torchtitan_clone")
 
 _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), "AVX2": (8, "-mavx2 -mfma")}
 """Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
-FLOATS_OF_VECTOR, _FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
+FLOATS_OF_VECTOR, VECTOR_FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
 _KERNELS = ("cpp_attention.cpp", "cpp_product.cpp")
 _TILES = ("cpp_tile_attention.cpp", "cpp_tile_product.cpp")
-_TILE_FLAGS = "-mamx-tile -mamx-bf16 -mavx512bf16"
+TILE_FLAGS = ["-mamx-tile", "-mamx-bf16", *(["-mavx512bf16"] if HAS_AVX512_BF16 else [])]
 _TIMEOUT_SECONDS = 300
 
 
@@ -51,17 +51,23 @@ def _library(names: tuple[str, ...]) -> Future[ctypes.CDLL | None]:
 
 
 def _load_kernels(names: tuple[str, ...]) -> ctypes.CDLL | None:
-    tiles = _TILE_FLAGS if HAS_AMX and names == _TILES else ""
-    flags = ["-O3", *_FLAGS.split(), *tiles.split(), f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"]
+    tiles = TILE_FLAGS if HAS_AMX and names == _TILES else []
+    flags = ["-O3", *VECTOR_FLAGS.split(), *tiles, f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", "-fopenmp"]
     try:
         library = load_cpp([Path(__file__).with_name(name) for name in names], flags=flags)
-        if not tiles or library.permit_tiles():
+        if not tiles or permits_tiles(library):
             return library
         reason = "Linux does not permit this process to use the tiles of AMX; update Linux to 5.16 or later"
     except CompilationError as error:
         reason = str(error)
     logger.warning("a CPU uses torch's kernels, which are slower: %s", reason)
     return None
+
+
+def permits_tiles(library: ctypes.CDLL) -> bool:
+    """Asks Linux for the registers of tiles; returns whether this process may use them."""
+    library.permit_tiles.restype = ctypes.c_bool
+    return library.permit_tiles()
 
 
 def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str] = ()) -> ctypes.CDLL:

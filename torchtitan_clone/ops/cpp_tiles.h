@@ -11,8 +11,11 @@
 #include <xmmintrin.h>
 #endif
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+
+#ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -111,11 +114,12 @@ Vector widened(const Low* x) {
 }
 void store_low(Low* x, Bits upper) { *reinterpret_cast<Lows*>(x) = __builtin_convertvector(upper >> 16, Lows); }
 
-
 // Writes values rounded to bfloat16.
 void store_rounded(Low* x, Vector value) {
 #if defined(__AVX512BF16__) && FLOATS_OF_VECTOR == 16
-  const __m256bh low = _mm512_cvtneps_pbh(reinterpret_cast<const __m512&>(value));
+  __m512 wide;
+  std::memcpy(&wide, &value, sizeof wide);
+  const __m256bh low = _mm512_cvtneps_pbh(wide);
   std::memcpy(x, &low, sizeof low);
 #else
   store_low(x, rounded(value));

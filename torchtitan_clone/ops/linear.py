@@ -52,9 +52,15 @@ def is_eager_fp32(*tensors: Tensor) -> bool:
 
 def has_faster_product(x: Tensor, weight: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than torch."""
-    if _are_plain(x, weight, dtype=torch.bfloat16):
-        return weight.numel() >= MIN_WEIGHTS_FOR_TILES and has_tiles()
-    return HAS_FASTER_CPP and _are_plain(x, weight, dtype=torch.float32) and is_loaded()
+    is_large = weight.dtype != torch.bfloat16 or weight.numel() >= MIN_WEIGHTS_FOR_TILES
+    return is_large and _are_for_cpp(x, weight)
+
+
+def _are_for_cpp(*matrices: Tensor) -> bool:
+    """Whether C++ multiplies large matrices in their dtype faster than torch."""
+    if _are_plain(*matrices, dtype=torch.bfloat16):
+        return has_tiles()
+    return HAS_FASTER_CPP and _are_plain(*matrices, dtype=torch.float32) and is_loaded()
 
 
 # The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.
@@ -130,7 +136,7 @@ def _is_large(grad: Tensor, x: Tensor) -> bool:
 
 
 def _has_faster_grad(grad: Tensor, x: Tensor) -> bool:
-    return _is_large(grad, x) and has_faster_product(grad, x)
+    return _is_large(grad, x) and _are_for_cpp(grad, x)
 
 
 def _weight_grad(grad: Tensor, x: Tensor, *, by_cpp: bool) -> Tensor:

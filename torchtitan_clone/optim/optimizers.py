@@ -19,7 +19,7 @@ logger = logging.getLogger("torchtitan_clone")
 
 ParamGroup = dict[str, object]
 _LARGE = 2**22
-"""Elements of the smallest weights that the kernel of this package updates: each takes a launch of its own, as long."""
+"""Elements of the smallest weights that the kernel of this package updates: launching it takes as long as these."""
 
 
 class _Shards(NamedTuple):

@@ -27,9 +27,9 @@ class _Recording:
 class GraphedForwardBackward:
     """Runs a forward_backward of one GPU without collectives: two equal steps as it is, the following by a graph.
 
-    Rows have no documents. Steps of other shapes, or of another number of targets, run as they are. Kernels are the
-    same, and so are the bits of their results, whose addresses are those of every step: the memory of a step stays in
-    use between steps.
+    Rows have no documents. Steps of other shapes, or of another number of targets, run as they are. Results have the
+    same bits. They are at the same addresses in every step, so that a step overwrites those of the last, and the memory
+    of a step stays in use between steps.
     """
 
     def __init__(self, forward_backward: ForwardBackward, parameters: Iterable[nn.Parameter]) -> None:

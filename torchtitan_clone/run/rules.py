@@ -239,12 +239,14 @@ def _cuda_graph(config: Config, args: ModelArgs, *, world_size: int) -> Iterator
     training = config.training
     if not config.compile.cuda_graph:
         return
+    has_windows = any(kind.window or kind.chunk for kind in args.layer_kinds())
     reasons = {
         "training.document_masking to false": training.document_masking,
         "training.enable_cpu_offload to false": training.enable_cpu_offload,
         "model.converters to []": bool(config.model.converters),
         "the number of ranks to 1": world_size > 1,
-        "model.name to a family without experts": args.num_experts > 0,
+        "fault_tolerance.enable to false": config.fault_tolerance.enable,
+        "model.name to a family without experts and windows": args.num_experts > 0 or has_windows,
     }
     if remedies := [remedy for remedy, is_needed in reasons.items() if is_needed]:
         rule = "a graph is for dense models on one GPU, in float32 or bfloat16, without masks of documents"
