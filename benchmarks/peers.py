@@ -103,8 +103,12 @@ def main() -> None:
             running, first = [], {}
             for program in programs:  # one after another, so that first steps do not disturb one another
                 running.append(stack.enter_context(Running(program)))
-                running[-1].step()
-                first[program.name] = running[-1].age_seconds
+                running[-1].begin()
+                if not options.at_once:
+                    running[-1].end()
+                    first[program.name] = running[-1].age_seconds
+            for each in running if options.at_once else []:
+                each.end()
             take_turns(running, rounds=WARM_UP_STEPS)
             steps = take_turns(running, rounds=options.rounds)
     size = SIZES[options.size]
@@ -125,6 +129,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--skip-cold", action="store_true", help="do not time first steps with empty caches")
+    parser.add_argument("--at-once", action="store_true", help="take first steps at the same time and do not time them")
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -243,7 +248,7 @@ def _row(
         "CPU time": str(ratio_of(steps[name], first_steps, clock="cpu")),
         "tokens/s": tokens / statistics.median(step["wall"] for step in steps[name]),
         "cold": cold.get(name),
-        "first": first[name],
+        "first": first.get(name),
         "gib": steps[name][-1]["gib"],
         "parameters": parameters[name],
     }
@@ -253,10 +258,10 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     columns = f"{'tokens/s':>10}{'cold s':>8}{'first s':>8}{'GiB':>7}{'parameters':>14}"
     print(f"{'':22}{'time':>20}{'CPU time':>20}{columns}")
     for row in rows:
-        cold = "" if row["cold"] is None else f"{row['cold']:.1f}"
+        cold, first = ("" if row[key] is None else f"{row[key]:.1f}" for key in ("cold", "first"))
         print(
             f"{row['name']:22}{row['time']:>20}{row['CPU time']:>20}{row['tokens/s']:10,.0f}"
-            f"{cold:>8}{row['first']:8.1f}{row['gib']:7.2f}{row['parameters']:14,}"
+            f"{cold:>8}{first:>8}{row['gib']:7.2f}{row['parameters']:14,}"
         )
 
 

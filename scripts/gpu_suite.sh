@@ -31,7 +31,7 @@ mkdir -p "$FOLDER"
 FOLDER="$(readlink -f "$FOLDER")"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
-RIVALS=(--compile --skip-cold --only ours products torchtitan)
+LARGE=(--compile --skip-cold --only ours products torchtitan)
 GRAPHS=(--only ours "ours, graph" nanoGPT)
 COMPILED=(--model.args.n_kv_heads=8 --model.args.vocab_size=32768 --compile.enable=true
     --training.mixed_precision_param=bfloat16)
@@ -66,8 +66,8 @@ run_section() {
         TORCHINDUCTOR_COMPILE_THREADS=1 run tests 150 -m pytest -n 8 -v tests/gpu tests/ops/test_blockwise_attention.py tests/ops/test_adam_kernel.py \
             tests/models/test_attention.py tests/data/test_packing.py
         ;;
-    layers) run layers 130 "${PEERS[@]}" --size=8B-layers "${RIVALS[@]}" --json="$FOLDER/layers.json" ;;
-    model) run model 130 "${PEERS[@]}" --size=1B "${RIVALS[@]}" "ours, graph" --json="$FOLDER/model.json" ;;
+    layers) run layers 130 "${PEERS[@]}" --size=8B-layers "${LARGE[@]}" --json="$FOLDER/layers.json" ;;
+    model) run model 130 "${PEERS[@]}" --size=1B "${LARGE[@]}" "ours, graph" --json="$FOLDER/model.json" ;;
     peers)
         run peers 110 "${PEERS[@]}" --size=120M --json="$FOLDER/peers.json" "${GRAPHS[@]}" "plain loop" &&
             run peers 130 "${PEERS[@]}" --size=120M --json="$FOLDER/peers_compiled.json" --compile --skip-cold "${GRAPHS[@]}"

@@ -139,8 +139,9 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 HAS_AMX = torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
-HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported()
 """Whether this processor multiplies matrices in bfloat16 by AMX; get_capabilities() is new in 2.12."""
+HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported()
+"""Whether this processor has instructions of AVX-512 for bfloat16."""
 
 
 def has_bfloat16_units() -> bool:

@@ -29,7 +29,7 @@ HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", 
 MIN_WEIGHTS_FOR_CPP_GRAD = 2**18
 """Torch computes the gradients of smaller weights, which is faster when the result is small and the sums long."""
 MIN_WEIGHTS_FOR_TILES = 2**17
-"""Torch multiplies smaller weights in bfloat16."""
+"""Torch multiplies smaller weights in bfloat16, for which packing takes as long as multiplying."""
 _KINDS = {
     (torch.float32, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16, torch.float32),
@@ -52,11 +52,11 @@ def is_eager_fp32(*tensors: Tensor) -> bool:
 
 def has_faster_product(x: Tensor, weight: Tensor) -> bool:
     """Whether C++ multiplies these matrices faster than torch."""
-    is_large = weight.dtype != torch.bfloat16 or weight.numel() >= MIN_WEIGHTS_FOR_TILES
-    return is_large and _are_for_cpp(x, weight)
+    is_small = weight.dtype == torch.bfloat16 and weight.numel() < MIN_WEIGHTS_FOR_TILES
+    return not is_small and _takes_cpp(x, weight)
 
 
-def _are_for_cpp(*matrices: Tensor) -> bool:
+def _takes_cpp(*matrices: Tensor) -> bool:
     """Whether C++ multiplies large matrices in their dtype faster than torch."""
     if _are_plain(*matrices, dtype=torch.bfloat16):
         return has_tiles()
@@ -136,7 +136,7 @@ def _is_large(grad: Tensor, x: Tensor) -> bool:
 
 
 def _has_faster_grad(grad: Tensor, x: Tensor) -> bool:
-    return _is_large(grad, x) and _are_for_cpp(grad, x)
+    return _is_large(grad, x) and _takes_cpp(grad, x)
 
 
 def _weight_grad(grad: Tensor, x: Tensor, *, by_cpp: bool) -> Tensor:

@@ -19,7 +19,10 @@ logger = logging.getLogger("torchtitan_clone")
 
 ParamGroup = dict[str, object]
 _LARGE = 2**22
-"""Elements of the smallest weights that the kernel of this package updates: launching it takes as long as these."""
+"""Elements of the smallest weights that the kernel of this package updates, one a launch.
+
+The update of a smaller weight takes a GPU less time than the launch takes the host.
+"""
 
 
 class _Shards(NamedTuple):

@@ -232,7 +232,7 @@ class _Exchange:
 
 
 def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the tensors in a data type: themselves, or copies."""
+    """Returns the weights in a data type: themselves, or copies. Traces of memory know the copies by this name."""
     return converted(tensors, dtype)
 
 
