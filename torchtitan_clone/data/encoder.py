@@ -113,7 +113,9 @@ def _serve() -> None:
             return
         try:
             ids, lengths = array("I"), array("q")  # "H" takes twice as long
-            for encoding in backend.encode_batch_fast(texts, add_special_tokens=False):
+            for text in texts:
+                # One at a time: what the library allocates for a text stays in the processor's cache.
+                (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
                 ids.fromlist(encoding.ids)
                 ids.append(eos_id)
                 lengths.append(len(encoding) + 1)
