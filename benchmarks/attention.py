@@ -26,6 +26,7 @@ from benchmarks.turns import processor_name
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask, block_mask
 from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.cpp_attention import attend
+from torchtitan_clone.ops.cpp_library import is_loaded
 
 SHAPES = {
     "cpu": ["8x8x512x32", "4x12x512x64", "8x4x128x32", "1x8x2048x64"],
@@ -70,6 +71,8 @@ def main(argv: list[str]) -> None:
     choices = parser.parse_args(argv)
     if choices.device == "cuda" and not torch.cuda.is_available():
         parser.error("this machine has no CUDA device")
+    if choices.device == "cpu" and not is_loaded():
+        parser.error("the C++ that is compared was not compiled; the warning above says why")
     print(f"{processor_name()}; {torch.backends.cpu.get_cpu_capability()}; {torch.get_num_threads()} threads")
     dtype, head = getattr(torch, choices.dtype), f"{choices.dtype:16}"
     for shape in choices.shapes or SHAPES[choices.device]:

@@ -265,7 +265,7 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     """Prints a line for each mode."""
     size = rows[TORCH_SAVE]["bytes"]
     step, write = (statistics.median(row[key] for row in rows.values()) for key in ("step", "plain_write"))
-    print(processor_name())
+    print(processor_name(uses_gpu=True))
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"

@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from itertools import islice, pairwise, product
+from itertools import islice, product
 from pathlib import Path
 from typing import cast
 
@@ -34,12 +34,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core is compared with a core
 
 import numpy as np
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.config.schema import Data, DataSource, Training
 from torchtitan_clone.config.stages import Timeline, resolved_timeline
 from torchtitan_clone.data import Loader, LoaderOptions, MixtureDataset, build_tokenizer
 from torchtitan_clone.data.mixture import Mixture
 from torchtitan_clone.data.opening import prepare_sources
-from torchtitan_clone.data.preparation import BATCH_CHARACTERS
 from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import SplitWriter, StoreKey, StoreMeta, open_store, write_meta
 
@@ -133,16 +133,14 @@ def prepare(paths: list[Path], cache: Path, part_bytes: int) -> int:
 
 
 def measure_prepare(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
-    """Yields the rates of preparing files, and of the library, which encodes the text from memory, in turn."""
+    """Yields the rates of preparing files, and of the library, which encodes the texts from memory, in turn."""
     backend = build_tokenizer(None).backend
     ratios: list[float] = []
     for number, path in enumerate(write_text(folder / "text", choices, folders=choices.rounds)):
         texts = [json.loads(line)["text"] for file in sorted(path.iterdir()) for line in file.read_text().splitlines()]
-        ends = np.flatnonzero(np.diff(np.cumsum([*map(len, texts)]) // BATCH_CHARACTERS)) + 1
-        batches = [texts[first:last] for first, last in pairwise([0, *ends, len(texts)])]
         steps = {
             "prepared": partial(prepare, [path], folder / path.stem, 1 << 26),
-            "alone": lambda batches=batches: sum(len(x) for each in batches for x in backend.encode_batch_fast(each)),
+            "alone": lambda texts=texts: sum(len(backend.encode_batch_fast([text])[0]) for text in texts),
         }
         measured = {name: processor_seconds(steps[name]) for name in sorted(steps, reverse=number % 2 == 1)}
         tokens, seconds = measured["alone"]
@@ -189,6 +187,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--text", nargs="+", default=[sys.prefix, "/usr"], help="folders with text")
     parser.add_argument("--mb", type=float, default=20, help="size of the text")
     choices = parser.parse_args(argv)
+    print(processor_name())
     PROCESSES.set_forkserver_preload(["torchtitan_clone.data"])
     for name in choices.what or by_name:
         with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.run.generation import Generator, Sampling
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    print(f"{processor_name()}; {options.threads} threads")
     print(f"{'family':14}{'M params':>9}{'ours tok/s':>12}{'theirs tok/s':>14}{'ratio':>8}")
     are_equal = [compare(family, options) for family in options.families]
     return int(not all(are_equal))

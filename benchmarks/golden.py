@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.testing.runs import make_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,6 +76,7 @@ def main() -> int:
     parser.add_argument("--repo", type=Path, default=ROOT, help="checkout whose code trains (this one)")
     parser.add_argument("--only", default="", help="configurations with this text in their name")
     options = parser.parse_args()
+    print(processor_name())
     folder = options.folder.resolve()
     corpus = folder / "corpus"
     if not corpus.exists():

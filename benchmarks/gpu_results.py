@@ -5,10 +5,13 @@
 A section that was stopped may have left a part of its figures, which are then null.
 """
 
+import argparse
 import json
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
@@ -17,11 +20,14 @@ import torch
 from benchmarks.turns import processor_name
 
 RESULTS = "results.json"
+FAILED = "FAILED"
+SKIPPED = "not run: "
+"""What the output of a section begins with that this machine cannot run."""
 LINES = 40
 
 
-def main(folder: Path) -> None:
-    """Writes results.json and prints the tables."""
+def main(folder: Path) -> int:
+    """Writes results.json and prints the tables; returns 1 if a section failed, else 0."""
     sections = {
         file.stem: {
             "seconds": int(done.read_text()) if (done := file.with_suffix(".done")).exists() else None,
@@ -43,8 +49,14 @@ def main(folder: Path) -> None:
             print(*section["errors"][-LINES:], sep="\n")
     print("===", *about.values())
     for name, section in sections.items():
-        state = "FAILED" if section["seconds"] is None else f"{section['seconds']} s"
-        print(f"{name:12}{state:>8}  {(section['output'] or [''])[-1]}")
+        print(f"{name:12}{_state(section):>8}  {(section['output'] or [''])[-1].removeprefix(SKIPPED)}")
+    return int(any(_state(section) == FAILED for section in sections.values()))
+
+
+def _state(section: Mapping[str, Any]) -> str:
+    if section["seconds"] is not None:
+        return f"{section['seconds']} s"
+    return "not run" if "".join(section["output"]).startswith(SKIPPED) else FAILED
 
 
 def _read(file: Path) -> object:
@@ -55,4 +67,6 @@ def _read(file: Path) -> object:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of the suite")
+    sys.exit(main(parser.parse_args().folder))

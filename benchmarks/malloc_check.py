@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from benchmarks.turns import processor_name
 from torchtitan_clone.testing.harness import RankFailed
 from torchtitan_clone.testing.runs import losses, make_short_documents, options, train
 
@@ -82,6 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.folder is not None:
         return 0 if repeat(args.folder, runs=args.runs) == args.runs else 1
+    print(processor_name())
     base = Path(tempfile.mkdtemp(prefix="malloc_check."))
     codes = []
     for number, (name, (env, prefix)) in enumerate(SETTINGS.items()):

@@ -75,6 +75,7 @@ FREEZING = {
     "half frozen, then data 2": PIPELINE | {"training.freeze_schedule": f"[{{step = 1, layers = 3, {_DATA_2}}}]"},
 }
 CUDA = torch.cuda.device_count() > 1
+ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 GPUS = (os.environ.get("CUDA_VISIBLE_DEVICES", "0,1") if CUDA else "0,1").split(",")[:2]
 
 
@@ -147,7 +148,7 @@ def _start(stack: ExitStack, folder: Path, options: Mapping[str, object], *, nam
     program = Program(
         name=name,
         command=[sys.executable, __file__, SERVE, str(len(gpus)), *argv, f"--job.run_name={name}"],
-        environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if CUDA else {"OMP_NUM_THREADS": "1"},
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if CUDA else ON_CPU,
         log=folder / f"{name}.log",
     )
     return stack.enter_context(Running(program))

@@ -14,9 +14,9 @@ a GPU as a CUDA graph. "ours, micro-batches" trains on half of the rows at a tim
 computes every second block again in backward, as the package's default does, and "per operation" some operations of all
 blocks or of the first 8, with more FLOPs; these take less memory. Programs live at once and take their steps in turn.
 "time" is the ratio to the first of --only in the same round, with quartiles. On a CPU ours allocates tensors in a
-region, the peers by malloc; --allocator gives our allocator to the peers too. The first step is timed from the start of
-the process; with --compile once with all caches of the compiler empty ("cold"), also that of precompiled headers, and
-once with full ones.
+region, the peers and "ours, default malloc" by malloc; --allocator gives our allocator to the peers too. The first step
+is timed from the start of the process; with --compile once with all caches of the compiler empty ("cold"), also that of
+precompiled headers, and once with full ones.
 """
 
 import argparse
@@ -53,7 +53,8 @@ OPTIONS = {
     "ours, tied, 8 blocks per operation": {**PER_OPERATION, "first_blocks": 8},
 }
 """What the programs of this package do differently from the others, by name."""
-NAMES = [*OPTIONS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+DEFAULT_NAMES = [OURS, "products", "plain loop", "nanoGPT", "HF Trainer", "litgpt", "torchtitan"]
+NAMES = list(dict.fromkeys([*OPTIONS, *DEFAULT_NAMES]))
 INSTALLED = {
     "HF Trainer": ["accelerate>=1.1", "psutil"],
     "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse", "psutil"],
@@ -96,9 +97,11 @@ def main() -> None:
     work = {"size": options.size, "dtype": options.dtype, "compile": options.compile, "device": options.device}
     with tempfile.TemporaryDirectory() as folder:
         programs = list(_programs(options, work, folder=Path(folder)))
-        print(f"{processor_name()}; {options.threads} threads; {json.dumps(work)}", flush=True)
-        parameters, flops = _count(programs, folder=Path(folder))
+        processor = processor_name(uses_gpu=options.device == "cuda")
+        print(f"{processor}; {options.threads} threads; {json.dumps(work)}", flush=True)
+        # Before anything else runs, which would fill the caches.
         cold = _first_steps(programs) if options.compile and not options.skip_cold else {}
+        parameters, flops = _count(programs, folder=Path(folder))
         with ExitStack() as stack:
             running, first = [], {}
             for program in programs:  # one after another, so that first steps do not disturb one another
@@ -118,7 +121,7 @@ def main() -> None:
     if flops:
         print(f"FLOPs of the products of a step, equal in all programs that do not recompute: {flops:,}")
     if options.json:
-        result = {"processor": processor_name(), "threads": options.threads, "flops": flops, **work}
+        result = {"processor": processor, "threads": options.threads, "flops": flops, **work}
         options.json.write_text(json.dumps({**result, "rows": rows, "steps": steps}, indent=1))
 
 
@@ -133,7 +136,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="programs to run, first one of ours")
+    only = "programs to run, first one of ours; default: all but variants of ours; their memory adds up"
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=DEFAULT_NAMES, help=only)
     parser.add_argument("--environment", type=Path, default=Path.home() / ".cache" / "torchtitan_clone" / "peers")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()

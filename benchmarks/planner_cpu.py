@@ -112,7 +112,7 @@ def _run_name(ranks: int, name: str) -> str:
 
 
 def _program(name: str, ranks: int, argv: Sequence[str], *, warm_up: bool, folder: Path) -> Program:
-    environment = {"OMP_NUM_THREADS": str(max(1, threads() // ranks))}
+    environment = {"OMP_NUM_THREADS": str(max(1, threads() // ranks)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, __file__, SERVE, str(ranks), str(int(warm_up)), *argv]
     return Program(name=name, command=command, environment=environment, log=folder / f"{name}.log")
 

@@ -6,6 +6,7 @@ Trains the debug model twice in outputs/plot_resume_PID, kills the second run wi
 step, and repeats its command. Further arguments are overrides of both runs. Exit code 1 if any loss differs.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -58,10 +59,18 @@ def draw(curves: dict[str, dict[int, dict[str, float]]], *, caption: str) -> str
     return "\n".join([*image, "</svg>\n"])
 
 
-def main(image: str, kill_after: str, *overrides: str) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("image", type=Path, help="the figure, an .svg file")
+    parser.add_argument("kill_after", type=int, help="step after which the second run is killed")
+    choices, overrides = parser.parse_known_args()
+    return compare(choices.image, choices.kill_after, *overrides)
+
+
+def compare(image: Path, kill_after: int, *overrides: str) -> int:
     assert start("uninterrupted", overrides=overrides).wait() == 0
     process = start("killed", overrides=overrides)
-    while int(kill_after) not in read_rows("killed"):
+    while kill_after not in read_rows("killed"):
         assert process.poll() is None, f"the run ended before step {kill_after}"
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGKILL)
@@ -72,9 +81,9 @@ def main(image: str, kill_after: str, *overrides: str) -> int:
     equal = sum(found[s]["loss"] == row["loss"] == before.get(s, row)["loss"] for s, row in expected.items())
     resumed = {step: row for step, row in found.items() if row != before.get(step)}
     caption = f"Debug model: {equal} of {len(expected)} losses are bit-identical to the uninterrupted run"
-    Path(image).write_text(draw(dict(zip(CURVES, (expected, before, resumed), strict=True)), caption=caption))
+    image.write_text(draw(dict(zip(CURVES, (expected, before, resumed), strict=True)), caption=caption))
     return int(equal < len(expected))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -46,7 +46,8 @@ CONFIGURATIONS: dict[str, dict[str, object]] = {
 def main() -> int:
     """Compares the configurations; returns the exit code."""
     options = _parse()
-    print(f"{processor_name()}; {options.before} and {options.after or 'this checkout'}, {options.clock} time")
+    commits = f"{options.before} and {options.after or 'this checkout'}"
+    print(f"{processor_name(uses_gpu=True)}; {commits}, {options.clock} time")
     slower = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

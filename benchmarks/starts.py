@@ -56,7 +56,7 @@ def main() -> None:
         parser.error(f"--rounds {choices.rounds}: must be at least 2")
     options = {name: [*common, *own] for name, own in choices.variants}
     environment = {**os.environ, "OMP_NUM_THREADS": str(choices.threads)}
-    print(f"{processor_name()}; {choices.threads} threads {shlex.join(common)}", flush=True)
+    print(f"{processor_name(uses_gpu=True)}; {choices.threads} threads {shlex.join(common)}", flush=True)
     seconds: dict[str, list[float]] = {name: [] for name in options}
     for of_variant in options.values():
         seconds_of(of_variant, environment=environment)

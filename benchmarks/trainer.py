@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("options", nargs="*", help="--table.key=value for both, after --")
     arguments = parser.parse_args()
+    if arguments.steps < (least := WARM_UP_STEPS + 2):
+        parser.error(f"--steps {arguments.steps}: must be at least {least}, {WARM_UP_STEPS} of which warm up")
     results = {"rounds": arguments.rounds, "torch": _torch_version(), "loader_tokens_per_second": _loader_rate()}
     results["processor"] = processor_name()
     for dtype in arguments.dtype:

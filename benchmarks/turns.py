@@ -46,7 +46,14 @@ def serve_turns() -> Turn:
 
 
 def serve_turns_of_ranks(ranks: int) -> Turn:
-    """Returns this rank's turn(): rank 0 starts the others with its command, which follow it in every collective."""
+    """Returns this rank's turn(): rank 0 starts the others with its command, which follow it in every collective.
+
+    Call it before CUDA is initialized: with fewer GPUs than ranks the ranks run on the CPU.
+    """
+    import torch
+
+    if ranks > 1 and torch.cuda.device_count() < ranks:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     is_first = os.environ.get("RANK", "0") == "0"
     turn = serve_turns() if is_first else _go_on
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
@@ -175,13 +182,15 @@ def ratio_of(steps: Iterable[Step], others: Iterable[Step], *, clock: str = "wal
     return Ratio(low=low, median=median, high=high, error=error)
 
 
-def processor_name() -> str:
-    """Returns what this machine computes with: the GPU's name if the process has one, and the processor's units."""
+def processor_name(*, uses_gpu: bool = False) -> str:
+    """Returns what this machine computes with: its processor, and its GPU if this process or its programs use it."""
     fields = dict(line.split(":", 1) for line in _cpuinfo() if ":" in line)
     names = {key.strip(): value.strip() for key, value in fields.items()}
     flags = set(names.get("flags", "").split())
     units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if unit in flags]
     model = names.get("model name", platform.processor() or platform.machine())
+    if uses_gpu:
+        import torch  # noqa: F401, _cuda() finds it
     gpu = "" if (cuda := _cuda()) is None else f"{cuda.get_device_name()}; "
     return f"{gpu}{model}, {len(os.sched_getaffinity(0))} cores, {' '.join(units) or 'no vector units named'}"
 

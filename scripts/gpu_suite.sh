@@ -22,13 +22,16 @@
 #   checkpoint  cost of saves
 #   parallel    cost of each axis, where there are two GPUs
 set -uo pipefail
-cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+here="$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 PYTHON="${PYTHON:-python3}"
-FOLDER="${1:-outputs/gpu_suite}"
+case "$PYTHON" in */*) PYTHON="$(realpath -s "$PYTHON")" ;; esac # no link is followed: an environment's Python is one
+FOLDER="${1:-$here/outputs/gpu_suite}"
 SECTIONS=(tests layers model attention peers long experts float8 memory checkpoint parallel)
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
 mkdir -p "$FOLDER"
 FOLDER="$(readlink -f "$FOLDER")"
+[ -z "${WHEELS:-}" ] || WHEELS="$(readlink -f "$WHEELS")"
+cd "$here" || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)
 LARGE=(--compile --skip-cold --only ours products torchtitan)
@@ -42,8 +45,7 @@ FLOAT8="'--model.converters=[\"float8\"]'"
 if [ -n "${WHEELS:-}" ]; then
     packages="$FOLDER/site-packages"
     "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$packages" "$WHEELS"/*.whl || exit 2
-    PIP_FIND_LINKS="$(readlink -f "$WHEELS")"
-    export PYTHONPATH="$PYTHONPATH:$packages" PIP_FIND_LINKS PIP_NO_INDEX=1 # for the peers
+    export PYTHONPATH="$PYTHONPATH:$packages" PIP_FIND_LINKS="$WHEELS" PIP_NO_INDEX=1 # for the peers
 fi
 
 run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its output in a file of the section
@@ -55,8 +57,9 @@ run() { # SECTION SECONDS ARGUMENTS...: runs Python with the arguments, its outp
     return $code
 }
 
-skip() { # SECTION REASON
+skip() { # SECTION REASON: as a failure, is tried again the next time
     echo "not run: $2" | tee "$FOLDER/$1.txt" >"$FOLDER/$1.err"
+    return 1
 }
 
 run_section() {
