@@ -205,6 +205,7 @@ def test_violated_rule(argv: list[str], device_type: str, fragment: str) -> None
 VALID = [
     ([ASYNC_TENSOR, "--parallelism.tensor_parallel_degree=2", "--compile.enable"], "cuda"),
     (["--profiling.enable_memory_snapshot"], "cuda"),
+    ([*SEMI_SYNC, f"{FT}.sync_steps=3", "--training.steps=999", "--checkpoint.enable=false"], "cpu"),
     *(
         ([argument], "cpu")
         for argument in (

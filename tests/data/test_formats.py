@@ -166,16 +166,29 @@ def test_a_stream_without_an_end_and_ids_of_four_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", [("train.bin", "val.bin"), ("x_train_1.bin", "x_val_0.bin"), ("train/a.npy", "test/a.npy")]
+    "names",
+    [
+        ("train.bin", "val.bin"),
+        ("train0.bin", "val0.bin"),
+        ("x_train_1.bin", "x_val_0.bin"),
+        ("train/a.npy", "test/a.npy"),
+    ],
 )
 def test_files_named_so_are_held_out(tmp_path, names):
     train, validation = random_documents(20), random_documents(5, seed=1)
     folder = write(tmp_path / "ids", dict(zip(names, (stream(train), stream(validation)), strict=True)))
-    paths = [folder, folder / names[0]] if names[0] == "train.bin" else [folder]
+    paths = [folder, folder / names[0]] if names[0] in ("train.bin", "train0.bin") else [folder]
     for path in paths:
         store = open_ids(path, cache=tmp_path / "cache").store
         assert documents_of(store, "train") == train
         assert documents_of(store, "validation") == validation
+
+
+def test_a_file_beside_a_named_one_is_not_trained_on(tmp_path):
+    """Its name has the same place for "train", and does not say that it is for validation."""
+    folder = write(tmp_path / "ids", {f"my{name}.bin": stream(random_documents(20)) for name in ("train", "val")})
+    store = open_ids(folder / "mytrain.bin", cache=tmp_path / "cache", held_out_fraction=0.0).store
+    assert store.meta.documents == {"train": 20, "validation": 0}
 
 
 def test_parquet_files_named_so_are_held_out(tmp_path):

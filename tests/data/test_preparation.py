@@ -19,6 +19,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
+from torchtitan_clone.testing.harness import run_ranks
 
 SCRIPT = "scripts/prepare_data.py"
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -91,6 +92,42 @@ def test_tasks_share_the_parts(tmp_path, corpus):
     prepare(corpus, cache=tmp_path / "cache", part_bytes=1)
     prepare(corpus, cache=tmp_path / "fresh")
     assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
+
+
+def test_parts_of_another_preparation_are_kept(tmp_path, corpus):
+    source = find_source(Training(dataset_path=str(corpus)))
+    data = Data(cache_folder=str(tmp_path), prepare_processes=1, held_out_fraction=0.5)
+    assert not prepare_parts(source, tokenizer=TOKENIZER, data=data, task=0, tasks=2, part_bytes=1)
+    before = finished(tmp_path)
+    prepare(corpus, cache=tmp_path, part_bytes=1)
+    assert finished(tmp_path) == before
+
+
+def prepare_as_a_guest(folder):
+    """Opens what another user has prepared; returns its tokens."""
+    os.chdir(folder)  # whose parents a guest may not enter
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    assert not os.access("cache", os.W_OK, effective_ids=True)
+    return sum(prepare(Path("corpus"), cache=Path("cache")).meta.tokens.values())
+
+
+def test_a_store_of_another_user_is_read(tmp_path, corpus):
+    shutil.copytree(corpus, tmp_path / "corpus")
+    (tokens,) = run_ranks(prepare_as_the_owner, 1, tmp_path)
+    for path in (*tmp_path.rglob("*"), tmp_path):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        assert run_ranks(prepare_as_a_guest, 1, tmp_path) == [tokens]
+    finally:
+        for path in (tmp_path, *tmp_path.rglob("*")):
+            path.chmod(0o755)
+
+
+def prepare_as_the_owner(folder):
+    """Prepares a corpus by the path that prepare_as_a_guest() opens it with; returns its tokens."""
+    os.chdir(folder)
+    return sum(prepare(Path("corpus"), cache=Path("cache")).meta.tokens.values())
 
 
 def test_tasks_leave_the_list_of_hashes_alone(tmp_path, corpus):

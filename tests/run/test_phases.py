@@ -32,3 +32,11 @@ def test_phases_are_all_combinations_that_can_occur() -> None:
     assert found[0] == [(1, 1), (3, 1), (3, 4), (5, 4), (5, 8), (9, 8)]
     # Step 2 has batch 4, or 2 if it was trained before the range was entered.
     assert found[1] == [(1, 1), (1, 4), *found[0][1:]]
+
+
+def test_a_phase_that_returns_to_the_first_values_has_their_batch() -> None:
+    """training.global_batch_size is -1 there, which means one micro-batch of each rank."""
+    stages = "--data.stages=[{first_step = 4, seq_len = 1024}, {first_step = 8, seq_len = 512}]"
+    config = load_config([stages, "--training.seq_len=512"])
+    found = [phase_of_step(config, 2, step=step).config.training for step in (4, 8)]
+    assert [(training.seq_len, training.global_batch_size) for training in found] == [(1024, 8), (512, 16)]

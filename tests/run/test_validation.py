@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.data.corpora import jsonl, texts, write
 from torchtitan_clone.run.samples import sample
 from torchtitan_clone.run.timeouts import Timeouts
 from torchtitan_clone.testing.harness import run_ranks
@@ -22,6 +23,23 @@ def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path
     for one, two in zip(*found, strict=True):
         assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
         assert two["validation_targets"] == one["validation_targets"]
+
+
+def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):
+    """The text of a stream is not known before it is read."""
+    pytest.importorskip("datasets")
+    stream = write(tmp_path / "hub", {"org/name/a.jsonl": jsonl(texts(300))}) / "org" / "name"
+    changes = {"training__dataset_path": None, "training__dataset": str(stream), "training__steps": 2}
+    changes |= {
+        "validation__enable": True,
+        "validation__steps": 2,
+        "training__seq_len": 2048,
+        "model__args__max_seq_len": 2048,
+    }
+    code, output = train(options(corpus, tmp_path, **changes), log_folder=tmp_path)
+    assert code == 0, output
+    assert "validation: no row of held-out text; increase data.held_out_fraction" in output
+    assert not any("validation_loss" in row for row in rows(tmp_path))
 
 
 class CountedBeats(Timeouts):

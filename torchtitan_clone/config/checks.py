@@ -151,6 +151,7 @@ def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[
         remedy = f"set it to at most {round_steps - 1}"
         yield f"fault_tolerance.fragment_sync_delay = {options.fragment_sync_delay}: {rule}; {remedy}."
     checkpoint = config.checkpoint
+    saves = checkpoint.enable and not checkpoint.load_only
     intervals = {
         "training.steps": config.training.steps,
         "checkpoint.interval": checkpoint.interval,
@@ -161,11 +162,11 @@ def _find_semi_sync_errors(config: Config, options: FaultTolerance) -> Iterator[
         "interval_minutes": checkpoint.interval_minutes is not None,
         "enable_first_step_checkpoint": checkpoint.enable_first_step_checkpoint,
     }
-    for name in (name for name, is_set in others.items() if is_set and round_steps > 1):
+    for name in (name for name, is_set in others.items() if is_set and saves and round_steps > 1):
         rule = "saves a step between two averages, when replica groups hold other weights"
         yield f"checkpoint.{name}: {rule}; remove it, and set checkpoint.interval."
     for name, steps in intervals.items():
-        if steps % round_steps:
+        if steps % round_steps and (saves or not name.startswith("checkpoint.")):
             rule = f"not a multiple of the {round_steps} steps between two averages"
             remedy = f"set it to {either(nearest_multiples(round_steps, steps))}"
             yield f"{name} = {steps}: {rule}, after which all replica groups hold equal weights; {remedy}."
@@ -210,13 +211,18 @@ PATHS = (
     "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )  # fmt: skip
+FROM_CURRENT_FOLDER = ("job.dump_folder", "model.hf_assets_path", "training.dataset_path", "data.cache_folder",
+                       "checkpoint.initial_load_path", "data.sources, path")  # fmt: skip
 MAX_PATH, MAX_NAME = 4095, 255
 
 
 def find_path_errors(config: Config) -> Iterator[str]:
-    """Yields one message per path that no file system takes; even asking whether it exists would be an error."""
-    for option in PATHS:
-        path = os.fsencode(attrgetter(option)(config) or "")
+    """Yields one message per path that is empty, or that no file system takes: even asking for it would be an error."""
+    paths = [(option, attrgetter(option)(config)) for option in PATHS]
+    for option, value in [*paths, *(("data.sources, path", source.path) for source in config.data.sources)]:
+        path = os.fsencode(value or "")
+        if value == "" and option in FROM_CURRENT_FOLDER:
+            yield f'{option} = "": an empty path is the current folder; set it to "." for that, or to another path.'
         if len(path) > MAX_PATH or any(len(name) > MAX_NAME for name in path.split(b"/")):
             rule = f"a path has at most {MAX_PATH:,} bytes, and each name in it {MAX_NAME}"
             yield f"{option} = {shown(path.decode(errors='replace'))}: {rule}; shorten it"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TOKEN_FILES = (".bin", ".npy", ".arrow")
 _METADATA = re.compile(r"\.(idx|json|csv\.gz|pkl)$")
-_VALIDATION = re.compile(r"(^|[._-])(val|valid|validation|test)([._-]|$)")
+_VALIDATION = re.compile(r"(^|[._-])(val|valid|validation|test)([0-9._-]|$)")
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 LLMC_HEADER_BYTES = 1024
@@ -159,7 +159,8 @@ def with_companions(path: Path) -> tuple[Path, ...]:
         return (path,)
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     validation = path.with_name(path.name.replace("train", "val"))
-    candidates = dict.fromkeys(file for each in (path, validation) for file in (each, each.with_suffix(".idx")))
+    named = (path, validation) if _VALIDATION.search(validation.stem) else (path,)
+    candidates = dict.fromkeys(file for each in named for file in (each, each.with_suffix(".idx")))
     return tuple(file for file in candidates if file == path or file.is_file())
 
 

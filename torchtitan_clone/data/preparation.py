@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -174,7 +174,8 @@ class _Preparation:
         """Returns key and folder of the store, after reading the files that have changed."""
         listing = self._work_dir / LISTING_FILE
         # Tasks, each of which has a lock of its own, leave the listing to who joins the parts.
-        fingerprint = source_fingerprint(self.source, listing=listing, updates=not self.owner)
+        updates = not self.owner and _can_write(self._work_dir)
+        fingerprint = source_fingerprint(self.source, listing=listing, updates=updates)
         key = self._key(digest_of([fingerprint, "held out by name"]) if _held_out_files(self.source) else fingerprint)
         return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
@@ -194,13 +195,15 @@ class _Preparation:
 
     def prepare(self) -> TokenStore:
         """Returns the store, and makes it first if it does not exist."""
-        with self._working():
+        can_write = not self._work_dir.exists() or _can_write(self._work_dir)
+        with self._working() if can_write else nullcontext():  # others may have made the store
             key, folder = self._find_store()
             if not folder.exists():
                 start = time.perf_counter()
                 meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
                 commit(self._partial, folder)
-                shutil.rmtree(self._work_dir / "parts", ignore_errors=True)
+                for part in self._parts(self.data.held_out_fraction):  # not those of another preparation
+                    shutil.rmtree(part.folder, ignore_errors=True)
                 _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
             return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
 
@@ -340,6 +343,10 @@ class _Preparation:
             bad_rows=bad_rows,
         )
         commit(self._partial, part.folder)
+
+
+def _can_write(folder: Path) -> bool:
+    return os.access(folder, os.W_OK, effective_ids=True)
 
 
 def _held_out_files(source: Source) -> set[Path]:

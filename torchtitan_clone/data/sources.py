@@ -219,17 +219,18 @@ def _opened(file: Path) -> "Iterator[io.BufferedReader[io.FileIO]]":
 
 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
-    if file.name.endswith(".parquet"):
+    name = file.name.lower()
+    if name.endswith(".parquet"):
         values = _parquet_values(file, text_key=text_key)
 
         def text_of(value: "pyarrow.Scalar") -> str:
             return text_of_row({text_key: value.as_py()}, text_key=text_key)
 
         return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
-    if file.name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
-        if file.suffix == ".gz":
+    if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")):
+        if name.endswith(".gz"):
             raw = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
-        elif file.suffix == ".zst":
+        elif name.endswith(".zst"):
             raw = io.BufferedReader(_ZstdReader(raw))
         lines = _read_lines(raw, max_bytes=LINE_BYTES)
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)

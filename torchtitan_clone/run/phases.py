@@ -57,7 +57,7 @@ def phase_of_step(config: Config, world_size: int, *, step: int, batch: int | No
         return phase
     stage = timeline.phase_stage(batch=batch or timeline.batch_of_step(step))
     phase = replace(phase, first_batch=stage.first_batch)
-    if stage.engine_options == timeline.base.engine_options:
+    if stage.first_batch == 1 and stage.engine_options == timeline.base.engine_options:
         return phase
     return replace(phase, config=_config_of_stage(phase.config, stage))
 

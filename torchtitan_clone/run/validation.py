@@ -1,5 +1,6 @@
 """What is measured between two steps: the loss on the held-out documents, samples and evaluation tasks."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torchtitan_clone.run.evaluation import evaluate
 from torchtitan_clone.run.evaluation_tasks import Task
 from torchtitan_clone.run.samples import sample
 from torchtitan_clone.run.timeouts import Timeouts
+
+logger = logging.getLogger("torchtitan_clone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,10 @@ class Validator:
                 return False
             seconds = time.perf_counter() - start
             values = {"validation_targets": result.num_targets, "seconds": seconds, **result.source_columns()}
-            metrics.log_validation(step, result.loss, **values)
+            if result.num_targets:
+                metrics.log_validation(step, result.loss, **values)
+            else:
+                logger.warning("validation: no row of held-out text; increase data.held_out_fraction, or lower seq_len")
             found = sample(engine, self._prompts, timeouts=timeouts, stops=stops) if self._prompts else []
             if found is None:
                 return False
