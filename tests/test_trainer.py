@@ -1,12 +1,18 @@
 """Tests of trainer.py and train.py: complete runs in real processes that stop, resume and skip steps."""
 
+import os
 import signal
+import time
 from itertools import count, pairwise
+from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.run.outcome import TrainingError
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 from torchtitan_clone.testing.trainers import open_trainer, train_all
@@ -166,3 +172,33 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(corpus, tmp_path, wor
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
     assert [row["skipped_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
+
+
+def end_while_saving(argv, folder):
+    """Trains until step 3 is not finite; the writer process of rank 0 is stopped for a second from step 2 on.
+
+    Returns the steps that are saved when training has ended.
+    """
+    with open_trainer(argv) as trainer:
+        steps = count(1)
+
+        def strike(module, _, out):
+            step = next(steps)
+            if step == 2 and dist.get_rank() == 0:
+                while (writer := trainer._checkpoints.writer_pid) is None:
+                    time.sleep(0.01)
+                os.kill(writer, signal.SIGSTOP)
+                Timer(1, os.kill, (writer, signal.SIGCONT)).start()
+            return out * float("nan") if step == 3 else out
+
+        trainer.engine.model_parts[0].norm.register_forward_hook(strike)
+        with pytest.raises(TrainingError, match="step 3: loss nan"):
+            trainer.train()
+        return committed_steps(Path(folder))
+
+
+def test_a_save_in_progress_is_completed_when_training_diverges(corpus, tmp_path):
+    changes = {"checkpoint__async_mode": "async_with_pinned_mem", "checkpoint__interval": 2}
+    argv = options(corpus, tmp_path, training__local_batch_size=4, training__max_skipped_steps=0, **changes)
+    assert run_ranks(end_while_saving, 2, argv, tmp_path / "run" / "checkpoint") == [[2], [2]]
+    assert [row["step"] for row in rows(tmp_path) if row.get("event") == "checkpoint saved"] == [2]

@@ -30,7 +30,7 @@ from torchtitan_clone.run.export import Exporter
 from torchtitan_clone.run.gc_control import GCControl
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.measuring import build_run_metrics, log_step, log_stragglers
-from torchtitan_clone.run.outcome import RunOutcome, StepResult
+from torchtitan_clone.run.outcome import RunOutcome, StepResult, TrainingError
 from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after, run_identity, write_config
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
@@ -123,10 +123,8 @@ class Trainer:
     def _load_weights(self) -> None:
         """Fills the engine from the checkpoint or, in a new run, from the Hugging Face weights that are asked for."""
         self._state.resume_at(self._checkpoints.load())
-        if not self._state.step:
-            weights = self._run.initial_weights or find_initial_weights(self._run.plan)
-            if weights is not None:
-                weights.load_into(self.engine.model_tensors(), log_warnings=self._launch.rank == 0)
+        if not self._state.step and (weights := self._run.initial_weights or find_initial_weights(self._run.plan)):
+            weights.load_into(self.engine.model_tensors(), log_warnings=self._launch.rank == 0)
         init_outer_weights(self._state.outer_weights, parameters=self.engine.parameters)
 
     # ------------------------------------------------------------------ the loop: what happens between two steps
@@ -204,9 +202,11 @@ class Trainer:
             self._replicas.commit(healthy=False)
             self._metrics.ledger.throw_away(steps=1, seconds=time.perf_counter() - start)
             return None
-        self._stop.step_seconds = time.perf_counter() - start
+        except TrainingError:  # too many skipped steps, on all ranks: no step is saved any more
+            self._saver.save_last(is_obsolete=True)
+            raise
+        seconds = self._stop.step_seconds = time.perf_counter() - start
         self._metrics.observe_step(step, data_seconds=result.data_seconds, by_source=result.by_source)
-        seconds = self._stop.step_seconds
         found = self._stragglers.report(step, timer=timer, data_seconds=result.data_seconds, total_seconds=seconds)
         log_stragglers(self._metrics, found=found, state=self._state)
         self._discard_steps(step - self._state.step)

@@ -76,8 +76,12 @@ def test_leftovers_of_killed_processes_are_restored_or_deleted(tmp_path):
     save(tmp_path / "other", [4])
     (tmp_path / "other" / "step-4").rename(tmp_path / "step-4.partial-abc")  # complete, but not committed
     (tmp_path / "other").rmdir()
+    weights = tmp_path / "model_only"
+    for name in ("step-3.replaced", "step-4.partial-abc"):
+        (weights / name).mkdir(parents=True)
     assert load(tmp_path).step == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_only", "step-1", "step-3"]
+    assert [path.name for path in weights.iterdir()] == ["step-3"]
 
 
 def test_a_replica_group_deletes_its_own_leftovers(tmp_path):

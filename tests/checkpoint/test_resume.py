@@ -330,6 +330,21 @@ def test_a_step_that_one_rank_cannot_read_is_not_renamed(saved, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-5"]
 
 
+def resume_on_two_nodes(folders):
+    """Resumes from the folder of this rank, as on nodes that do not share it; the error."""
+    with rank_of_a_group():
+        with pytest.raises(ConfigError) as error:
+            build_manager(folders[dist.get_rank()], make_state(step=0)).find_resume_point()
+        return str(error.value)
+
+
+def test_a_folder_that_only_rank_0_finds_is_an_error_and_not_renamed(saved, tmp_path):
+    (folder,) = copies(saved, tmp_path, 1)
+    for error in run_ranks(resume_on_two_nodes, 2, [folder, tmp_path / "not" / "mounted"]):
+        assert "step-10, but ranks [1] do not; all nodes must share job.dump_folder" in error
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-5"]
+
+
 def test_load_only_renames_no_corrupted_step(saved, tmp_path):
     (folder,) = copies(saved, tmp_path, 1)
     flip_a_bit(folder / "step-10" / "rank-1.safetensors")

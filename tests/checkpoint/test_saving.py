@@ -1,5 +1,6 @@
 """Saves overlap with training or with each other, and disks are full."""
 
+import errno
 import os
 import shutil
 import signal
@@ -80,6 +81,29 @@ def test_a_save_that_does_not_fit_is_not_started(tmp_path):
     (log,) = run_ranks(save_too_much, 1, tmp_path / "not" / "yet" / "there")
     assert f"step 1 could not be saved: it needs 3725290.30 GiB, and {tmp_path} has" in log
     assert not list(tmp_path.iterdir())
+
+
+def save_on_a_disk_with_errors(folder):
+    """Saves three steps; in the second one, rank 1 cannot ask for the free space. The log and the errors."""
+    lines = log_lines()
+    disk_usage = shutil.disk_usage
+
+    def fail(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with rank_of_a_group():
+        manager = build_manager(folder, make_state(step=1))
+        for step in (1, 2, 3):
+            shutil.disk_usage = fail if (step, os.environ["RANK"]) == (2, "1") else disk_usage
+            manager.save(progress_at(step), wait=True)
+        return "\n".join(lines), [report.error for report in manager.reports()]
+
+
+def test_a_disk_that_one_rank_cannot_ask_fails_one_save_only(tmp_path):
+    (log, errors), _ = run_ranks(save_on_a_disk_with_errors, 2, tmp_path)
+    assert f"step 2 could not be saved: Stale file handle: {tmp_path}; training continues" in log
+    assert errors == [None, None]
+    assert committed_steps(tmp_path) == [1, 3]
 
 
 def save_overlapping(folder, options):

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 
@@ -83,6 +84,26 @@ def test_no_save_is_lost_when_the_writer_process_fails(tmp_path, harm, logged):
     assert logged in log
     assert committed_steps(tmp_path) == [1, 2]
     assert load(tmp_path).step == 2
+
+
+def save_without_python(folder):
+    """Saves two steps while the program of the writer process does not exist; the log and the errors."""
+    lines = log_lines()
+    with rank_of_a_group():
+        manager = build_manager(folder, make_state(step=1), **PROCESS)
+        sys.executable = str(folder / "missing")
+        for step in (1, 2):
+            manager.save(progress_at(step), wait=True)
+        return "\n".join(lines), [report.error for report in manager.reports()]
+
+
+def test_without_a_writer_process_a_thread_writes(tmp_path):
+    ((log, errors),) = run_ranks(save_without_python, 1, tmp_path)
+    assert errors == [None, None]
+    assert log.count("the writer process cannot be started: [Errno 2] No such file") == 2
+    assert log.count("falling back to a writer thread") == 1
+    assert "a background thread failed" not in log
+    assert committed_steps(tmp_path) == [1, 2]
 
 
 def save_forever(folder, pid_file, options):

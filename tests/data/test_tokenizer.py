@@ -87,6 +87,23 @@ def test_an_invalid_tokenizer_file_is_an_error(tmp_path, content):
         build_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"chat_template": "x\ud83d"}, "chat_template = "),
+        ({"added_tokens_decoder": {"1": {"content": "\udfff", "special": True}}}, "added_tokens_decoder = "),
+        ({"eos_token": "\udfff"}, "eos_token = "),
+        ({"\ud83d": 1}, r"\ud83d = 1"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_an_error(tmp_path, changes, place):
+    folder = word_level(tmp_path, {"a": 0}, config={"eos_token": "<end>"} | changes)
+    with pytest.raises(ConfigError) as error:
+        build_tokenizer(folder)
+    assert f"tokenizer_config.json: {place}" in str(error.value)
+    assert "must be valid Unicode, without halves of surrogate pairs; correct the file" in str(error.value)
+
+
 def test_byte_lengths_of_tokens_add_up_to_the_text():
     tokenizer = build_tokenizer(None)
     lengths = tokenizer.byte_lengths()

@@ -6,6 +6,7 @@ Every lighthouse is a process of its own, which is killed and started again at t
 import errno
 import fcntl
 import os
+import resource
 import signal
 import socket
 import time
@@ -323,6 +324,24 @@ def test_on_a_file_system_without_locks_no_group_seems_to_run(tmp_path, monkeypa
     assert logs[0].running_groups() == running
     for log in logs:
         log.close()
+
+
+def test_a_full_disk_under_the_records_ends_no_group(corpus, tmp_path):
+    """A limit on the size of files stands for the full disk; only the records reach it."""
+    limit = 1 << 24
+    for group in range(2):
+        (tmp_path / "run" / f"replica-{group}").mkdir(parents=True)
+        with (tmp_path / "run" / f"replica-{group}" / "rows.rank0.jsonl").open("wb") as file:
+            file.truncate(limit)
+    with Cluster(corpus, tmp_path, groups=2, **SMALL, training__steps=6) as cluster:
+        cluster.start_all()
+        for group in cluster.running.values():
+            resource.prlimit(group.ranks[0].process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        cluster.watch_over()
+        assert cluster.deaths == []
+        for group in range(2):
+            assert "metrics cannot be written: [Errno 27] File too large" in cluster.log_of(group)
+            assert [row["step"] for row in cluster.step_rows(group)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_history_survives_json_and_forgets_old_quorums():

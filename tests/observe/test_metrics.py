@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import resource
 import subprocess
 import sys
 import termios
@@ -242,6 +243,21 @@ metrics.close()
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.count("WARNING [rank 0] metrics cannot be written: [Errno 27] File too large") == 1
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_a_full_disk_keeps_rows_but_does_not_stop_a_resume(tmp_path, caplog):
+    log_steps(tmp_path, range(1, 6))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        metrics = writer(tmp_path, resume_step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "metrics cannot be written: [Errno 27] File too large" in caplog.text
+    assert "dropped" not in caplog.text
+    metrics.log(record(3))
+    metrics.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 3]
 
 
 def tensorboard_steps(folder: Path, tag: str) -> list[int]:

@@ -10,13 +10,16 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.profiler import profile
 
 from tests.marks import marked
 from torchtitan_clone.config import load_config
+from torchtitan_clone.config.schema import ActivationCheckpoint
+from torchtitan_clone.models.spec import KeptOperations
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.parallel.apply import named_parameters
+from torchtitan_clone.parallel.apply import _checkpoint_activations, named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm, norm_dtype, norms_of, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
@@ -39,6 +42,23 @@ def masked(batch, *, first_row, tokens=None):
         row[tokens < 10 * index] = IGNORE_INDEX
     num_targets = int((batch.targets_BT != IGNORE_INDEX).sum())
     return type(batch)(**{**vars(batch), "num_targets": num_targets})
+
+
+@pytest.mark.parametrize("option", ["1", "op"])
+def test_recomputation_draws_the_random_numbers_of_forward(option):
+    """As a family with dropout needs; none of this package has random numbers."""
+    config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
+    kept = KeptOperations(always=frozenset(), alternating=frozenset())
+    layers = nn.ModuleDict({"0": nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))})
+    _checkpoint_activations(layers, config=config, kept=kept, options={"preserve_rng_state": True})
+    x = torch.ones(8, 64)
+    layers["0"](x).sum().backward()
+    torch.manual_seed(0)
+    out = layers["0"](x)
+    layers.zero_grad()
+    out.sum().backward()
+    bias_grad = next(p.grad for name, p in layers.named_parameters() if name.endswith("bias"))
+    assert torch.equal(bias_grad, 2 * (out != 0).sum(dim=0).float())
 
 
 def std_of(plan):

@@ -234,6 +234,13 @@ def test_nodes_with_the_same_options_start(wait_outcomes):
     assert wait_outcomes(["a = 1", "b = 2"], ["a = 1", "b = 2"]) == [True, True]
 
 
+def test_ranks_that_an_agent_starts_again_wait_for_each_other(wait_outcomes, monkeypatch):
+    """The agent keeps its store, with what the ranks wrote when they were started before."""
+    assert wait_outcomes(["a = 1"], ["a = 1"]) == [True, True]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert wait_outcomes(["a = 2"], ["a = 2"]) == [True, True]
+
+
 def test_all_nodes_report_options_that_differ(wait_outcomes):
     one, other = wait_outcomes(["a = 1", "b = 2"], ["a = 1", "b = 3"])
     assert all("the nodes were started with different options" in said for said in (one, other))

@@ -1,6 +1,7 @@
 """The plan of a run: sizes resolved from the configuration, the plan of each phase, folders, and the written file."""
 
 import dataclasses
+import resource
 import shutil
 
 import pytest
@@ -170,6 +171,18 @@ def test_the_written_file_resolves_to_the_same_configuration(tmp_path):
     again = load_config([f"--job.config_file={file}"])
     for table in ("model", "training", "optimizer", "fault_tolerance"):
         assert dataclasses.asdict(getattr(again, table)) == dataclasses.asdict(getattr(plan.config, table))
+
+
+def test_a_full_disk_loses_the_written_file_but_not_the_run(tmp_path, caplog):
+    """A limit on the size of files stands for the full disk."""
+    plan = plan_of(f"--job.dump_folder={tmp_path}", "--job.run_name=a")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        write_config(plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{plan.output_folder}/{CONFIG_FILE} cannot be written: File too large" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,16 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.run_folder import RunFolder
+from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 
 
 def lock_as(argv: list[str], replica_ids: list[int]) -> str:
-    """Locks the folder of a replica group as one of two processes; returns why it is refused, or nothing."""
+    """Locks the folder as one of two processes, of a replica group or, below 0, of a run without; why it is refused."""
     rank = int(os.environ["RANK"])
-    config = load_config([*argv, f"--fault_tolerance.replica_id={replica_ids[rank]}"])
+    group = [f"--fault_tolerance.replica_id={replica_ids[rank]}", "--fault_tolerance.enable"]
+    config = load_config([*argv, *(group if replica_ids[rank] >= 0 else [])])
     folder = RunFolder(preflight.resolve(config, world_size=1, device_type="cpu"))
     try:
         folder.lock()
@@ -27,9 +28,20 @@ def lock_as(argv: list[str], replica_ids: list[int]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("replica_ids", "refused"), [([0, 1], 0), ([1, 1], 1)])
-def test_every_replica_group_has_a_lock_of_its_own(corpus, tmp_path, replica_ids, refused):
-    argv = options(corpus, tmp_path, fault_tolerance__enable=True, fault_tolerance__group_size=2)
+@pytest.mark.parametrize(
+    ("replica_ids", "refused"), [([0, 1], ""), ([1, 1], "run/replica-1"), ([-1, 1], "run"), ([-1, -1], "run")]
+)
+def test_replica_groups_exclude_their_like_and_a_run_without(corpus, tmp_path, replica_ids, refused):
+    argv = options(corpus, tmp_path, fault_tolerance__group_size=2)
     answers = run_ranks(lock_as, 2, argv, replica_ids)
-    assert sum("replica-1 is in use by process" in answer for answer in answers) == refused, answers
-    assert answers.count("") == 2 - refused
+    assert answers.count("") == (1 if refused else 2), answers
+    assert not refused or f"the run folder {tmp_path / refused} is in use by process" in max(answers)
+
+
+def test_a_replica_group_recreates_the_lock_of_the_run(corpus, tmp_path):
+    config = load_config(options(corpus, tmp_path, fault_tolerance__enable=True, fault_tolerance__group_size=2))
+    folder = RunFolder(preflight.resolve(config, world_size=1, device_type="cpu"))
+    folder.lock()
+    (tmp_path / "run" / LOCK_FILE).unlink()
+    folder.ensure()
+    assert (tmp_path / "run" / LOCK_FILE).exists()

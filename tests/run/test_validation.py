@@ -1,9 +1,10 @@
 """Validation computes the same loss on any number of ranks, and its samples can be interrupted."""
 
 import pytest
+import torch
 
 from tests.data.corpora import jsonl, texts, write
-from torchtitan_clone.run.samples import sample
+from torchtitan_clone.run.samples import NextTokens, sample
 from torchtitan_clone.run.timeouts import Timeouts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, rows, train
@@ -28,7 +29,7 @@ def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path
 def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):
     """The text of a stream is not known before it is read."""
     pytest.importorskip("datasets")
-    stream = write(tmp_path / "hub", {"org/name/a.jsonl": jsonl(texts(300))}) / "org" / "name"
+    stream = write(tmp_path / "hub", {"org/name/a.jsonl": jsonl(texts(300, words=8))}) / "org" / "name"
     changes = {"training__dataset_path": None, "training__dataset": str(stream), "training__steps": 2}
     changes |= {
         "validation__enable": True,
@@ -40,6 +41,13 @@ def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):
     assert code == 0, output
     assert "validation: no row of held-out text; increase data.held_out_fraction" in output
     assert not any("validation_loss" in row for row in rows(tmp_path))
+
+
+def test_the_next_token_of_logits_with_nan_is_in_the_vocabulary():
+    next_tokens = NextTokens(2, device=torch.device("cpu"))
+    hidden_BTD = torch.tensor([[[torch.nan, 0.0]], [[1.0, 0.0]]])
+    next_tokens(hidden_BTD, torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.0]]), torch.tensor([[0], [1]]))
+    assert next_tokens.tokens_B.tolist() == [0, 2]
 
 
 class CountedBeats(Timeouts):

@@ -325,7 +325,7 @@ def delete_leftovers(folder: Path, *, group: str = "") -> None:
 
     Other replica groups may be saving: a group deletes what it wrote itself, and what any of them began to delete.
     """
-    kinds = rf"partial-{group}-.*|purged" if group else "partial-.*|replaced|purged"
+    kinds = rf"partial-{group}-.*|purged" if group else "partial(-.*)?|replaced|purged"
     for entry in folder.glob("step-*.*"):
         if re.fullmatch(rf"step-\d+\.({kinds})", entry.name):
             shutil.rmtree(entry, ignore_errors=True)

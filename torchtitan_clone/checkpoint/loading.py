@@ -19,7 +19,7 @@ from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, reading
 from torchtitan_clone.checkpoint.index import Index
 from torchtitan_clone.checkpoint.tensor_file import bytes_of
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import Value, escape, open_regular
+from torchtitan_clone.documents import Value, escape, open_regular, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
 from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 
@@ -41,7 +41,8 @@ def load_tensors(folder: Path, state: Mapping[str, Tensor], *, index: Index) -> 
 def agreed_errors(folder: Path) -> Iterator[None]:
     """Raises on all ranks what one raises: CorruptCheckpointError, ConfigError for OSError, or FileNotFoundError.
 
-    The last one if rank 0, which lists the steps, does not find the folder: it was deleted. Collective.
+    The last one if rank 0, which lists the steps, does not find the folder: it was deleted. ConfigError also if another
+    rank does not: its node does not share the folder. Collective.
     """
     corrupt = unusable = None
     try:
@@ -53,8 +54,13 @@ def agreed_errors(folder: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             unusable = f"{folder} cannot be read or changed: {error}; try again, or move it away to use an older step"
     corrupt, unusable = first_error(corrupt), first_error(unusable)
-    if (corrupt or unusable) and not _gather(os.path.lexists(folder))[0].flag():
-        raise FileNotFoundError(f"{folder} does not exist")
+    if corrupt or unusable:
+        absent = [rank for rank, exists in enumerate(_gather(os.path.lexists(folder))) if not exists.flag()]
+        if 0 in absent:
+            raise FileNotFoundError(f"{folder} does not exist")
+        if absent and not unusable:
+            rule = "all nodes must share job.dump_folder, and checkpoint.initial_load_path if it is set"
+            unusable = f"rank 0 finds {folder}, but ranks {shorten(str(absent))} do not; {rule}"
     if unusable or corrupt:
         raise ConfigError(unusable) if unusable else CorruptCheckpointError(corrupt)
 
@@ -117,12 +123,13 @@ def loadable_tensors(
         "different dtype": _of_all_ranks(dtypes),
     }
     texts = [f"{kind}: {_listed(names)}" for kind, names in mismatches.items() if names]
+    loaded = "tensors of the same name and shape, converted to this run's dtype"
     if texts and not allow_partial:
         what = f"the checkpoint {folder} does not match this run's model and optimizer; {'; '.join(texts)}"
-        remedy = "set checkpoint.allow_partial = true to load what matches and initialize the rest"
+        remedy = f"set checkpoint.allow_partial = true to load {loaded} and initialize the rest"
         raise ConfigError(f"{what}. Restore the options that it was saved with, or {remedy}")
     if texts:
-        logger.warning("%s does not match, which checkpoint.allow_partial accepts; %s", folder, "; ".join(texts))
+        logger.warning("%s does not match; checkpoint.allow_partial loads %s; %s", folder, loaded, "; ".join(texts))
     return {name: t for name, t in state.items() if name in index and index[name].shape == t.shape}
 
 

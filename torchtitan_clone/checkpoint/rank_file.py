@@ -1,5 +1,6 @@
 """Writes the file of one rank, in the configured mode or in a simpler one if that fails."""
 
+import contextlib
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ _ATTEMPTS = 2
 
 
 class WriterLostError(Exception):
-    """The writer process has ended; the message says how."""
+    """The writer process has ended or cannot be started; the message says how."""
 
 
 class RankFile:
@@ -51,7 +52,8 @@ class RankFile:
         if self.buffer is not None:
             self.buffer.prepare()
         if self._writer is not None:
-            self._writer.start()
+            with contextlib.suppress(WriterLostError):  # the first save tries again and warns
+                self._writer.start()
 
     def write(self, path: Path, *, state: dict[str, Tensor]) -> FileRecord:
         """Writes the staged copy, or else the tensors of `state`. Raises OSError if the disk fails."""
@@ -103,13 +105,16 @@ class WriterProcess:
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Starts the process unless it runs; it ends with the calling thread. OSError if it cannot be started."""
+        """Starts the process unless it runs; it ends with the calling thread. WriterLostError if that fails."""
         if self.pid is None:
             arguments = [self._descriptor, os.getpid(), *(int(number) for number in STOP_SIGNALS)]
             # -P: modules in the folder of the script must not hide those of the standard library.
             command = [sys.executable, "-P", writer.__file__, *map(str, arguments)]
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._descriptor])
+            try:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._descriptor])
+            except OSError as error:
+                raise WriterLostError(f"the writer process cannot be started: {error}") from None
             self._unread = b""
 
     def write(self, path: Path, *, size: int) -> FileRecord:

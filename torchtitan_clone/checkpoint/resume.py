@@ -12,6 +12,7 @@ from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, Progress
 from torchtitan_clone.checkpoint.index import Index
 from torchtitan_clone.checkpoint.loading import agreed_errors, load_tensors, loadable_tensors
 from torchtitan_clone.checkpoint.random_state import RNG, set_random_state
+from torchtitan_clone.checkpoint.saving import MODEL_ONLY_FOLDER
 from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint
@@ -109,9 +110,10 @@ def _agree_on_steps(
     answer: list[object] = []
     with agreed_errors(folder):
         if dist.get_rank() == 0:
-            commit.restore_replaced(folder)
-            if not checkpoint.load_only:
-                commit.delete_leftovers(folder, group=group)
+            for each in (folder, folder / MODEL_ONLY_FOLDER):
+                commit.restore_replaced(each)
+                if not checkpoint.load_only:
+                    commit.delete_leftovers(each, group=group)
             saved = commit.committed_steps(folder)
             steps = commit.steps_to_resume(folder, checkpoint=checkpoint, identity=identity)
             answer = [steps, saved, bool(saved or commit.corrupt_steps(folder))]

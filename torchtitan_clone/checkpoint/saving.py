@@ -258,7 +258,8 @@ class SaveRunner:
         """Exchanges the state of all ranks; returns the id of the next save and why it cannot start. Collective."""
         is_busy = self._save is not None and not self._save.finished.is_set()
         answers = [value.items(count=3) for value in all_gather_json([is_busy, uuid.uuid4().hex[:12], error])]
-        save_id, error = answers[0][1].text(pattern="[0-9a-f]{12}"), optional_text(answers[0][2])
+        save_id = answers[0][1].text(pattern="[0-9a-f]{12}")
+        error = next((text for *_, each in answers if (text := optional_text(each)) is not None), None)
         if any(busy.flag() for busy, _, _ in answers):
             return save_id, "the previous save is still in progress; if this repeats, increase checkpoint.interval"
         self.finish()  # the outcome is announced, and the next save may fail
@@ -274,8 +275,11 @@ def _use_gpu(index: int | None) -> None:
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:
-    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
+    try:
+        existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+    except OSError as error:  # the other ranks wait for this one's answer
+        return _describe(error)
     if free >= size * _SPACE_FACTOR:
         return None
     needs = f"it needs {format_bytes(size)}, and {existing} has {format_bytes(free)} free"

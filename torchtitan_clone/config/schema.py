@@ -372,7 +372,8 @@ class Checkpoint:
     start_fresh: bool = False
     """Start from step 1 if checkpoints exist but none is complete; false: this is an error."""
     allow_partial: bool = False
-    """Load the tensors whose name, shape and data type match and list all others; false: a mismatch is an error."""
+    """Load the tensors whose name and shape match, converted to the run's data type, and list all differences; false: a
+    difference is an error."""
     exclude_from_loading: list[str] = field(default_factory=list[str])
     """State that is not loaded: "model", "optimizer", "rng", "data", or tensor names such as "model/output.weight"."""
     create_seed_checkpoint: bool = False

@@ -11,7 +11,7 @@ import tokenizers
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
+from torchtitan_clone.documents import DocumentError, Value, find_member, is_unicode, parse_json, read_member, shorten
 
 SHIPPED_FOLDER = Path(__file__).parent / "assets" / "stdlib_tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
@@ -119,7 +119,11 @@ def tokenizer_files(hf_assets_path: str | None) -> dict[str, bytes]:
 
 def _read_config(folder: Path) -> dict[str, Value]:
     content = read_member(folder, name=CONFIG_FILE)
-    return parse_json(b"{}" if content is None else content, where=CONFIG_FILE).entries()
+    config = parse_json(b"{}" if content is None else content, where=CONFIG_FILE).entries()
+    for name, entry in config.items():
+        if not is_unicode(json.dumps([name, entry.value], ensure_ascii=False)):
+            entry.refuse("must be valid Unicode, without halves of surrogate pairs")
+    return config
 
 
 def _eos_id(backend: tokenizers.Tokenizer, *, config: dict[str, Value], option: str) -> int:

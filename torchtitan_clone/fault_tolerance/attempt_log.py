@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torchft
 
 from torchtitan_clone.documents import DocumentError, open_regular, parse_json
 from torchtitan_clone.fault_tolerance.history import History
+from torchtitan_clone.observe.records import append_record
 from torchtitan_clone.torch_compat import quorum_id
 
 TAIL_BYTES = 1 << 20
@@ -30,7 +30,7 @@ class AttemptLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._manager = manager
-        self._file = (folder / f"rows.rank{rank}.jsonl").open("a", buffering=1)
+        self._file = folder / f"rows.rank{rank}.jsonl"
         self._lock = (folder / LOCK_FILE).open("a") if rank == 0 else None
 
     def start(self, step: int) -> None:
@@ -42,10 +42,10 @@ class AttemptLog:
             time.sleep(0.05)
 
     def write(self, **values: object) -> None:
-        """Appends a line with these values, the step that is being attempted, its quorum, and the time."""
+        """Appends these values, the step that is attempted, its quorum, and the time; a full disk loses the line."""
         step = self._manager.current_step() + (0 if values.get("committed") else 1)
         row = {"step": step, "quorum": quorum_id(self._manager), "time": time.time()} | values
-        self._file.write(json.dumps(row) + "\n")
+        append_record(self._file, row)
 
     def rolled_back_steps(self, history: History) -> set[int]:
         """Returns the recent steps (TAIL_BYTES) of this group that `history`, its present one, does not contain.
@@ -69,7 +69,6 @@ class AttemptLog:
         return [(int(each.name.removeprefix("replica-")), _last_step(each)) for each in folders]
 
     def close(self) -> None:
-        self._file.close()
         if self._lock:
             self._lock.close()
 

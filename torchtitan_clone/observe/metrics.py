@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -175,7 +175,7 @@ class MetricsWriter:
     def _forget(self, after_step: int, lost: Collection[int]) -> None:
         self._newest_step = after_step
         for sink in self.sinks:
-            sink.forget(after_step=after_step, lost=lost)
+            ignore_disk_errors(partial(sink.forget, after_step=after_step, lost=lost))
 
     def restart_interval(self) -> None:
         """Starts a new interval of averaged times, without time outside of steps (a save, a validation)."""
@@ -299,12 +299,11 @@ class _JsonLines:
         lines = read_rows(self.file)
         kept = [line for line in lines if (step := _step_of(line)) <= after_step and step not in lost]
         if dropped := len(lines) - len(kept):
-            logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
             write_atomically(self.file, b"".join(kept))
-        self.stream = open_to_append(self.file)
+            logger.info("%s: dropped %s rows of steps that will be repeated", self.file, f"{dropped:,}")
 
     def write(self, row: Row) -> None:
-        if not self.file.exists():  # deleted while training
+        if self.stream.closed or not self.file.exists():  # by forget(), or deleted while training
             self.stream.close()
             self.stream = open_to_append(self.file)
         self.stream.write(row.to_json() + "\n")

@@ -80,22 +80,23 @@ def wait_for_all_ranks(comm: Comm, *, launch: Launch, options: list[str], is_sto
     """
     if launch.world_size == 1 or "TORCHELASTIC_USE_AGENT_STORE" not in os.environ:
         return True
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    launchers = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(_prefix("torchtitan_clone"), launchers)
     own_options = "\n".join(options)
-    first_options = store.compare_set("torchtitan_clone/options", "", own_options).decode()
-    store.add("torchtitan_clone/unlike", int(first_options != own_options))
-    store.add("torchtitan_clone/present", 1)
+    first_options = store.compare_set("options", "", own_options).decode()
+    store.add("unlike", int(first_options != own_options))
+    store.add("present", 1)
     start = time.monotonic()
     is_logged = False
     present = 0
     while (seconds := time.monotonic() - start) < comm.init_timeout_seconds:
-        present = store.add("torchtitan_clone/present", 0)
+        present = store.add("present", 0)
         if present == launch.world_size or is_stop_wanted():
-            if store.add("torchtitan_clone/unlike", 0):
+            if store.add("unlike", 0):
                 raise ConfigError(_describe_difference(own_options, first_options))
             # The first rank to get here decides for all.
             own_verdict = "start" if present == launch.world_size else "stop"
-            return store.compare_set("torchtitan_clone/verdict", "", own_verdict) == b"start"
+            return store.compare_set("verdict", "", own_verdict) == b"start"
         if seconds > LOG_WAIT_AFTER_SECONDS and not is_logged:
             is_logged = True
             logger.info("%d of %d ranks have started; waiting for the others", present, launch.world_size)
@@ -139,8 +140,13 @@ def _open_store(comm: Comm, *, launch: Launch, timeout: timedelta) -> dist.Store
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = find_interface(comm.interface).address if comm.interface else host
-        return dist.PrefixStore("default_pg", serve_store(address, port=port, timeout=timeout))
-    return dist.PrefixStore("default_pg", dist.TCPStore(host, port, is_master=False, timeout=timeout))
+        return dist.PrefixStore(_prefix("default_pg"), serve_store(address, port=port, timeout=timeout))
+    return dist.PrefixStore(_prefix("default_pg"), dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
+def _prefix(name: str) -> str:
+    """Returns a prefix of keys in the launcher's store, which holds those of earlier starts of its ranks too."""
+    return f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def choose_run_interface(comm: Comm, *, lighthouse: str | None) -> Interface | None:

@@ -1,12 +1,11 @@
 """Exports of the weights in the Hugging Face format, while a run trains."""
 
 import logging
-import shutil
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.commit import Progress
+from torchtitan_clone.checkpoint.commit import Progress, delete_leftovers, restore_replaced
 from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.ops.json_collectives import broadcast_json
@@ -27,8 +26,9 @@ class Exporter:
     def export_missing(self, progress: Progress, *, engine: Engine, first: RunPlan) -> None:
         """Exports the step that a run resumes from, if a stop or a kill prevented it; a collective."""
         folder = first.folder / EXPORT_FOLDER
-        for partial in folder.glob("step-*.partial") if dist.get_rank() == 0 else ():
-            shutil.rmtree(partial, ignore_errors=True)
+        if dist.get_rank() == 0:
+            restore_replaced(folder)
+            delete_leftovers(folder)
         is_due = 0 < progress.step < first.last_step and is_export_due(first.config, step=progress.step)
         if is_due and broadcast_json(not (folder / f"step-{progress.step}").exists()).flag():
             self.export(progress.step, engine=engine, plan=plan_of(progress, first=first))

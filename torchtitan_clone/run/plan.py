@@ -13,6 +13,7 @@ from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import Mixture, Tokenizer
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelArgs, ModelSpec
+from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.parallel.stages import Stages, model_modules, resolved_stages
 from torchtitan_clone.run.phases import Phase, phase_of_step, phases
@@ -292,6 +293,10 @@ def describe_phase(plan: RunPlan) -> str:
 
 
 def write_config(plan: RunPlan) -> None:
-    """Writes the resolved configuration into the output folder, atomically."""
-    plan.output_folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(plan.output_folder / CONFIG_FILE, to_toml(plan.config).encode())
+    """Writes the resolved configuration into the output folder, atomically; only warns if it cannot."""
+    try:
+        plan.output_folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(plan.output_folder / CONFIG_FILE, to_toml(plan.config).encode())
+    except OSError as error:
+        text = "%s/%s cannot be written: %s; the run continues, but the file does not show its options"
+        logger.warning(text, plan.output_folder, CONFIG_FILE, error.strerror)

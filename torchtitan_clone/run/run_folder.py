@@ -46,12 +46,15 @@ class RunFolder:
     """The output folder of a run, locked for as long as this object or the process lives. Rank 0 has one.
 
     The lock is one of POSIX on run.lock: the kernel, or an NFS server, releases it when the process ends in any way.
-    Replica groups have folders of their own in the run's folder, and so their own locks.
+    A replica group locks its own folder in the run's folder, which it locks too, shared with the other groups.
     """
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, *, is_shared: bool = False) -> None:
         self._plan = plan
-        self._path = plan.output_folder / LOCK_FILE
+        self._path = (plan.folder if is_shared else plan.output_folder) / LOCK_FILE
+        self._mode = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+        is_group = plan.config.fault_tolerance.enable and not is_shared
+        self._shared = RunFolder(plan, is_shared=True) if is_group else None
         self._descriptor: int | None = None
 
     def __del__(self) -> None:
@@ -59,6 +62,8 @@ class RunFolder:
 
     def lock(self, *, can_wait: bool = True) -> None:
         """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
+        if self._shared:
+            self._shared.lock(can_wait=can_wait)
         start = time.monotonic()
         is_logged = False
         while (holder := self._try_lock()) is not None:
@@ -84,7 +89,7 @@ class RunFolder:
 
         TrainingError if another process has the folder of this name by now, or it cannot be recreated.
         """
-        if self._is_in_place():
+        if self._is_in_place() and (self._shared is None or self._shared._is_in_place()):
             return
         try:
             self.lock(can_wait=False)
@@ -98,7 +103,7 @@ class RunFolder:
         self._close()
         descriptor = self._descriptor = self._open()
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, self._mode | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return self._holder()

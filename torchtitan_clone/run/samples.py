@@ -51,7 +51,8 @@ class NextTokens:
         hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
         rows_N = targets_BT.flatten()
         index_S = (rows_N != IGNORE_INDEX).nonzero()[:, 0]
-        best_S, column_S = (hidden_BTD.flatten(0, 1)[index_S] @ weight_VD.T).float().max(dim=-1)
+        logits_SV = (hidden_BTD.flatten(0, 1)[index_S] @ weight_VD.T).float()
+        best_S, column_S = logits_SV.nan_to_num(nan=-torch.inf).max(dim=-1)  # NaN is equal to no maximum
         largest_S = vocabulary.reduce_(best_S.clone(), dist.ReduceOp.MAX)
         # Of equally likely tokens the first, which several ranks may have.
         token_S = torch.where(best_S == largest_S, column_S + vocabulary.start, 1 << 40)

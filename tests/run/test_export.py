@@ -1,0 +1,21 @@
+"""Leftovers of exports that were killed are restored or deleted at the next start."""
+
+import shutil
+
+from torchtitan_clone.testing.runs import options, train
+
+
+def test_leftovers_of_killed_exports_are_restored_or_deleted(corpus, tmp_path):
+    def run(steps):
+        argv = options(corpus, tmp_path, training__steps=steps, checkpoint__hf_export_interval=2)
+        code, output = train(argv, log_folder=tmp_path)
+        assert code == 0, output
+        return sorted(path.name for path in exports.iterdir())
+
+    exports = tmp_path / "run" / "hf"
+    assert run(2) == ["step-2"]
+    (exports / "step-2" / "config.json").unlink()  # tells it from an export that is made again
+    (exports / "step-2").rename(exports / "step-2.replaced")  # killed between the two renames
+    shutil.copytree(exports / "step-2.replaced", exports / "step-2.partial")
+    assert run(3) == ["step-2"]
+    assert not (exports / "step-2" / "config.json").exists()
