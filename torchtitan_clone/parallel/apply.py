@@ -3,7 +3,7 @@
 Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.05198.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -83,13 +83,13 @@ def apply_parallelism(
 
 
 def _checkpoint_activations(
-    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, options: dict[str, object]
+    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, options: Mapping[str, object]
 ) -> None:
     if config.mode == "none":
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
-    options = options | ({"context_fn": partial(_selective_context, kept)} if per_op else {})
+    options = {**options, **({"context_fn": partial(_selective_context, kept)} if per_op else {})}
     first = len(layers) if config.first_blocks == -1 else config.first_blocks
     for index, (name, block) in enumerate(list(layers.items())[:first]):
         if index % every == 0:
