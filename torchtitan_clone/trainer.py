@@ -249,10 +249,10 @@ class Trainer:
         batch = state.loader.next_batch(replica_index=replicas.replica_index, num_replicas=replicas.num_replicas)
         replicas.record_samples(state.loader.sample_range)
         data_seconds = time.perf_counter() - start
-        own_targets = batch.num_targets if engine.mesh.is_loss_leader else 0
-        (num_targets,) = replicas.sum(sum_over_ranks([own_targets]))
+        (num_targets,) = replicas.sum(sum_over_ranks([batch.num_targets * engine.mesh.is_loss_leader]))
         engine.begin_step(step)
         output = engine.forward_backward(self._microbatches(batch), num_targets=max(1, int(num_targets)))
+        data_seconds += state.loader.read_ahead() if batch.tokens_BT.is_pinned() and step < engine.plan.last_step else 0
         replicas.sum_gradients(engine.parameters.values())
         norm = engine.gradient_norm()
         # The step's host sync: whether it counts must be known before the weights change.

@@ -51,13 +51,23 @@ class Run:
     """Reads global batches as a trainer does, with a new loader for each phase; the ranks take turns."""
 
     def __init__(
-        self, dataset, *, num_ranks=1, num_workers=0, state=None, local_batch_size=1, split=1, allow_change=False
+        self,
+        dataset,
+        *,
+        num_ranks=1,
+        num_workers=0,
+        state=None,
+        local_batch_size=1,
+        split=1,
+        allow_change=False,
+        reads_ahead=False,
     ):
         self._dataset = dataset
         self._allow_change = allow_change
         self._num_ranks = num_ranks
         self._options = {"num_workers": num_workers, "local_batch_size": local_batch_size}
         self._split = split
+        self._reads_ahead = reads_ahead
         self._phase = None
         self.loaders = []
         self._open(state)
@@ -92,7 +102,11 @@ class Run:
             timeline = self._dataset.mixture.timeline
             if timeline.phase_stage(batch=self.loaders[0].next_batch_number) is not self._phase:
                 self._open(self.state())
-            found.append([next(loader) for loader in self.loaders])
+            found.append([loader.next_batch() for loader in self.loaders])
+            for loader in self.loaders:
+                if self._reads_ahead:
+                    loader.read_ahead()
+                loader.commit()
         return found
 
     def state(self):

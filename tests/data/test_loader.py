@@ -175,6 +175,22 @@ def test_a_worker_survives_stop_signals_but_not_its_trainer(local_dataset):
     wait_for(lambda: not is_alive(worker))
 
 
+def test_reading_ahead_changes_neither_batches_nor_the_state(local_dataset):
+    expected = train_loader(local_dataset)
+    loader = train_loader(local_dataset)
+    for step in range(6):
+        batch = loader.next_batch(num_replicas=1 + step // 3)  # what was read ahead is not of the smaller group
+        for _ in range(2):
+            loader.read_ahead()
+        assert loader.state_dict() == expected.state_dict()
+        assert_equal([batch], [expected.next_batch(num_replicas=1 + step // 3)])
+        loader.commit()
+        expected.commit()
+    loader.read_ahead()
+    loader.load_state_dict(train_loader(local_dataset).state_dict(), allow_change=False)
+    assert_equal(next_batches(loader, 1), next_batches(train_loader(local_dataset), 1))
+
+
 def test_replica_groups_share_a_batch_until_it_is_committed(local_dataset):
     undivided = train_loader(local_dataset)
     loaders = {

@@ -111,7 +111,8 @@ def test_a_stop_at_any_step_changes_no_batch(folder, expected):
     dataset, generator = open_mixture(folder), np.random.default_rng(0)
     for step in [0, 1, 30, 31, 60, 61, *generator.integers(0, STEPS - 2, 200).tolist()]:
         num_ranks, rows = ((1, 1), (1, 4), (2, 1), (2, 2), (4, 1))[generator.integers(5)]
-        run = Run(dataset, num_ranks=num_ranks, local_batch_size=rows, state=states[step])
+        options = {"local_batch_size": rows, "reads_ahead": bool(generator.integers(2))}
+        run = Run(dataset, num_ranks=num_ranks, state=states[step], **options)
         assert_equal(joined(run.batches(2)), batches[step : step + 2])
 
 

@@ -23,7 +23,7 @@ from tests.data.loaders import (
 )
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
-from torchtitan_clone.data import open_dataset
+from torchtitan_clone.data import Batch, open_dataset
 from torchtitan_clone.data.row_reader import positions_from_json
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.ops import IGNORE_INDEX
@@ -242,6 +242,28 @@ def test_bad_rows_are_skipped_up_to_the_limit(tmp_path):
     next_batches(train_loader(hub("org/bad", max_bad_rows=20)), 20)
     with pytest.raises(ConfigError, match=r"no key 'body' \(training\.text_key\) among 'n', 'text'"):
         next_batches(train_loader(hub("org/bad", text_key="body")), 1)
+
+
+def test_what_fails_while_reading_ahead_is_an_error_of_the_next_batch(tmp_path):
+    write(tmp_path, {"org/bad/a.parquet": parquet([*(["x" * 50] * 200), None])})
+    found: list[list[Batch]] = []
+    for reads_ahead in (False, True):
+        loader = train_loader(hub("org/bad"))
+        found.append([])
+        with pytest.raises(ConfigError, match="holds null"):
+            read_all(loader, found[-1], reads_ahead=reads_ahead)
+    assert len(found[0]) > 1
+    assert_equal(*found)
+
+
+def read_all(loader, batches, *, reads_ahead):
+    """Appends all batches that can be committed until one cannot be read."""
+    while True:
+        batch = loader.next_batch()
+        if reads_ahead:
+            loader.read_ahead()
+        loader.commit()
+        batches.append(batch)
 
 
 def test_a_dataset_without_text_is_an_error(tmp_path):

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,6 +113,8 @@ class Loader:
         self._streams: list[StreamState] = []
         self._uncollected: list[StreamPosition] = []
         self._batch: Batch | None = None
+        self._ahead: tuple[Batch, list[StreamPosition]] | Exception | None = None
+        """What follows the current batch, if it has been read."""
         self.stream_positions: list[StreamPosition] = []
         """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
         self._batches = self._read_batches()
@@ -132,10 +135,26 @@ class Loader:
             self._slice = batch_slice
             self._restart()
         if self._batch is None:
-            self._batch, self.stream_positions = next(self._batches)
+            ahead, self._ahead = self._ahead, None
+            if isinstance(ahead, Exception):
+                raise ahead
+            self._batch, self.stream_positions = ahead or next(self._batches)
             if self._mixture is not None and self.sample_range:
                 self._batch.label_sources(self._mixture.mixture.locate(self.sample_range)[0])
         return self._batch
+
+    def read_ahead(self) -> float:
+        """Reads what follows the current batch, while a GPU computes with it; returns the seconds that this took.
+
+        What fails here is raised by the next next_batch() that reads.
+        """
+        start = time.perf_counter()
+        if self._ahead is None:
+            try:
+                self._ahead = next(self._batches)
+            except Exception as error:  # noqa: BLE001, the current batch is not affected
+                self._ahead = error
+        return time.perf_counter() - start
 
     @property
     def sample_range(self) -> range:
@@ -215,7 +234,7 @@ class Loader:
 
     def _restart(self) -> None:
         self._uncollected = []
-        self._batch = None
+        self._batch = self._ahead = None
         self._batches = self._read_batches()
 
     def _read_batches(self) -> Iterator[tuple[Batch, list[StreamPosition]]]:
