@@ -173,7 +173,8 @@ TOO_LARGE = {
     "--debug.seed=1180591620717411303424": "debug.seed: an integer has more than 64 bits",
     "--job.dump_folder=/proc/runs": 'nothing can be written to "/proc/runs/run" (No such file or directory: /proc)',
     "--training.dataset_path=": 'training.dataset_path = "": an empty path is the current folder; set it to "."',
-    "--data.sources=[{name='a', path=''}]": 'data.sources, path = "": an empty path is the current folder',
+    "--data.cache_folder=": 'data.cache_folder = "": an empty path is the current folder; set it to "."',
+    "--data.sources=[{name='a', path=''}]": 'data.sources, name "a": path = "": an empty path is the current folder',
     f"--job.dump_folder=/tmp/{'x' * 300}": "a path has at most 4,095 bytes, and each name in it 255; shorten it",
 }
 

@@ -20,6 +20,7 @@ def find_config_errors(config: Config, *, device_type: str) -> list[str]:
     """Returns one message per violated rule."""
     return [
         *find_range_errors(config, at=""),
+        *_find_empty_paths(config),
         *_find_training_errors(config),
         *_find_profiling_errors(config.profiling, device_type),
         *_find_replica_group_errors(config, device_type),
@@ -54,6 +55,12 @@ def find_range_errors(table: object, *, at: str, colon: str = ":") -> Iterator[s
             for entry in (entry for entry in cast("list[object]", value) if is_dataclass(entry)):
                 first = fields(entry)[0].name
                 yield from find_range_errors(entry, at=f"{at}{key}, {first} {shown(getattr(entry, first))}: ", colon="")
+
+
+def _find_empty_paths(config: Config) -> Iterator[str]:
+    for name in ("job.dump_folder", "model.hf_assets_path", "data.cache_folder", "checkpoint.initial_load_path"):
+        if attrgetter(name)(config) == "":
+            yield f'{name} = "": an empty path is the current folder; set it to "." for that, or to another path.'
 
 
 def _find_training_errors(config: Config) -> Iterator[str]:
@@ -211,18 +218,13 @@ PATHS = (
     "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )  # fmt: skip
-FROM_CURRENT_FOLDER = ("job.dump_folder", "model.hf_assets_path", "training.dataset_path", "data.cache_folder",
-                       "checkpoint.initial_load_path", "data.sources, path")  # fmt: skip
 MAX_PATH, MAX_NAME = 4095, 255
 
 
 def find_path_errors(config: Config) -> Iterator[str]:
-    """Yields one message per path that is empty, or that no file system takes: even asking for it would be an error."""
-    paths = [(option, attrgetter(option)(config)) for option in PATHS]
-    for option, value in [*paths, *(("data.sources, path", source.path) for source in config.data.sources)]:
-        path = os.fsencode(value or "")
-        if value == "" and option in FROM_CURRENT_FOLDER:
-            yield f'{option} = "": an empty path is the current folder; set it to "." for that, or to another path.'
+    """Yields one message per path that no file system takes; even asking whether it exists would be an error."""
+    for option in PATHS:
+        path = os.fsencode(attrgetter(option)(config) or "")
         if len(path) > MAX_PATH or any(len(name) > MAX_NAME for name in path.split(b"/")):
             rule = f"a path has at most {MAX_PATH:,} bytes, and each name in it {MAX_NAME}"
             yield f"{option} = {shown(path.decode(errors='replace'))}: {rule}; shorten it"

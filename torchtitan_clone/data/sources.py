@@ -133,6 +133,9 @@ def find_source(training: Training) -> Source:
     """Returns the local files that the options name; ConfigError if there are none."""
     if training.dataset_path is not None:
         option = f"training.dataset_path = {toml_like(training.dataset_path)}"
+        if not training.dataset_path:
+            remedy = 'set it to "." for that, or to another path'
+            raise ConfigError(f"{option}: an empty path is the current folder; {remedy}.")
         source = _path_source(Path(training.dataset_path), option=option, text_key=training.text_key)
     else:
         option = f"training.dataset = {toml_like(training.dataset)}"
