@@ -46,8 +46,8 @@ CONFIGURATIONS: dict[str, dict[str, object]] = {
 def main() -> int:
     """Compares the configurations; returns the exit code."""
     options = _parse()
-    commits = f"{options.before} and {options.after or 'this checkout'}"
-    print(f"{processor_name(uses_gpu=True)}; {commits}, {options.clock} time")
+    compared = f"{options.before} and {options.after or 'this checkout'}"
+    print(f"{processor_name(uses_gpu=True)}; {compared}, {options.clock} time")
     slower = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

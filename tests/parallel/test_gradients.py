@@ -50,7 +50,7 @@ def test_recomputation_draws_the_random_numbers_of_forward(option):
     config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
     kept = KeptOperations(always=frozenset(), alternating=frozenset())
     layers = nn.ModuleDict({"0": nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))})
-    _checkpoint_activations(layers, config=config, kept=kept, options={"preserve_rng_state": True})
+    _checkpoint_activations(layers, config=config, kept=kept, preserve_rng_state=True)
     x = torch.ones(8, 64)
     layers["0"](x).sum().backward()
     torch.manual_seed(0)

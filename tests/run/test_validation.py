@@ -39,7 +39,7 @@ def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):
     }
     code, output = train(options(corpus, tmp_path, **changes), log_folder=tmp_path)
     assert code == 0, output
-    assert "validation: no row of held-out text; increase data.held_out_fraction" in output
+    assert "validation: held-out text fills no row of seq_len tokens; raise data.held_out_fraction" in output
     assert not any("validation_loss" in row for row in rows(tmp_path))
 
 

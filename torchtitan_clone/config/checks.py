@@ -60,7 +60,12 @@ def find_range_errors(table: object, *, at: str, colon: str = ":") -> Iterator[s
 def _find_empty_paths(config: Config) -> Iterator[str]:
     for name in ("job.dump_folder", "model.hf_assets_path", "data.cache_folder", "checkpoint.initial_load_path"):
         if attrgetter(name)(config) == "":
-            yield f'{name} = "": an empty path is the current folder; set it to "." for that, or to another path.'
+            yield describe_empty_path(name)
+
+
+def describe_empty_path(name: str) -> str:
+    """Returns the message for an option that is an empty path."""
+    return f'{name} = "": an empty path is the current folder; set it to "." for that, or to another path.'
 
 
 def _find_training_errors(config: Config) -> Iterator[str]:

@@ -114,7 +114,7 @@ class Loader:
         self._uncollected: list[StreamPosition] = []
         self._batch: Batch | None = None
         self._ahead: tuple[Batch, list[StreamPosition]] | Exception | None = None
-        """What follows the current batch, if it has been read."""
+        """The batch after the current one or the error of reading it, if it has been read ahead."""
         self.stream_positions: list[StreamPosition] = []
         """Positions of this rank's streams after the current batch, as plain data; empty for local data."""
         self._batches = self._read_batches()
@@ -144,9 +144,9 @@ class Loader:
         return self._batch
 
     def read_ahead(self) -> float:
-        """Reads what follows the current batch, while a GPU computes with it; returns the seconds that this took.
+        """Reads the batch after the current one, while a GPU computes with that; returns the seconds that this took.
 
-        What fails here is raised by the next next_batch() that reads.
+        An error is raised later, by the call of next_batch() that would return the batch.
         """
         start = time.perf_counter()
         if self._ahead is None:

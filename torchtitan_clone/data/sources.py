@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.checks import describe_empty_path
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.formats import select_token_files, with_companions
@@ -134,8 +135,7 @@ def find_source(training: Training) -> Source:
     if training.dataset_path is not None:
         option = f"training.dataset_path = {toml_like(training.dataset_path)}"
         if not training.dataset_path:
-            remedy = 'set it to "." for that, or to another path'
-            raise ConfigError(f"{option}: an empty path is the current folder; {remedy}.")
+            raise ConfigError(describe_empty_path("training.dataset_path"))
         source = _path_source(Path(training.dataset_path), option=option, text_key=training.text_key)
     else:
         option = f"training.dataset = {toml_like(training.dataset)}"

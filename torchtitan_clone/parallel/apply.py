@@ -3,7 +3,7 @@
 Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.05198.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import Protocol, TypeVar, cast
 
@@ -65,9 +65,10 @@ def apply_parallelism(
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
     divide_rows(model, cp=mesh.cp, tp=mesh.tp, method=parallelism.context_parallel_rotate_method)
-    # Recomputation draws the same random numbers, whose state a graph cannot read.
-    options = {"preserve_rng_state": not compile.cuda_graph}
-    _checkpoint_activations(model.layers, config=activation_checkpoint, kept=kept_operations, options=options)
+    _checkpoint_activations(
+        model.layers, config=activation_checkpoint, kept=kept_operations,
+        preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
+    )  # fmt: skip
     if compile.enable and "model" in compile.components:
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
@@ -83,17 +84,17 @@ def apply_parallelism(
 
 
 def _checkpoint_activations(
-    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, options: Mapping[str, object]
+    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, preserve_rng_state: bool
 ) -> None:
     if config.mode == "none":
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
-    options = {**options, **({"context_fn": partial(_selective_context, kept)} if per_op else {})}
+    options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
     first = len(layers) if config.first_blocks == -1 else config.first_blocks
     for index, (name, block) in enumerate(list(layers.items())[:first]):
         if index % every == 0:
-            layers[name] = torch_compat.checkpoint_wrapper(block, **options)
+            layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **options)
 
 
 def _selective_context(kept: KeptOperations):

@@ -76,7 +76,7 @@ class Validator:
             if result.num_targets:
                 metrics.log_validation(step, result.loss, **values)
             else:
-                logger.warning("validation: no row of held-out text; increase data.held_out_fraction, or lower seq_len")
+                logger.warning("validation: held-out text fills no row of seq_len tokens; raise data.held_out_fraction")
             found = sample(engine, self._prompts, timeouts=timeouts, stops=stops) if self._prompts else []
             if found is None:
                 return False
