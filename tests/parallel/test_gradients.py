@@ -5,21 +5,18 @@ Tests of gradients.py, apply.py and fsdp.py.
 
 import math
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.profiler import profile
 
 from tests.marks import marked
 from torchtitan_clone.config import load_config
-from torchtitan_clone.config.schema import ActivationCheckpoint
-from torchtitan_clone.models.spec import KeptOperations
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.parallel.apply import _checkpoint_activations, named_parameters
+from torchtitan_clone.parallel.apply import named_parameters
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.gradients import clipping_factor, gradient_norm, norm_dtype, norms_of, sum_over_ranks
 from torchtitan_clone.parallel.init_weights import init_weights
@@ -44,28 +41,30 @@ def masked(batch, *, first_row, tokens=None):
     return type(batch)(**{**vars(batch), "num_targets": num_targets})
 
 
-@pytest.mark.parametrize("option", ["1", "op"])
-def test_recomputation_draws_the_random_numbers_of_forward(option):
-    """As a family with dropout needs; none of this package has random numbers."""
-    config = ActivationCheckpoint(mode="selective", selective_ac_option=option)
-    kept = KeptOperations(always=frozenset(), alternating=frozenset())
-    layers = nn.ModuleDict({"0": nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))})
-    _checkpoint_activations(layers, config=config, kept=kept, preserve_rng_state=True)
-    x = torch.ones(8, 64)
-    layers["0"](x).sum().backward()
+def add_dropout(parts):
+    """Drops a half of what each feed-forward returns."""
+    for part in parts:
+        for name, module in part.named_modules():
+            if name.endswith("feed_forward"):
+                module.register_forward_hook(lambda _module, _inputs, output: F.dropout(output, 0.5))
     torch.manual_seed(0)
-    out = layers["0"](x)
-    layers.zero_grad()
-    out.sum().backward()
-    bias_grad = next(p.grad for name, p in layers.named_parameters() if name.endswith("bias"))
-    assert torch.equal(bias_grad, 2 * (out != 0).sum(dim=0).float())
+
+
+def test_recomputation_draws_the_random_numbers_of_forward(corpus, tmp_path):
+    """As a family with dropout needs; none of this package has random numbers."""
+    modes = ({"activation_checkpoint__mode": "none"}, {"activation_checkpoint__mode": "full"}, SELECTIVE_OP)
+    runs = [options(corpus, tmp_path, **mode) for mode in modes]
+    ((plain, *others),) = run_ranks(partial(parallel_gradients, change=add_dropout), 1, runs)
+    for loss, norm, gradients in others:
+        assert (loss, norm) == plain[:2]
+        assert all(torch.equal(gradient, plain[2][name]) for name, gradient in gradients.items())
 
 
 def std_of(plan):
     return lambda name: plan.spec.initial_std(plan.model_args, name)
 
 
-def parallel_gradients(runs, **parallelism):
+def parallel_gradients(runs, *, change=lambda _: None, **parallelism):
     """Returns loss, gradient norm and gradients of each run as the trainer computes them, in one process group.
 
     `parallelism` are options that are set behind the rules, which would refuse them.
@@ -73,16 +72,17 @@ def parallel_gradients(runs, **parallelism):
     launch = Launch.from_environment()
     device = pick_device(launch)
     with process_group(load_config(runs[0]).comm, launch=launch, device=device):
-        return [gradients_of(load_config(argv), launch=launch, device=device, **parallelism) for argv in runs]
+        return [gradients_of(load_config(argv), launch, device, change=change, **parallelism) for argv in runs]
 
 
-def gradients_of(config, *, launch, device, **parallelism):
+def gradients_of(config, launch, device, *, change, **parallelism):
     plan = preflight.resolve(config, world_size=launch.world_size, device_type=device.type)
     plan = replace(plan, config=replace(config, parallelism=replace(config.parallelism, **parallelism)))
     dataset = preflight.prepare(plan, launch=launch).dataset
     loader, _ = open_loaders(plan, dataset=dataset, rank=launch.rank)
     mesh = build_mesh(plan.degrees, loss_rank=plan.stages.ranks[-1], device_type=device.type)
     parts = build_model_parts(plan, mesh=mesh, device=device)
+    change(parts)
     parameters = named_parameters(parts)
     first_row = batch_rank(plan.degrees, rank=launch.rank) * plan.global_batch_size // plan.degrees.data
     tokens = tokens_of_rank(plan, rank=launch.rank)
