@@ -9,6 +9,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
@@ -201,10 +202,10 @@ def commands_of_checks(folder: Path, compiler: Path) -> list[str]:
     from torch._inductor import codecache, config
 
     config.cpp.cxx = (None, str(compiler))
-    keep_precompiled_headers(folder)
-    keep_compiler_checks(folder, compiler=compiler)
     commands = []
     sys.addaudithook(lambda event, values: commands.append(values[1]) if event == "subprocess.Popen" else None)
+    keep_precompiled_headers(folder)
+    keep_compiler_checks(folder, compiler=compiler)
     # It needs the header; what it returns would compile.
     codecache.CppPythonBindingsCodeCache.load_pybinding_async(cast("Any", []), "")
     steps = (" -o ", sys.executable, "-fsyntax-only")
@@ -238,6 +239,27 @@ def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
     assert len(processes()) == 2
     compiler.write_text(COMPILER.replace("exit 0", "exit 1"))  # another compiler, which has none of them
     assert any("-fsyntax-only" in line for line in processes()) == bool(kinds)
+
+
+def has_header(folder: Path, compiler: Path) -> bool:
+    """Returns whether a header is precompiled soon, although nothing is compiled."""
+    from torch._inductor import config
+
+    config.cpp.cxx = (None, str(compiler))
+    keep_precompiled_headers(folder)
+    keep_compiler_checks(folder, compiler=compiler)
+    end = time.monotonic() + 60
+    while not (found := any(folder.glob("*.gch"))) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
+
+
+def test_the_first_start_precompiles_the_header_in_a_thread(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert run_ranks(has_header, 1, tmp_path / "checks", compiler, env=environment) == [True]
 
 
 def seven() -> int:

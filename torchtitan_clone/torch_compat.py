@@ -13,10 +13,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
+from threading import Lock, Thread
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -405,7 +407,8 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
     By default each start preprocesses the header of kernels to see whether the precompiled one is current, and loads a
     library for every kind of vector instructions of the processor: 0.8 s of a core with a full cache. The first start
     compiles and loads these, 5 s each; here the compiler is asked whether it accepts their flags. A result holds for a
-    compiler (path, size, time of modification), the instructions of a processor, and torch.
+    compiler (path, size, time of modification), the instructions of a processor, and torch. Where there is none, a
+    thread precompiles the header at once, 5 to 8 s, while data and model are opened and the first block is traced.
     """
     from torch._inductor import codecache, cpu_vec_isa
 
@@ -413,15 +416,16 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
     checked = (identify_torch(TORCH), str(compiler), stat.st_size, stat.st_mtime_ns, platform.machine(), instructions)
     results = folder / hashlib.sha256(repr(checked).encode()).hexdigest()
     results.mkdir(parents=True, exist_ok=True)
-    precompile = codecache._precompile_header
+    precompile_header, lock = codecache._precompile_header, Lock()
 
     @cache
     def precompile_once(header: str, command: str, **options: object) -> str:
         result = results / hashlib.sha256(f"{header} {command}".encode()).hexdigest()
-        path = result.read_text() if result.exists() else ""
-        if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
-            path = precompile(header, command, **options)
-            result.write_text(path)
+        with lock:
+            path = result.read_text() if result.exists() else ""
+            if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
+                path = precompile_header(header, command, **options)
+                result.write_text(path)
         return path
 
     def accepts_flags(self: "VecISA", code: str) -> bool:
@@ -432,7 +436,15 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
             result.touch()
         return result.exists()
 
+    def precompile() -> None:
+        with suppress(Exception):  # the compilation of a block raises it too
+            codecache.CppPythonBindingsCodeCache.load_async("")
+
     codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, accepts_flags
+    if not any(results.iterdir()):
+        cpu_vec_isa.valid_vec_isa_list()  # keeps its result, and two threads would disturb each other
+        # In this context, to which torch's settings belong.
+        Thread(target=copy_context().run, args=(precompile,), daemon=True).start()
 
 
 def _ignore_triton_without_gpu() -> None:

@@ -5,6 +5,8 @@ Each block of rows has its own generator, on the CPU: values are bit-identical f
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,35 +14,52 @@ from torch import Tensor, nn
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
+_SERIAL_ELEMENTS = 1 << 14
+"""Elements of one operation, which torch computes in one thread: each thread here has blocks of its own."""
 StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
 
 
 def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf, cutoff: float = 3.0) -> None:
-    """Fills the parameters in place with a normal distribution, clamped at `cutoff` standard deviations."""
-    with torch.no_grad():
+    """Fills the parameters in place with a normal distribution, clamped at `cutoff` standard deviations.
+
+    As many threads as torch's fill blocks.
+    """
+    jobs = []
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for name, parameter in named_parameters.items():
             std = std_of(name)
             local, offset = local_shard_and_offset(parameter)
+            local, shape = local.detach(), parameter.shape
             if std is None:
                 local.fill_(1.0)
             elif local.numel():
-                _fill_normal(local, name=name, seed=seed, std=std, cutoff=cutoff, shape=parameter.shape, offset=offset)
+                rows = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
+                fill = partial(
+                    _fill_block, local=local, offset=offset, shape=shape, rows=rows, name=name, seed=seed, std=std,
+                    cutoff=cutoff,
+                )  # fmt: skip
+                blocks = range(offset[0] // rows, -(-(offset[0] + len(local)) // rows))
+                jobs += [threads.submit(fill, block) for block in blocks]
+    for job in jobs:
+        job.result()
 
 
-def _fill_normal(
-    local: Tensor, *, name: str, seed: int, std: float, cutoff: float, shape: torch.Size, offset: tuple[int, ...]
-) -> None:
-    rows_per_block = max(1, BLOCK_ELEMENTS // max(1, shape[1:].numel()))
-    first = offset[0]
-    last = first + local.shape[0]
-    columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
-    for block in range(first // rows_per_block, -(-last // rows_per_block)):
-        top = block * rows_per_block
-        bottom = min(top + rows_per_block, shape[0])
-        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = (
-            torch.randn(bottom - top, *shape[1:], generator=generator).mul_(std).clamp_(-cutoff * std, cutoff * std)
-        )
-        rows = slice(max(first, top), min(last, bottom))
-        local[rows.start - first : rows.stop - first] = values[(slice(rows.start - top, rows.stop - top), *columns)]
+def _fill_block(
+    block: int, *, local: Tensor, offset: tuple[int, ...], shape: torch.Size, rows: int, name: str, seed: int,
+    std: float, cutoff: float,
+) -> None:  # fmt: skip
+    """Fills the part of a block of so many rows that `local` holds, which starts at `offset` of the parameter."""
+    top = block * rows
+    bottom = min(top + rows, shape[0])
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    first, last = max(top, offset[0]), min(bottom, offset[0] + len(local))
+    target = local[first - offset[0] : last - offset[0]]
+    size = (bottom - top, *shape[1:])
+    is_whole = target.shape == size and target.is_contiguous() and target.is_cpu and target.dtype == torch.float32
+    values = torch.randn(size, generator=generator, out=target if is_whole else torch.empty(size))
+    for part in values.view(-1).split(_SERIAL_ELEMENTS):
+        part.mul_(std).clamp_(-cutoff * std, cutoff * std)
+    if not is_whole:
+        columns = (slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+        target.copy_(values[(slice(first - top, last - top), *columns)])

@@ -160,9 +160,9 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
+    set_up_compile(plan.config.compile, device_type=device.type)  # first: C++ is compiled by threads
     if device.type == "cpu":
         use_tensor_region()
-    set_up_compile(plan.config.compile, device_type=device.type)
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
