@@ -165,8 +165,7 @@ def _unused(names: list[str], state: Mapping[str, Tensor]) -> list[str]:
 
 
 def _of_all_ranks(found: list[str]) -> list[str]:
-    gathered = [name.text() for names in _gather(found) for name in names.items()]
-    return sorted(set(gathered))
+    return sorted({name.text() for names in _gather(found) for name in names.items()})
 
 
 def first_error(error: str | None, *, group: dist.ProcessGroup | None = None) -> str | None:

@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone import __version__
-from torchtitan_clone.checkpoint.commit import (
-    CONFIG_FILE,
-    VERSIONS_FILE,
-    Progress,
-    mark_finished,
-    newest_complete_step,
-)
+from torchtitan_clone.checkpoint.commit import CONFIG_FILE, VERSIONS_FILE, Progress, mark_finished
 from torchtitan_clone.checkpoint.layout import plan_save
 from torchtitan_clone.checkpoint.random_state import random_state
 from torchtitan_clone.checkpoint.rank_file import RankFile
@@ -84,10 +78,6 @@ class CheckpointManager:
     @property
     def writer_pid(self) -> int | None:
         return self._file.writer_pid if self._file else None
-
-    def newest_step(self) -> int | None:
-        """Returns the newest complete step in the folder, saved by any replica group; file contents are not read."""
-        return newest_complete_step(self._folder)
 
     def is_overdue(self) -> bool:
         """Returns whether interval_minutes have passed since the last save. Clocks differ: let one rank decide."""

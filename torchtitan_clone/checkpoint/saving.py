@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -191,10 +192,8 @@ class SaveRunner:
         self._group = group
         self._extra_files = extra_files
         # A thread begins with the first GPU, where the streams of other ranks would open a context each.
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="checkpoint", initializer=_use_gpu, initargs=(device,)
-        )
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=use_gpu)
         self._save: Save | None = None
         self._previous: Save | None = None
         self._committed_step: int | None = None
@@ -267,11 +266,6 @@ class SaveRunner:
             self._previous.coordinator.forget()  # all ranks have read its outcome before this collective
         self._previous, self._save = self._save, None
         return save_id, error
-
-
-def _use_gpu(index: int | None) -> None:
-    if index is not None:
-        torch.cuda.set_device(index)
 
 
 def _lack_of_space(folder: Path, *, size: int) -> str | None:

@@ -1,6 +1,5 @@
 """Verifies a checkpoint before anything of it is used: sizes, digests, and that all documents agree."""
 
-from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torchtitan_clone.checkpoint.index import Index, check_parts, read_index
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, OFFSETS_KEY
 from torchtitan_clone.checkpoint.loading import agreed_errors
 from torchtitan_clone.checkpoint.random_state import MAX_STATE_BYTES, RNG, is_random_state
-from torchtitan_clone.checkpoint.tensor_file import NAMES, Header, read_header
+from torchtitan_clone.checkpoint.tensor_file import NAMES, read_header
 from torchtitan_clone.documents import MAX_BYTES, escape, open_regular, parse_json
 from torchtitan_clone.ops.dtensor_shards import TensorShard
 
@@ -66,12 +65,10 @@ def _check_bytes(folder: Path, name: str, *, manifest: Manifest, digests: bool) 
     """Compares the digest of a file, unless it was compared when the file was read."""
     if name in (commit.PROGRESS_FILE, INDEX_FILE):
         return
-    if name.endswith(TENSOR_FILES):
-        if digests:
-            commit.check_digest(folder, name, manifest=manifest)
-    elif manifest.files[name].bytes > MAX_BYTES:
+    is_document = not name.endswith(TENSOR_FILES)
+    if is_document and manifest.files[name].bytes > MAX_BYTES:
         raise CorruptCheckpointError(f"{name} has {manifest.files[name].bytes:,} bytes, too many for a document")
-    else:
+    if is_document or digests:
         commit.check_digest(folder, name, manifest=manifest)
 
 
@@ -79,7 +76,8 @@ def _check_tensor_file(folder: Path, file: str, *, parts: Parts) -> None:
     """Compares the header of a file with the index, in both directions."""
     with reading(file):
         header = read_header(folder / file)
-        offsets = _offsets(header, file=file)
+        # Stated for torch's reader.
+        offsets = parse_json(header.metadata.get(OFFSETS_KEY, "{}"), where=f"{file}: {OFFSETS_KEY}").plain_entries()
     if header.entries.keys() != parts.keys():
         name = min(header.entries.keys() ^ parts.keys())
         raise CorruptCheckpointError(f"{file} and {INDEX_FILE} disagree: {escape(name)} is in one of them only")
@@ -90,12 +88,6 @@ def _check_tensor_file(folder: Path, file: str, *, parts: Parts) -> None:
             raise CorruptCheckpointError(f"{file} and {INDEX_FILE} disagree about {escape(name)}")
         if name.startswith(RNG):
             _check_random_state(folder, file, name=name, part=(begin, shard))
-
-
-def _offsets(header: Header, *, file: str) -> Mapping[str, object]:
-    """Returns the offset of each part as the header states it, for torch's reader."""
-    document = parse_json(header.metadata.get(OFFSETS_KEY, "{}"), where=f"{file}: {OFFSETS_KEY}")
-    return document.plain_entries()
 
 
 def _check_random_state(folder: Path, file: str, *, name: str, part: tuple[int, TensorShard]) -> None:

@@ -145,9 +145,7 @@ def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
-@cache
-def _hints_of(cls: type) -> dict[str, object]:
-    return get_type_hints(cls)
+_hints_of = cache(get_type_hints)
 
 
 def _convert_table(

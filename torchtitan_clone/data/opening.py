@@ -107,10 +107,7 @@ def _of_each_source(act: Callable[[Training], T], *, training: Training, data: D
 def _options_of(source: DataSource, training: Training) -> Training:
     """Returns the options of a source as those of a run that has no other."""
     options = replace(
-        training,
-        dataset=source.dataset or training.dataset,
-        dataset_path=source.path,
-        text_key=source.text_key,
+        training, dataset=source.dataset or training.dataset, dataset_path=source.path, text_key=source.text_key
     )
     if source.max_epochs is not None and hub_id(options):
         limit = f"max_epochs = {source.max_epochs:g}"

@@ -55,10 +55,7 @@ def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, 
     `tensor_degree` ranks may have a size that products in float8 do not take.
     """
     logging.getLogger("torchao").setLevel(logging.ERROR)  # warns of kernels for other GPUs than are here
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
 
     def is_converted(module: nn.Module, name: str) -> bool:
         return (

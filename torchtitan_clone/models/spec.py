@@ -17,12 +17,7 @@ from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm, linear  # noqa: F401, registers operators
 from torchtitan_clone.ops.tensor_pieces import Piece
-from torchtitan_clone.torch_compat import (
-    cpu_flash_attention,
-    cudnn_attention,
-    efficient_attention,
-    flash_attention,
-)
+from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 
 class LayerFlops(Protocol):

@@ -69,7 +69,8 @@ class PendingSums:
 
     def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module]) -> None:
         """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it."""
-        if not torch_compat.runs_backward() or _have_gradients(modules):
+        parameters = (parameter for module in modules for parameter in _own_parameters(module))
+        if not torch_compat.runs_backward() or any(parameter.grad is not None for parameter in parameters):
             complete()
             return
         torch_compat.after_backward(self._complete)
@@ -80,10 +81,6 @@ class PendingSums:
     def _complete(self) -> None:
         while self._completions:
             self._completions.popleft()()
-
-
-def _have_gradients(modules: Sequence[nn.Module]) -> bool:
-    return any(parameter.grad is not None for module in modules for parameter in _own_parameters(module))
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

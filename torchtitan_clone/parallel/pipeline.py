@@ -316,9 +316,7 @@ def _orders(
     stand_in = partial(SimpleNamespace, num_stages=len(stages), group_size=ranks, group_rank=0, submod=None)
     own = [stand_in(stage_index=stage) for stage, rank in enumerate(stages) if rank == 0]
     options = Parallelism(
-        pipeline_parallel_degree=ranks,
-        pipeline_parallel_schedule=schedule,
-        pipeline_parallel_schedule_csv=path,
+        pipeline_parallel_degree=ranks, pipeline_parallel_schedule=schedule, pipeline_parallel_schedule_csv=path
     )
     planned = _build_schedule(
         cast("list[PipelineStage]", own), parallelism=options, microbatches=microbatches, loss=torch.sum

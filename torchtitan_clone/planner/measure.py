@@ -13,7 +13,6 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
@@ -91,6 +90,7 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
     memory = _memory_gbps(dtype=dtype, device=device)
     memory_bytes = host_memory() if is_cpu else torch.cuda.mem_get_info(device)[1]
     link_us, link_gbps = links
+    small = torch.ones(16, device=device)
     return Hardware(
         name=name,
         sources=[f"measured by scripts/measure_hardware.py with torch {torch.__version__}, {dtype}"],
@@ -98,7 +98,7 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
         memory_gib=round(memory_bytes / 2**30, 1),
         products=products,
         memory_gbps=round(memory, 2),
-        operation_us=round(1e6 * best_seconds(_small_operation(device), device=device), 1),
+        operation_us=round(1e6 * best_seconds(lambda: small + 1, device=device), 1),
         node_size=4096 if is_cpu else max(1, torch.cuda.device_count()),
         link_us=round(link_us, 1),
         link_gbps=round(link_gbps, 3),
@@ -106,18 +106,9 @@ def measure_hardware(device: torch.device, *, name: str, links: tuple[float, flo
         network_gbps=round(link_gbps, 3),
         cpu=Cpu(cores=threads() if is_cpu else 0),
         fitted=Fitted(
-            products=1.0,
-            attention=round(attention / products[-1][1], 3),
-            link=1.0,
-            network=1.0,
-            latency=1.0,
+            products=1.0, attention=round(attention / products[-1][1], 3), link=1.0, network=1.0, latency=1.0
         ),
     )
-
-
-def _small_operation(device: torch.device) -> Callable[[], Tensor]:
-    x = torch.ones(16, device=device)
-    return lambda: x + 1
 
 
 def _product_tflops(size: int, *, dtype: torch.dtype, device: torch.device) -> float:

@@ -98,12 +98,14 @@ def search(plan: RunPlan, *, job: Job, count: int = 10) -> Found:
     if not fitting and not others:
         rule = f"no mesh of {job.gpus} devices divides the model and {rows} sequences a step"
         raise ConfigError(f"{rule}; change the number of devices, or of tokens a step.")
+    fitting.sort(key=itemgetter(0))
+    allowed = (each for each in fitting if not _broken_rules(each[1], job=job))
     timed = [
         Candidate(plan=each, memory=memory, time=predict_step_time(each, hardware=job.hardware))
-        for _, each, memory in islice(_allowed(sorted(fitting, key=itemgetter(0)), job=job), TIMED)
+        for _, each, memory in islice(allowed, TIMED)
     ]
     if not timed and fitting:
-        raise ConfigError(_broken_rules(min(fitting, key=itemgetter(0))[1], job=job))
+        raise ConfigError(_broken_rules(fitting[0][1], job=job))
     if not timed:
         raise ConfigError(_nothing_fits(*min(others, key=itemgetter(0))[1:], job=job))
     timed.sort(key=lambda each: each.time.seconds)
@@ -119,15 +121,6 @@ def rows_of_step(config: Config, *, tokens: int) -> int:
         rule = f"must be a multiple of training.seq_len {seq_len}"
         raise ConfigError(f"{tokens:,} tokens a step: {rule}; pass for example {near:,}, or change it.")
     return rows
-
-
-def _allowed(
-    fitting: Sequence[tuple[float, RunPlan, MemoryEstimate]], *, job: Job
-) -> Iterator[tuple[float, RunPlan, MemoryEstimate]]:
-    """Yields those that break no rule of a run."""
-    for each in fitting:
-        if not _broken_rules(each[1], job=job):
-            yield each
 
 
 def _broken_rules(plan: RunPlan, *, job: Job) -> list[str]:

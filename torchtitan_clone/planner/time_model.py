@@ -157,7 +157,7 @@ class Machine:
     def transfer_seconds(self, transfer: Transfer) -> float:
         """Returns the time of one collective that no computation hides."""
         size, stride = _axis(transfer.axis, degrees=self.degrees)
-        seconds = self._collective_seconds(transfer.collective, size=transfer.size, ranks=size, stride=stride)
+        seconds = self.hardware.collective_seconds(transfer.collective, size=transfer.size, ranks=size, stride=stride)
         if transfer.axis != "tp":
             return seconds
         copies = self.memory_seconds(self.hardware.cpu.tensor_passes * transfer.size)
@@ -166,16 +166,13 @@ class Machine:
     def shard_seconds(self, group: Sharded, *, kind: str, itemsize: int) -> float:
         """Returns the time in which FSDP gathers or reduces a group of weights."""
         size = group.elements * itemsize
-        return self._collective_seconds(kind, size=size, ranks=group.axis_size, stride=group.stride)
+        return self.hardware.collective_seconds(kind, size=size, ranks=group.axis_size, stride=group.stride)
 
     def replica_seconds(self, group: Sharded, *, itemsize: int) -> float:
         """Returns the time in which replicas sum the gradients of a group of weights."""
         stride = group.axis_size * group.stride
         size = group.elements / group.axis_size * itemsize
-        return self._collective_seconds("all_reduce", size=size, ranks=self.degrees.dp_replicate, stride=stride)
-
-    def _collective_seconds(self, kind: str, *, size: float, ranks: int, stride: int) -> float:
-        return self.hardware.collective_seconds(kind, size=size, ranks=ranks, stride=stride)
+        return self.hardware.collective_seconds("all_reduce", size=size, ranks=self.degrees.dp_replicate, stride=stride)
 
     def hidden(self, seconds: Seconds, *, axis: str, collectives: float) -> Seconds:
         """Returns computation together with collectives that it hides as far as it lasts, if the device has streams."""
@@ -329,10 +326,7 @@ def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, 
     """Returns the times of one pass through the pipeline: those of the busiest rank, and its bubble."""
     slower = stages[0].machine.hardware.cpu.pipeline
     passes = {
-        id(stage): (
-            stage.forward(gathers=stage.reshards).times(slower),
-            stage.backward(reduces=False).times(slower),
-        )
+        id(stage): (stage.forward(gathers=stage.reshards).times(slower), stage.backward(reduces=False).times(slower))
         for stage in {id(stage): stage for stage in stages}.values()
     }
     forward, backward = ([passes[id(stage)][half] for stage in stages] for half in (0, 1))

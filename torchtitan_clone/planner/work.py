@@ -242,8 +242,8 @@ def layer_transfers(layer: Layer, *, shape: Shape) -> Iterator[Transfer]:
     if degrees.tp > 1:
         gathered = _gathered_features(layer, dim=args.dim) * shape.tokens * shape.itemsize
         yield from _sublayer_transfers(gathered, hidden, again=(again, again))
-        has_feed_forward = not layer.has_experts or degrees.ep == 1 or _has_shared_experts(layer)
-        if has_feed_forward:
+        has_shared_experts = any("shared_experts" in weight.name for weight in layer.weights)
+        if not layer.has_experts or degrees.ep == 1 or has_shared_experts:
             yield from _sublayer_transfers(hidden, hidden, again=(again, 0.0))
     if degrees.cp > 1:
         yield from _context_transfers(shape)
@@ -256,10 +256,6 @@ def _gathered_features(layer: Layer, *, dim: int) -> int:
     """Returns the features per token that attention gathers: those of its input, or of latents."""
     latents = [weight.shape[0] for weight in layer.weights if weight.name.endswith(("wq_a.weight", "wkv_a.weight"))]
     return sum(latents) or dim
-
-
-def _has_shared_experts(layer: Layer) -> bool:
-    return any("shared_experts" in weight.name for weight in layer.weights)
 
 
 def _sublayer_transfers(gathered: float, reduced: float, *, again: tuple[float, float]) -> Iterator[Transfer]:

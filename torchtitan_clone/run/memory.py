@@ -9,8 +9,8 @@ import torch
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.run.plan import RunPlan, first_step_of
 
-TENSORS_PER_PARAMETER = 4  # the weight, its gradient and two moments; of a frozen one the weight
-"""Weight, gradient and Adam's two moments."""
+TENSORS_PER_PARAMETER = 4
+"""Weight, gradient and Adam's two moments; of a frozen one the weight."""
 TOKEN_BYTES = 24
 """Token, target and position, each of 8 bytes."""
 

@@ -156,13 +156,12 @@ class MemoryTrace(TorchDispatchMode):
             if self.events[self._allocations[block]].size == size:
                 return
             self._free(block)
-        new = len(self._allocations) if size else None
-        if size:
+        block = len(self._allocations) if size else None
+        if block is not None:
             self._allocations.append(len(self.events))
             part = part or self._running_part()
-            block = len(self._allocations) - 1
             self.events.append(Event(block, size, self._stream(), part, self.step_phase, self.layer))
-        self._blocks[key] = new, reference or weakref.ref(storage, partial(self._forget, key))
+        self._blocks[key] = block, reference or weakref.ref(storage, partial(self._forget, key))
 
     def _running_part(self) -> str:
         for annotation in reversed(self._annotations):

@@ -102,7 +102,6 @@ def _config_of_stage(config: Config, stage: DataStage) -> Config:
             local_batch_size=stage.local_batch_size,
         ),
         validation=replace(
-            validation,
-            local_batch_size=max(1, validation.local_batch_size * training.seq_len // stage.seq_len),
+            validation, local_batch_size=max(1, validation.local_batch_size * training.seq_len // stage.seq_len)
         ),
     )

@@ -2,6 +2,7 @@
 
 import os
 
+from torchtitan_clone.checkpoint.commit import newest_complete_step
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
@@ -36,7 +37,7 @@ def join_run(
         outer_weights=state.outer_weights,
         recovery_state=lambda: state.recovery_state(before_load=checkpoints.wait_for_staging),
         sum_over_ranks=sum_over_ranks,
-        is_run_complete=lambda: (checkpoints.newest_step() or 0) >= config.training.steps,
+        is_run_complete=lambda: (newest_complete_step(plan.checkpoint_folder) or 0) >= config.training.steps,
         should_stop=should_stop,
         identity=replica_identity(plan),
         folder=plan.output_folder,

@@ -135,10 +135,7 @@ def memory_table(plan: RunPlan, *, device_type: str) -> str:
     segments = "expandable" if expandable_segments() else "fixed"
     device = device_type if device_type == "cpu" else f"{device_type} with {segments} segments"
     columns = "".join(f"{part:>13}" for part in PARTS)
-    lines = [
-        f"memory of a step in GiB on {device}",
-        f"{'rank':>4}{'parameters':>18}{columns}{'sum':>9}",
-    ]
+    lines = [f"memory of a step in GiB on {device}", f"{'rank':>4}{'parameters':>18}{columns}{'sum':>9}"]
     for rank, (parameters, memory) in enumerate(zip(stage_parameters(plan), found, strict=True)):
         sizes = "".join(f"{size / 2**30:13.2f}" for size in vars(memory).values())
         largest = max(PARTS, key=vars(memory).__getitem__)
