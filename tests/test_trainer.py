@@ -7,12 +7,17 @@ from itertools import count, pairwise
 from pathlib import Path
 from threading import Timer
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.config import load_config
+from torchtitan_clone.data import open_dataset
+from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.outcome import TrainingError
+from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 from torchtitan_clone.testing.trainers import open_trainer, train_all
@@ -202,3 +207,21 @@ def test_a_save_in_progress_is_completed_when_training_diverges(corpus, tmp_path
     argv = options(corpus, tmp_path, training__local_batch_size=4, training__max_skipped_steps=0, **changes)
     assert run_ranks(end_while_saving, 2, argv, tmp_path / "run" / "checkpoint") == [[2], [2]]
     assert [row["step"] for row in rows(tmp_path) if row.get("event") == "checkpoint saved"] == [2]
+
+
+def test_an_error_that_one_rank_finds_is_printed(corpus, tmp_path):
+    """The rows that rank 1 reads are damaged: rank 0 loses its connection, and only rank 1 knows why."""
+    changes = {"training__steps": 1, "training__local_batch_size": 1, "training__global_batch_size": 2}
+    argv = options(corpus, tmp_path, data__cache_folder=tmp_path / "cache", **changes)
+    config = load_config(argv)
+    plan = resolve(config, world_size=2, device_type="cpu")
+    dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer, mixture=plan.mixture)
+    loader, _ = open_loaders(plan, dataset=dataset, rank=1, position=None)
+    row = next(loader).tokens_BT[0].numpy()
+    tokens = np.memmap(dataset.store.folder / "train.tokens", dtype=np.uint16, mode="r+")
+    (start,) = (i for i in np.flatnonzero(tokens == row[0]) if np.array_equal(tokens[i : i + len(row)], row))
+    tokens[start + 1] = 65535
+    tokens.flush()
+    run = Ranks(argv, world_size=2, log_folder=tmp_path / "logs")
+    run.join()
+    assert "it holds token id 65535, and the tokenizer has" in (tmp_path / "logs" / "rank1.log").read_text()

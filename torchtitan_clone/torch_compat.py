@@ -441,7 +441,7 @@ def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
             codecache.CppPythonBindingsCodeCache.load_async("")
 
     codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, accepts_flags
-    if not any(results.iterdir()):
+    if not any(file.stat().st_size for file in results.iterdir()):  # answers about flags are empty files
         cpu_vec_isa.valid_vec_isa_list()  # keeps its result, and two threads would disturb each other
         # In this context, to which torch's settings belong.
         Thread(target=copy_context().run, args=(precompile,), daemon=True).start()

@@ -190,7 +190,12 @@ def _train(
     with process_group(config.comm, launch=launch, device=device, lighthouse=lighthouse):
         try:
             trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
-            complete = trainer.train()
+            try:
+                complete = trainer.train()
+            except ConfigError as error:
+                if launch.local_rank != 0:  # found by one rank, as in the rows that it reads
+                    print_error(error)
+                raise
         except TrainingError as error:
             logger.error("%s", error)
             return 1
@@ -202,7 +207,7 @@ def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str
     from torchtitan_clone.data import MixtureDataset
     from torchtitan_clone.data.loader import LABELS
 
-    lines = [f"WORLD_SIZE = {plan.world_size}"]
+    lines = [f"WORLD_SIZE = {plan.world_size}", f"type of the device = {plan.device_type}"]
     for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
     lines = [line for line in lines if not line.startswith(PATH_OPTIONS)]

@@ -4,6 +4,8 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,8 @@ from tests.data.loaders import (
 from tests.data.processes import children, is_alive, wait_for
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.signals import STOP_SIGNALS
+from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.token_store import StoreKey, open_store
 from torchtitan_clone.ops import IGNORE_INDEX
 
 
@@ -137,6 +141,21 @@ def test_workers_read_what_this_process_reads(local_dataset):
     without = train_loader(local_dataset)
     without.load_state_dict(state, allow_change=False)
     assert_equal(next_batches(without, 4), expected[7:])
+
+
+def test_an_error_of_a_worker_is_that_of_the_process(tmp_path, local_dataset):
+    """torch would raise it with the traceback of the worker as its message."""
+    folder = shutil.copytree(local_dataset.store.folder, tmp_path / "store")
+    key = StoreKey(**{field.name: getattr(local_dataset.store.meta, field.name) for field in fields(StoreKey)})
+    dataset = TokenDataset(store=open_store(folder, key=key))
+    np.memmap(folder / "train.tokens", dtype=np.uint16, mode="r+")[:] = 65535
+    messages = []
+    for num_workers in (0, 2):
+        with pytest.raises(ConfigError) as caught:
+            next(train_loader(dataset, num_workers=num_workers))
+        messages.append(caught.value.messages)
+    assert "it holds token id 65535, and the tokenizer has" in messages[0][0]
+    assert messages[1] == messages[0]
 
 
 def read_with_a_worker(dataset, pipe) -> None:

@@ -103,6 +103,14 @@ def test_parts_of_another_preparation_are_kept(tmp_path, corpus):
     assert finished(tmp_path) == before
 
 
+def test_parts_of_a_small_corpus_are_removed(tmp_path):
+    """None of the documents is held out by chance, so that parts with another fraction are joined."""
+    folder = write(tmp_path / "corpus", {f"{number}.txt": text for number, text in enumerate(texts(3, words=50))})
+    prepare(folder, cache=tmp_path / "cache")
+    assert contents(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("sources/*/parts/*"))
+
+
 def prepare_as_a_guest(folder):
     """Opens what another user has prepared; returns its tokens."""
     os.chdir(folder)  # whose parents a guest may not enter

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import logging
 import os
+import sysconfig
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +13,7 @@ import pytest
 from tests.data.corpora import jsonl, parquet, texts, write, zst
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data.sources import PIECE_BYTES, BadRows, find_source, read_documents
+from torchtitan_clone.data.sources import PIECE_BYTES, BadRows, find_source, read_documents, stdlib_source
 
 ROWS = texts(20)
 
@@ -196,3 +197,11 @@ def test_the_standard_library_source_excludes_its_tests():
     names = {file.relative_to(source.root).as_posix() for file in source.files}
     assert {"abc.py", "json/decoder.py", "asyncio/tasks.py"} <= names
     assert not [name for name in names if "/test" in name or name.startswith("test/") or "packages" in name]
+
+
+def test_a_broken_link_of_the_standard_library_is_left_out(tmp_path, monkeypatch):
+    """As Debian's sitecustomize.py in a container without its /etc/python3.11."""
+    (tmp_path / "a.py").write_text("x = 1")
+    (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "missing.py")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert stdlib_source().files == (tmp_path / "a.py",)

@@ -270,8 +270,7 @@ def test_a_dataset_without_text_is_an_error(tmp_path):
     write(tmp_path, {"org/none/a.parquet": parquet([""] * 200)})
     with pytest.raises(ConfigError, match=r'training\.dataset = "org/none": no train text in 200 rows; set it to'):
         next_batches(train_loader(hub("org/none")), 1)
-    with pytest.raises(ConfigError, match="no validation text in 200 rows"):
-        list(validation_loader(hub("org/none")))
+    assert not list(validation_loader(hub("org/none")))  # a run that has such text for training goes on
 
 
 def test_a_dataset_that_cannot_be_opened_is_an_error():

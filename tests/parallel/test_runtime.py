@@ -248,9 +248,9 @@ def test_all_nodes_report_options_that_differ(wait_outcomes):
     assert "a = 1" not in one + other
 
 
-def lines_to_compare(corpus, tmp_path, **changes):
+def lines_to_compare(corpus, tmp_path, *, device_type="cpu", **changes):
     config = load_config(options(corpus, tmp_path, **changes))
-    plan = resolve(config, world_size=1, device_type="cpu")
+    plan = resolve(config, world_size=1, device_type=device_type)
     data = {"training": config.training, "data": config.data, "tokenizer": plan.tokenizer, "mixture": plan.mixture}
     return _options_that_must_match(plan, dataset=open_dataset(**data))
 
@@ -264,6 +264,8 @@ def test_nodes_compare_what_decides_the_data_but_not_where_it_is(corpus, tmp_pat
     for name, value in (("max_bad_rows", 3), ("held_out_fraction", 0.2), ("skip_steps", [[1, 2]])):
         other = lines_to_compare(corpus, tmp_path, **{f"data__{name}": value})
         assert any(line.startswith(f"data.{name} = ") for line in set(other) - set(before))
+    assert "type of the device = cuda" in lines_to_compare(corpus, tmp_path, device_type="cuda")
+    assert "type of the device = cpu" in before
     sources = [f'[{{name = "web", path = "{path}"}}]' for path in (corpus, copy)]
     one, two = (lines_to_compare(corpus, tmp_path, data__sources=each, training__dataset_path=None) for each in sources)
     assert one == two
@@ -282,3 +284,17 @@ def test_one_process_needs_no_rendezvous_in_any_environment(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with process_group(Comm(), launch=Launch(rank=0, local_rank=0, world_size=1), device=CPU):
         assert dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "complaint"), [("1", r"\$LOCAL_RANK = 1: of 1 GPUs"), (None, r"\$LOCAL_RANK too")]
+)
+def test_each_process_needs_a_gpu_of_its_own(monkeypatch, local_rank, complaint):
+    """On a machine of one GPU, which torch reports here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": local_rank}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=complaint):
+        Launch.from_environment().check_peers()

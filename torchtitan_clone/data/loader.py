@@ -302,7 +302,15 @@ def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]
             generator=torch.Generator(),  # the workers' seed would come from the default one, whose state is saved
         )
     with _blocked_stop_signals():
-        return iter(loader)
+        return _raise_errors(iter(loader))
+
+
+def _raise_errors(chunks: Iterator[RowChunk | ConfigError]) -> Iterator[RowChunk]:
+    """Yields what workers read; raises an error that one of them found."""
+    for chunk in chunks:
+        if isinstance(chunk, ConfigError):
+            raise chunk
+        yield chunk
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -164,6 +164,7 @@ class _Preparation:
     report: Report
     """Is called with the bytes of the source that were read so far."""
     owner: str = ""
+    _joined: list[_Part] = field(default_factory=list, init=False)
 
     @property
     def _work_dir(self) -> Path:
@@ -202,7 +203,7 @@ class _Preparation:
                 start = time.perf_counter()
                 meta = self._index(key) if holds_tokens(self.source.files) else self._tokenize(key)
                 commit(self._partial, folder)
-                for part in self._parts(self.data.held_out_fraction):  # not those of another preparation
+                for part in self._joined:  # not those of another preparation
                     shutil.rmtree(part.folder, ignore_errors=True)
                 _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
             return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
@@ -292,6 +293,7 @@ class _Preparation:
 
     def _all_parts(self, held_out_fraction: float) -> list[TokenStore]:
         parts = self._parts(held_out_fraction)
+        self._joined.extend(parts)
         self._make_parts(parts)
         return [open_store(part.folder, key=part.key) for part in parts]
 

@@ -6,11 +6,12 @@ Shapes: B rows, T tokens of a row (seq_len).
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value
 
 Cursor = tuple[int, int, int]
@@ -160,7 +161,14 @@ class RowReader(IterableDataset[RowChunk]):
         if worker := get_worker_info():
             first, last = _bounds(len(rows), index=worker.id, count=worker.num_workers)
             rows = rows[first:last]
+            return self._read_in_worker(rows)
         return self._read(rows)
+
+    def _read_in_worker(self, rows: range) -> Iterator[RowChunk]:
+        try:
+            yield from self._read(rows)
+        except ConfigError as error:  # torch would raise another, whose message is a traceback
+            yield cast("RowChunk", error)
 
 
 class Dataset(Protocol):

@@ -102,7 +102,7 @@ def stdlib_source() -> Source:
     """Returns the source code of Python's standard library without its tests: text that every machine has."""
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    files = tuple(file for file in _files_below(root, skipped=skipped) if file.suffix == ".py")
+    files = tuple(file for file in _files_below(root, skipped=skipped) if file.suffix == ".py" and file.is_file())
     return Source(name="stdlib", root=root, files=files)
 
 

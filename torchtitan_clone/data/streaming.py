@@ -115,7 +115,7 @@ class HubDataset:
             bookmark = (bookmark[0] + 1, 0, None)
 
     def _read_epoch(self, bookmark: Bookmark, *, split: Split) -> Iterator[DocumentChunk]:
-        """Yields documents from a bookmark to the end of its epoch; ConfigError if a complete epoch has no text."""
+        """Yields documents from a bookmark to the end of its epoch; ConfigError if one of training has no text."""
         epoch, document, state = bookmark
         stream = copy.deepcopy(self.stream)  # it keeps its position
         if state is not None:
@@ -133,9 +133,9 @@ class HubDataset:
             yield (epoch, document, state), texts
             document += len(texts)
             state = json.dumps(stream.state_dict())
-        if not readable and bookmark[1] == 0:
+        if split == "train" and not readable and bookmark[1] == 0:
             raise ConfigError(
-                f"training.dataset = {toml_like(self.name)}: no {split} text in {document:,} rows; set it to a dataset "
+                f"training.dataset = {toml_like(self.name)}: no train text in {document:,} rows; set it to a dataset "
                 f"with text in column {toml_like(self.text_key)} (training.text_key), or change data.held_out_fraction "
                 f"(now {self.held_out_fraction})."
             )

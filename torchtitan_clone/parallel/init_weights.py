@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 
 BLOCK_ELEMENTS = 1 << 18
+MOST_THREADS = 16
 _SERIAL_ELEMENTS = 1 << 14
 """Elements of one operation, which torch computes in one thread: each thread here has blocks of its own."""
 StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
@@ -22,10 +23,10 @@ StdOf = Callable[[str], float | None]  # the standard deviation by the parameter
 def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf, cutoff: float = 3.0) -> None:
     """Fills the parameters in place with a normal distribution, clamped at `cutoff` standard deviations.
 
-    As many threads as torch's fill blocks.
+    Threads fill blocks; each keeps one in memory that is not written in place, as for a GPU.
     """
     jobs = []
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+    with ThreadPoolExecutor(min(torch.get_num_threads(), MOST_THREADS)) as threads:
         for name, parameter in named_parameters.items():
             std = std_of(name)
             local, offset = local_shard_and_offset(parameter)
@@ -62,4 +63,7 @@ def _fill_block(
         part.mul_(std).clamp_(-cutoff * std, cutoff * std)
     if not is_whole:
         columns = (slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
-        target.copy_(values[(slice(first - top, last - top), *columns)])
+        source = values[(slice(first - top, last - top), *columns)]
+        serial = max(1, _SERIAL_ELEMENTS // source[0].numel()) if target.is_cpu else len(source)
+        for part, value in zip(target.split(serial), source.split(serial), strict=True):
+            part.copy_(value)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.environment import environment_integer
+from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import user_cache_folder
@@ -60,12 +60,20 @@ class Launch:
         return Launch(rank=rank, local_rank=local_rank, world_size=world_size)
 
     def check_peers(self) -> None:
-        """ConfigError if the environment does not tell several ranks how to find each other."""
+        """ConfigError if the environment does not tell several ranks how to find each other, and each its GPU."""
         environment_integer("MASTER_PORT", default=29500, low=1, high=65535)
         absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if absent and (self.world_size > 1 or "RANK" in os.environ):
             names = ", ".join(f"${name}" for name in absent)
             raise ConfigError(f"$RANK and $WORLD_SIZE need {names} too; start with run_train.sh, or unset all of them")
+        if not torch.cuda.is_available():
+            return
+        if self.world_size > 1 and "LOCAL_RANK" not in os.environ:
+            raise EnvironmentVariableError("$WORLD_SIZE needs $LOCAL_RANK too, which is a GPU; start with run_train.sh")
+        if self.local_rank >= (count := torch.cuda.device_count()):
+            rule = "each process of a machine needs one of its own"
+            remedy = "start fewer processes, or let each of them see all GPUs of its machine"
+            raise EnvironmentVariableError(f"$LOCAL_RANK = {self.local_rank}: of {count} GPUs, {rule}; {remedy}")
 
 
 def pick_device(launch: Launch) -> torch.device:
