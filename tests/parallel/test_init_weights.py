@@ -1,6 +1,9 @@
 """Initial weights are the same bits on every mesh."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -86,3 +89,22 @@ def test_a_cutoff_changes_only_what_it_cuts_off():
     init_weights(clamped, seed=0, std_of=lambda _: 0.1, cutoff=2.0)
     assert whole["p"].abs().max().item() > 0.4
     assert torch.equal(clamped["p"], whole["p"].clamp(-0.2, 0.2))
+
+
+def most_threads(dtype):
+    """Returns the largest number of threads of this process while it draws weights, less those that it had."""
+    torch.set_num_threads(8)
+    tasks = Path("/proc/self/task")
+    parameters = {str(i): nn.Parameter(torch.empty(2048, 512, dtype=dtype)) for i in range(16)}
+    before, done = len(list(tasks.iterdir())), Event()
+    with ThreadPoolExecutor(1) as threads:
+        counts = threads.submit(lambda: max(len(list(tasks.iterdir())) for _ in iter(done.is_set, True)))
+        init_weights(parameters, seed=0, std_of=lambda _: 0.1)
+        done.set()
+        return counts.result() - before
+
+
+def test_threads_that_draw_weights_start_no_others():
+    """Of each of 8, OpenMP would start 7 more for an operation on a complete block."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert run_ranks(most_threads, 1, dtype)[0] <= 1 + 8
