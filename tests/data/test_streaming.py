@@ -30,7 +30,7 @@ from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.testing.harness import run_ranks
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
 
 ROWS = texts(300, words=25)
 FRACTION = 0.1
@@ -271,6 +271,21 @@ def test_a_dataset_without_text_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r'training\.dataset = "org/none": no train text in 200 rows; set it to'):
         next_batches(train_loader(hub("org/none")), 1)
     assert not list(validation_loader(hub("org/none")))  # a run that has such text for training goes on
+
+
+def test_a_commit_can_be_named(tmp_path, monkeypatch):
+    """The library ignores it for datasets in a folder, as here: it is seen on its way there."""
+    write(tmp_path, {"org/pinned/a.parquet": parquet(texts(200))})
+    load, revisions = datasets.load_dataset_builder, []
+
+    def record(*names, revision):
+        revisions.append(revision)
+        return load(*names, revision=revision)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", record)
+    pinned, newest = (next_batches(train_loader(hub(name)), 1) for name in ("org/pinned@1a2b", "org/pinned"))
+    assert revisions == ["1a2b", None]
+    assert_equal(pinned, newest)
 
 
 def test_a_dataset_that_cannot_be_opened_is_an_error():

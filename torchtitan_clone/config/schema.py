@@ -120,7 +120,8 @@ class Training:
     """Data source, batch size, number of steps and precision."""
 
     dataset: str = "stdlib"
-    """Key of data.DATASETS, or a Hugging Face dataset "org/name" or "org/name:subset" to stream (extra "data")."""
+    """Key of data.DATASETS, or a Hugging Face dataset to stream: "org/name", or with a commit and a subset
+    "org/name@commit:subset" (extra "data")."""
     dataset_path: str | None = None
     """Local text, .jsonl(.gz|.zst) or .parquet file, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"

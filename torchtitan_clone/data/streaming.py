@@ -160,7 +160,7 @@ class HubDataset:
 
 
 def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokenizer) -> HubDataset:
-    """Opens "org/name" or "org/name:configuration" at its newest revision; ConfigError if that fails."""
+    """Opens "org/name" or "org/name:configuration" at its newest commit, or "org/name@revision"; ConfigError."""
     try:
         import datasets
     except ImportError as error:
@@ -174,9 +174,10 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
     if data.drop_duplicates:
         rule = f"the documents of {dataset} are streamed, and only stored ones can be compared"
         raise ConfigError(f"data.drop_duplicates = true: {rule}; set it to false, or download the dataset.")
-    name, _, configuration = dataset.partition(":")
+    repository, _, configuration = dataset.partition(":")
+    name, _, revision = repository.partition("@")
     try:
-        builder = datasets.load_dataset_builder(name, configuration or None)
+        builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
         stream = builder.as_streaming_dataset(split="train")
     except Exception as error:
         raise ConfigError(
