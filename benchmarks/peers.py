@@ -16,7 +16,8 @@ blocks or of the first 8, with more FLOPs; these take less memory. Programs live
 "time" is the ratio to the first of --only in the same round, with quartiles. On a CPU ours allocates tensors in a
 region, the peers and "ours, default malloc" by malloc; --allocator gives our allocator to the peers too. The first step
 is timed from the start of the process; with --compile once with all caches of the compiler empty ("cold"), also that of
-precompiled headers, and once with full ones. --cold-rounds times only the former, so often, in orders that alternate.
+precompiled headers, and once with full ones. --cold-rounds N times only the first steps with empty caches, N times, in
+alternating order.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         programs = list(_programs(options, work, folder=Path(folder)))
-        processor = _print_header(options, work)
+        print(_header(options, work), flush=True)
         # Before anything else runs, which would fill the caches.
         cold = _first_steps(programs) if options.compile and not options.skip_cold else {}
         parameters, flops = _count(programs, folder=Path(folder))
@@ -123,7 +124,12 @@ def main() -> None:
     if flops:
         print(f"FLOPs of the products of a step, equal in all programs that do not recompute: {flops:,}")
     if options.json:
-        result = {"processor": processor, "threads": options.threads, "flops": flops, **work}
+        result = {
+            "processor": processor_name(uses_gpu=options.device == "cuda"),
+            "threads": options.threads,
+            "flops": flops,
+            **work,
+        }
         options.json.write_text(json.dumps({**result, "rows": rows, "steps": steps}, indent=1))
 
 
@@ -134,7 +140,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--skip-cold", action="store_true", help="do not time first steps with empty caches")
-    parser.add_argument("--cold-rounds", type=int, default=0, help="time first steps with empty caches only, so often")
+    parser.add_argument(
+        "--cold-rounds", type=int, default=0, help="time only first steps with empty caches, N times", metavar="N"
+    )
     parser.add_argument("--at-once", action="store_true", help="take first steps at the same time and do not time them")
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
@@ -148,6 +156,8 @@ def _parse() -> argparse.Namespace:
         parser.error(
             f"--only {options.only[0]!r}: the first program must be one of ours, which others are compared with"
         )
+    if options.cold_rounds < 0:
+        parser.error(f"--cold-rounds {options.cold_rounds}: must be at least 0")
     if options.cold_rounds and not options.compile:
         parser.error(f"--cold-rounds {options.cold_rounds}: without --compile there are no caches; add --compile")
     if options.rounds < 2:
@@ -217,7 +227,7 @@ def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
 
 def _compare_cold_starts(options: argparse.Namespace, work: Mapping[str, object]) -> None:
     """Prints the seconds of first steps with empty caches, and their ratio to the first program's in the same round."""
-    _print_header(options, work)
+    print(_header(options, work), flush=True)
     rounds = []
     for number in range(options.cold_rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -229,11 +239,8 @@ def _compare_cold_starts(options: argparse.Namespace, work: Mapping[str, object]
         print(f"{name:24}{texts[0]:>22} s{texts[1]:>22}")
 
 
-def _print_header(options: argparse.Namespace, work: Mapping[str, object]) -> str:
-    """Prints where and what is measured; returns the name of the processor."""
-    processor = processor_name(uses_gpu=options.device == "cuda")
-    print(f"{processor}; {options.threads} threads; {json.dumps(work)}", flush=True)
-    return processor
+def _header(options: argparse.Namespace, work: Mapping[str, object]) -> str:
+    return f"{processor_name(uses_gpu=options.device == 'cuda')}; {options.threads} threads; {json.dumps(work)}"
 
 
 def _count(programs: Sequence[Program], *, folder: Path) -> tuple[dict[str, int], int]:

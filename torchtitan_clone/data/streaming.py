@@ -160,7 +160,7 @@ class HubDataset:
 
 
 def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokenizer) -> HubDataset:
-    """Opens "org/name" or "org/name:configuration" at its newest commit, or "org/name@revision"; ConfigError."""
+    """Opens "org/name[@revision][:configuration]", by default at its newest commit; ConfigError if that fails."""
     try:
         import datasets
     except ImportError as error:
@@ -174,7 +174,7 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
     if data.drop_duplicates:
         rule = f"the documents of {dataset} are streamed, and only stored ones can be compared"
         raise ConfigError(f"data.drop_duplicates = true: {rule}; set it to false, or download the dataset.")
-    repository, _, configuration = dataset.partition(":")
+    repository, separator, configuration = dataset.partition(":")
     name, _, revision = repository.partition("@")
     try:
         builder = datasets.load_dataset_builder(name, configuration or None, revision=revision or None)
@@ -185,7 +185,7 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
             "access, or set training.dataset_path to local files."
         ) from error
     return HubDataset(
-        name=dataset,
+        name=name + separator + configuration,  # a run may name later the commit with which it began
         revision=f"{builder.hash} {builder.config.data_files}",
         stream=cast("datasets.IterableDataset", stream),  # the type of one split
         tokenizer=tokenizer,

@@ -23,7 +23,7 @@ StdOf = Callable[[str], float | None]  # the standard deviation by the parameter
 def init_weights(named_parameters: dict[str, nn.Parameter], *, seed: int, std_of: StdOf, cutoff: float = 3.0) -> None:
     """Fills the parameters in place with a normal distribution, clamped at `cutoff` standard deviations.
 
-    Threads fill blocks; each keeps one in memory that is not written in place, as for a GPU.
+    Draws blocks in up to MOST_THREADS threads. Each thread holds one block in host memory unless it writes it in place.
     """
     jobs = []
     with ThreadPoolExecutor(min(torch.get_num_threads(), MOST_THREADS)) as threads:
