@@ -287,7 +287,8 @@ def test_one_process_needs_no_rendezvous_in_any_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "complaint"), [("1", r"\$LOCAL_RANK = 1: of 1 GPUs"), (None, r"\$LOCAL_RANK too")]
+    ("local_rank", "complaint"),
+    [("1", r"\$LOCAL_RANK = 1: must be below 1, the number of GPUs"), (None, r"\$LOCAL_RANK too")],
 )
 def test_each_process_needs_a_gpu_of_its_own(monkeypatch, local_rank, complaint):
     """On a machine of one GPU, which torch reports here."""

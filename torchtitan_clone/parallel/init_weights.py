@@ -16,7 +16,7 @@ from torchtitan_clone.ops.dtensor_shards import local_shard_and_offset
 BLOCK_ELEMENTS = 1 << 18
 MOST_THREADS = 16
 _SERIAL_ELEMENTS = 1 << 14
-"""Elements of one operation, which torch computes in one thread: each thread here has blocks of its own."""
+"""Elements of one operation: few enough that torch computes it in the thread that draws the block."""
 StdOf = Callable[[str], float | None]  # the standard deviation by the parameter's name; None fills with ones
 
 
@@ -57,13 +57,13 @@ def _fill_block(
     first, last = max(top, offset[0]), min(bottom, offset[0] + len(local))
     target = local[first - offset[0] : last - offset[0]]
     size = (bottom - top, *shape[1:])
-    is_whole = target.shape == size and target.is_contiguous() and target.is_cpu and target.dtype == torch.float32
-    values = torch.randn(size, generator=generator, out=target if is_whole else torch.empty(size))
+    in_place = target.shape == size and target.is_contiguous() and target.is_cpu and target.dtype == torch.float32
+    values = torch.randn(size, generator=generator, out=target if in_place else torch.empty(size))
     for part in values.view(-1).split(_SERIAL_ELEMENTS):
         part.mul_(std).clamp_(-cutoff * std, cutoff * std)
-    if not is_whole:
-        columns = (slice(start, start + size) for start, size in zip(offset[1:], local.shape[1:], strict=True))
+    if not in_place:
+        columns = (slice(start, start + count) for start, count in zip(offset[1:], local.shape[1:], strict=True))
         source = values[(slice(first - top, last - top), *columns)]
-        serial = max(1, _SERIAL_ELEMENTS // source[0].numel()) if target.is_cpu else len(source)
-        for part, value in zip(target.split(serial), source.split(serial), strict=True):
+        step = max(1, _SERIAL_ELEMENTS // source[0].numel()) if target.is_cpu else len(source)
+        for part, value in zip(target.split(step), source.split(step), strict=True):
             part.copy_(value)

@@ -69,11 +69,13 @@ class Launch:
         if not torch.cuda.is_available():
             return
         if self.world_size > 1 and "LOCAL_RANK" not in os.environ:
-            raise EnvironmentVariableError("$WORLD_SIZE needs $LOCAL_RANK too, which is a GPU; start with run_train.sh")
+            raise EnvironmentVariableError(
+                "$WORLD_SIZE needs $LOCAL_RANK too, to select a GPU; start with run_train.sh"
+            )
         if self.local_rank >= (count := torch.cuda.device_count()):
-            rule = "each process of a machine needs one of its own"
+            rule = f"must be below {count}, the number of GPUs that this process sees"
             remedy = "start fewer processes, or let each of them see all GPUs of its machine"
-            raise EnvironmentVariableError(f"$LOCAL_RANK = {self.local_rank}: of {count} GPUs, {rule}; {remedy}")
+            raise EnvironmentVariableError(f"$LOCAL_RANK = {self.local_rank}: {rule}; {remedy}")
 
 
 def pick_device(launch: Launch) -> torch.device:
