@@ -20,6 +20,7 @@ from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_sta
 from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.observe.records import RECOVERED
+from torchtitan_clone.ops.tensor_region import use_huge_pages
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
@@ -153,6 +154,7 @@ class Trainer:
                 stop = result.stop
                 if is_new_phase or attempts == 1:
                     self._timeouts.expect_steady_state()
+                    use_huge_pages()
                     self._checkpoints.prepare()
                 if result.committed:
                     self._log_step(result, is_first=attempts == 1)

@@ -209,3 +209,24 @@ def test_training_on_a_cpu_uses_the_region(corpus, tmp_path):
     code, output = train(options(corpus, tmp_path, training__steps=1), log_folder=tmp_path, env={"ALLOCATOR": ""})
     assert code == 0
     assert output.count("allocator of CPU tensors: a region of their own") == 1
+
+
+def test_pages_are_huge_from_the_first_step_on():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("this kernel has no huge pages on request")
+    code = """
+    from torchtitan_clone.ops.tensor_region import use_huge_pages
+    def huge_mib():
+        with open("/proc/self/smaps_rollup") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("AnonHugePages:")) >> 10
+    use_huge_pages()  # does nothing without a region
+    use_tensor_region()
+    before = huge_mib()
+    first = torch.ones(1 << 24)
+    assert huge_mib() == before
+    use_huge_pages()
+    second = torch.ones(1 << 24)
+    assert huge_mib() >= before + 60, huge_mib()
+    """
+    run(dedent(code))

@@ -41,10 +41,14 @@ class Region {
     const auto address = (reinterpret_cast<uintptr_t>(start) + kHugePage - 1) / kHugePage * kHugePage;
     start_ = top_ = reinterpret_cast<char*>(address);
     end_ = static_cast<char*>(start) + bytes;
+    return true;
+  }
+
+  // From now on the kernel clears pages of 2 MiB, and joins small ones in the background.
+  void use_huge_pages() const {
 #ifdef MADV_HUGEPAGE
     madvise(start_, end_ - start_, MADV_HUGEPAGE);  // fails where the kernel has none, which does no harm
 #endif
-    return true;
   }
 
   bool contains(const void* pointer) const { return start_ <= pointer && pointer < end_; }
@@ -194,3 +198,5 @@ extern "C" bool use_tensor_region() {
   c10::SetCPUAllocator(new RegionAllocator);
   return true;
 }
+
+extern "C" void use_huge_pages() { region().use_huge_pages(); }
