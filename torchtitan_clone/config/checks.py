@@ -105,7 +105,7 @@ def _find_async_tensor_errors(config: Config, device_type: str) -> Iterator[str]
     option = "parallelism.enable_async_tensor_parallel = true"
     if device_type != "cuda":
         yield f"{option}: requires CUDA, and this run is on {device_type}; set it to false."
-    if not config.compile.enable or "model" not in config.compile.components:
+    if not config.compile.compiles_model:
         remedy = "set compile.enable to true and add model to compile.components, or set it to false"
         yield f"{option}: requires the compiled model; {remedy}."
     if config.parallelism.tensor_parallel_degree == 1:

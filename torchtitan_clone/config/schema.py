@@ -434,6 +434,11 @@ class Compile:
     cuda_graph: bool = False
     """Launch forward and backward on a GPU as one graph, also without `enable`; faster if it waits for the host."""
 
+    @property
+    def compiles_model(self) -> bool:
+        """Whether the model is compiled."""
+        return self.enable and "model" in self.components
+
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:

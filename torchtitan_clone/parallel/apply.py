@@ -69,7 +69,7 @@ def apply_parallelism(
         model.layers, config=activation_checkpoint, kept=kept_operations,
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
-    if compile.enable and "model" in compile.components:
+    if compile.compiles_model:
         # Block by block: equal blocks share one compilation.
         for name, block in list(model.layers.items()):
             # The exchange of tokens is not in the graph.

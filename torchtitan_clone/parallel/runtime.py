@@ -205,11 +205,12 @@ def check_compiler(options: Compile, *, device_type: str) -> None:
 
 def set_up_compile(options: Compile, *, device_type: str) -> None:
     """Starts to compile C++ if a CPU trains with it, and configures torch.compile if it is enabled."""
-    if device_type == "cpu" and (options.enable or IS_FASTER_IN_EAGER):
+    is_cpu = device_type == "cpu"  # where the loss is not compiled
+    if is_cpu and (options.compiles_model or IS_FASTER_IN_EAGER):
         start_compiling()
-    if not options.enable:
+    if not (options.compiles_model if is_cpu else options.enable):
         return
-    if device_type == "cpu":
+    if is_cpu:
         recompute_inputs_of_products()
         if options.backend == "inductor":
             import_inductor()

@@ -362,7 +362,7 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     machine = Machine(
         hardware=hardware,
         degrees=degrees,
-        compiled=config.compile.enable and "model" in config.compile.components,
+        compiled=config.compile.compiles_model,
         float8=bool(config.model.converters),
         itemsize=shape.itemsize,
         hides_tensor=config.parallelism.enable_async_tensor_parallel,

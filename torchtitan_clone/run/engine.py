@@ -175,13 +175,12 @@ def build_plan_mesh(plan: RunPlan, *, device_type: str) -> Mesh:
 def build_model_parts(plan: RunPlan, *, mesh: Mesh, device: torch.device) -> list[Decoder]:
     """Builds the pipeline stages of this rank (the whole model without a pipeline) with initial weights."""
     parts = parallelize_model_parts(plan, mesh=mesh)
-    config = plan.config
+    training, seed = plan.config.training, plan.config.debug.seed
+    std_of = partial(plan.spec.initial_std, plan.model_args)
     for part in parts:
-        part.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        part.to_empty(device="cpu" if training.enable_cpu_offload else device)
         part.init_buffers(device)
-        std_of = partial(plan.spec.initial_std, plan.model_args)
-        cutoff = config.training.init_cutoff
-        init_weights(named_parameters([part]), seed=config.debug.seed, std_of=std_of, cutoff=cutoff)
+        init_weights(named_parameters([part]), seed=seed, std_of=std_of, cutoff=training.init_cutoff)
     return parts
 
 
@@ -220,12 +219,11 @@ def _convert(model: Decoder, *, plan: RunPlan) -> None:
     if plan.spec.convert is not None:
         plan.spec.convert(model, args=plan.model_args)
     if plan.config.model.converters:
-        compile = plan.config.compile
         convert_to_float8(
             model,
             options=plan.config.quantize.linear.float8,
             tensor_degree=plan.degrees.tp,
-            compiled=compile.enable and "model" in compile.components,
+            compiled=plan.config.compile.compiles_model,
         )
 
 

@@ -421,7 +421,7 @@ def _stage_modules(parallelism: Parallelism, n_layers: int) -> Iterator[str]:
 
 
 def _splits_backward(config: Config) -> Iterator[str]:
-    parallelism, compile = config.parallelism, config.compile
+    parallelism = config.parallelism
     if not splits_backward(parallelism):
         return
     schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
@@ -437,7 +437,7 @@ def _splits_backward(config: Config) -> Iterator[str]:
             f'parallelism.fsdp_reshard_after_forward = "always": {schedule} computes gradients of weights separately, '
             'and torch loses those of weights that were freed in between; set it to "default" or "never".'
         )
-    if compile.enable and "model" in compile.components:
+    if config.compile.compiles_model:
         yield (
             f"compile.components: {schedule} computes gradients of inputs and weights separately, and a compiled "
             'block computes both at once; set compile.components to ["loss"], or the schedule to Interleaved1F1B.'
