@@ -94,7 +94,7 @@ class DecoderHub:
         return {
             **{name: getattr(args, name) for name in self.keys},
             "n_kv_heads": args.kv_heads,
-            **({"hidden_dim": args.ffn_hidden_dim} if "hidden_dim" in self.keys else {}),
+            **({"hidden_dim": args.ffn_hidden_dim} if "hidden_dim" in self.keys and args.hidden_dim is None else {}),
             "rope_theta": args.rope_theta,
             "rope_scaling": args.rope_scaling and asdict(args.rope_scaling),
         }

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 
 @torch.library.custom_op("torchtitan_clone::grouped_mm", mutates_args=())
@@ -62,10 +61,6 @@ def _groups(ends_E: Tensor) -> list[slice]:
     return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _save_for_backward(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x_ND, weight_EFD, ends_E = ctx.saved_tensors
     needs_x, needs_weight, _ = ctx.needs_input_grad
@@ -73,4 +68,4 @@ def _backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, 
     return x_grad, _weight_grad(grad_NF, x_ND, ends_E) if needs_weight else None, None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_save_for_backward)
+grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))

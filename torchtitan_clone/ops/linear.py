@@ -175,11 +175,7 @@ def _backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor | None, Tens
     return x_grad, _weight_grad(grad, x, by_cpp=_is_large(grad, x)) if needs_weight else None
 
 
-def _setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-faster_linear.register_autograd(_backward, setup_context=_setup_context)
+faster_linear.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 class _GatedLinear(torch.autograd.Function):

@@ -57,10 +57,6 @@ class DeepSeekV3Args(PredictingModelArgs):
         return (self.latent_sizes.qk + self.v_head_dim) / 2
 
     @property
-    def ffn_hidden_dim(self) -> int:
-        return self.hidden_dim
-
-    @property
     def latent_sizes(self) -> LatentSizes:
         return LatentSizes(
             q_latent=self.q_lora_rank,

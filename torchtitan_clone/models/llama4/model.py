@@ -52,10 +52,6 @@ class Llama4Args(SizedHeads, MoEModelArgs):  # pyright: ignore[reportIncompatibl
     """How queries of layers without rotary positions grow with the position, see QueryScale; 0: not at all."""
     query_scale_floor: Size = 8192
 
-    @property
-    def ffn_hidden_dim(self) -> int:
-        return self.hidden_dim
-
     def is_full(self, layer: int) -> bool:
         """Returns whether a layer attends to all tokens, without rotary positions."""
         return (layer + 1) % self.full_every == 0

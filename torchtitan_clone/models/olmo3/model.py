@@ -24,10 +24,6 @@ class Olmo2Args(ModelArgs):
     norm_eps: Epsilon = 1e-6
     max_seq_len: Size = 4096
 
-    @property
-    def ffn_hidden_dim(self) -> int:
-        return self.hidden_dim
-
     def violations(self) -> list[str]:
         found = []
         if self.n_heads < 1 or self.dim % self.n_heads or self.head_dim % 2:
@@ -74,4 +70,4 @@ def build_block(args: Olmo2Args, _layer: int) -> PostNormBlock:
         dim=args.dim, n_heads=args.n_heads, kv_heads=args.kv_heads, head_dim=args.head_dim,
         qk_norm_eps=args.norm_eps, norm_all_heads=True,
     )  # fmt: skip
-    return PostNormBlock(args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.ffn_hidden_dim))
+    return PostNormBlock(args, attention=attention, feed_forward=SwiGLU(dim=args.dim, hidden_dim=args.hidden_dim))

@@ -29,10 +29,6 @@ class Qwen3Args(SizedHeads):
     rope_theta: RopeTheta = 1000000.0
     max_seq_len: Size = 40960
 
-    @property
-    def ffn_hidden_dim(self) -> int:
-        return self.hidden_dim
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoEArgs(Qwen3Args, MoEModelArgs):  # pyright: ignore[reportIncompatibleVariableOverride], head_dim is a field
