@@ -172,6 +172,14 @@ def test_files_of_finished_parts_are_not_read_again(tmp_path, corpus):
     assert before.items() <= finished(tmp_path / "cache").items()
 
 
+def test_a_file_that_fails_while_it_is_read_is_named(tmp_path):
+    """The first bytes of a process' memory are no memory: reading them is an error of input and output."""
+    folder = write(tmp_path / "text", {"a.txt": "1"})
+    (folder / "b.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigError, match=r"b\.txt cannot be read \(.*Input/output error\); remove it"):
+        prepare(folder, cache=tmp_path / "cache")
+
+
 @pytest.fixture(scope="module")
 def script():
     """Returns scripts/prepare_data.py as a module."""

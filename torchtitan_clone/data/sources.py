@@ -214,11 +214,10 @@ def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, 
 @contextmanager
 def _opened(file: Path) -> "Iterator[io.BufferedReader[io.FileIO]]":
     try:
-        raw = open_regular(file, follow_links=True)
-    except (DocumentError, OSError) as error:
+        with io.BufferedReader(open_regular(file, follow_links=True)) as content:
+            yield content
+    except (DocumentError, OSError) as error:  # of its reader too
         raise ConfigError(f"{file} cannot be read ({error}); remove it, or correct its permissions.") from error
-    with io.BufferedReader(raw) as content:
-        yield content
 
 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
