@@ -149,7 +149,7 @@ def _train(
         from torchtitan_clone.torch_compat import import_inductor
         from torchtitan_clone.trainer import Trainer
 
-        if config.compile.enable and config.compile.backend == "inductor" and device.type == "cpu":
+        if config.compile.compiles_model and config.compile.backend == "inductor" and device.type == "cpu":
             import_inductor()
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)

@@ -10,10 +10,13 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
 from tests.marks import marked
 from torchtitan_clone.config import load_config
+from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.ops import IGNORE_INDEX
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.parallel.apply import named_parameters
@@ -91,7 +94,7 @@ def gradients_of(config, launch, device, *, change, **parallelism):
     step = build_plan_forward_backward(parts, plan=plan, mesh=mesh, device=device)
     output = step(batch.microbatches(config.training.local_batch_size), num_targets=int(num_targets))
     gradients = {name: p.grad.full_tensor() for name, p in parameters.items()}
-    norm = gradient_norm(parameters.values())
+    norm = gradient_norm(parameters.values(), ranks=launch.world_size // plan.degrees.pp)
     (loss,) = sum_over_ranks([output.loss.item() * mesh.is_loss_leader])
     mesh.close()
     return loss, norm.item(), gradients
@@ -237,6 +240,20 @@ def test_a_cpu_has_norms_to_the_last_bits_of_float64(shape):
     exact = math.sqrt(math.fsum((tensor.double() ** 2).flatten().tolist()))
     (norm,) = norms_of([tensor]).tolist()
     assert norm == pytest.approx(exact, rel=1e-14)
+
+
+def norm_with_copies():
+    """Returns the norm of two gradients, of which the one is in shards and the other, no DTensor, on both ranks."""
+    with process_group(Comm(), launch=Launch.from_environment(), device=torch.device("cpu")):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
+        copied = torch.nn.Parameter(torch.zeros(4))
+        sharded.grad, copied.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.full((4,), 2.0)
+        return gradient_norm([sharded, copied], ranks=2).item()
+
+
+def test_a_gradient_that_tensor_parallelism_does_not_split_counts_once_in_the_norm():
+    assert run_ranks(norm_with_copies, 2) == [pytest.approx(20**0.5)] * 2
 
 
 def test_norms_of_a_cpu_need_no_memory_of_the_size_of_gradients():

@@ -18,10 +18,10 @@ FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """Compute capabilities of P100, V100, A100, H100 or H200, and B200: float64 at a half of the speed of fp32."""
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def gradient_norm(parameters: Iterable[nn.Parameter], *, ranks: int) -> Tensor:
     """Returns the norm [] of all gradients of the model, fp32.
 
-    A collective over all ranks: a parameter may be replicated, sharded over any axes, or on some pipeline stages only.
+    A collective over all ranks: a parameter is on `ranks` of them, those of a pipeline stage, as shards or copies.
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -31,7 +31,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     if local:  # empty on a rank whose blocks are all frozen
         squares_of_each = norms_of(local).double().square()
         if dist.get_world_size() > 1:  # Replicas count once, so that one sum over all ranks is enough for every mesh.
-            replicas = torch.tensor([*map(_num_replicas, gradients)], dtype=torch.float64, pin_memory=local[0].is_cuda)
+            copies = [ranks / _num_shards(gradient) for gradient in gradients]
+            replicas = torch.tensor(copies, dtype=torch.float64, pin_memory=local[0].is_cuda)
             squares_of_each /= replicas.to(squares.device, non_blocking=True)
         squares = squares_of_each.sum()
     if dist.get_world_size() > 1:
@@ -75,11 +76,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if is_present else None
 
 
-def _num_replicas(gradient: Tensor) -> int:
+def _num_shards(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return prod(size for size, placement in sizes if placement.is_replicate())
+    return prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:

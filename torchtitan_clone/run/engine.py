@@ -96,7 +96,7 @@ class Engine:
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm [] of the gradients, fp32. A collective."""
-        return gradient_norm(self.parameters.values())
+        return gradient_norm(self.parameters.values(), ranks=self.mesh.world.size() // self.mesh.pp.size())
 
     def read(self, norm: Tensor, output: StepOutput) -> list[float]:
         """Returns the gradient norm, and this rank's share of what a step computed; one host sync for all of it."""

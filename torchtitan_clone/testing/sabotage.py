@@ -144,9 +144,9 @@ def _ignored_targets_are_trained_on(microbatches: Any, batch: Batch, size: int) 
     return [replace(part, targets_BT=part.targets_BT.clamp_min(0)) for part in microbatches(batch, size)]
 
 
-@_mistake("tensor", gradients, "_num_replicas")
+@_mistake("tensor", gradients, "_num_shards")
 def _norm_counts_tensor_parallel_copies_twice(_: object, _gradient: Tensor) -> int:
-    return 1
+    return 2
 
 
 @_mistake("shard x tensor, clipped", dist, "all_reduce")
