@@ -252,7 +252,7 @@ def norm_with_copies():
         return gradient_norm([sharded, copied], ranks=2).item()
 
 
-def test_a_gradient_that_tensor_parallelism_does_not_split_counts_once_in_the_norm():
+def test_a_gradient_that_no_axis_splits_counts_once_in_the_norm():
     assert run_ranks(norm_with_copies, 2) == [pytest.approx(20**0.5)] * 2
 
 

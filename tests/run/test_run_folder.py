@@ -13,9 +13,10 @@ from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 
 
-def lock_as(argv: list[str], replica_ids: list[int]) -> str:
+def lock_as(argv: list[str], replica_ids: list[int], run_names: list[str]) -> str:
     """Locks the folder as one of two processes, of a replica group or, below 0, of a run without; why it is refused."""
     rank = int(os.environ["RANK"])
+    argv = [*argv, f"--job.run_name={run_names[rank]}"]
     group = [f"--fault_tolerance.replica_id={replica_ids[rank]}", "--fault_tolerance.enable"]
     config = load_config([*argv, *(group if replica_ids[rank] >= 0 else [])])
     folder = RunFolder(preflight.resolve(config, world_size=1, device_type="cpu"))
@@ -33,9 +34,25 @@ def lock_as(argv: list[str], replica_ids: list[int]) -> str:
 )
 def test_replica_groups_exclude_their_like_and_a_run_without(corpus, tmp_path, replica_ids, refused):
     argv = options(corpus, tmp_path, fault_tolerance__group_size=2)
-    answers = run_ranks(lock_as, 2, argv, replica_ids)
+    answers = run_ranks(lock_as, 2, argv, replica_ids, ["run", "run"])
     assert answers.count("") == (1 if refused else 2), answers
-    assert not refused or f"the run folder {tmp_path / refused} is in use by process" in max(answers)
+    assert not refused or f"the folder {tmp_path / refused} is in use by process" in max(answers)
+
+
+@pytest.mark.parametrize(
+    ("replica_ids", "values", "is_refused"),
+    [([-1, -1], {}, True), ([0, 1], {}, False), ([-1, 1], {}, True), ([-1, -1], {"load_only": True}, False)],
+)
+def test_two_runs_cannot_write_to_one_folder_of_checkpoints(corpus, tmp_path, replica_ids, values, is_refused):
+    folder = tmp_path / "checkpoints"
+    values = {f"checkpoint__{name}": value for name, value in (values | {"folder": folder}).items()}
+    argv = options(corpus, tmp_path, fault_tolerance__group_size=2, **values)
+    names = ["first", "second" if replica_ids[0] < 0 else "first"]
+    answers = run_ranks(lock_as, 2, argv, replica_ids, names)
+    assert answers.count("") == (1 if is_refused else 2), answers
+    if is_refused:
+        assert f"the folder {folder} is in use by process" in max(answers)
+        assert max(answers).endswith("or choose another checkpoint.folder")
 
 
 def test_a_replica_group_recreates_the_lock_of_the_run(corpus, tmp_path):

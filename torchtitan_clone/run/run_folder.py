@@ -10,6 +10,7 @@ import socket
 import stat
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, read_json
@@ -45,58 +46,68 @@ UNKNOWN = Holder(host="", pid=0, started="")
 class RunFolder:
     """The output folder of a run, locked for as long as this object or the process lives. Rank 0 has one.
 
-    The lock is one of POSIX on run.lock: the kernel, or an NFS server, releases it when the process ends in any way.
-    A replica group locks its own folder in the run's folder, which it locks too, shared with the other groups.
+    A replica group locks its own folder in the run's folder, which it locks too, shared with the other groups. A folder
+    of checkpoints elsewhere is locked as the run's folder is: one of the same run with another name would delete steps.
     """
 
-    def __init__(self, plan: RunPlan, *, is_shared: bool = False) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
-        self._path = (plan.folder if is_shared else plan.output_folder) / LOCK_FILE
+        checkpoint, is_group = plan.config.checkpoint, plan.config.fault_tolerance.enable
+        self._locks = [_Lock(plan.folder, remedy="choose another job.run_name", is_shared=is_group)]
+        if is_group:
+            self._locks.append(_Lock(plan.output_folder, remedy="choose another fault_tolerance.replica_id"))
+        is_elsewhere = not plan.checkpoint_folder.resolve().is_relative_to(plan.folder.resolve())
+        if checkpoint.enable and not checkpoint.load_only and is_elsewhere:
+            remedy = "choose another checkpoint.folder"
+            self._locks.append(_Lock(plan.checkpoint_folder, remedy=remedy, is_shared=is_group))
+
+    def lock(self) -> None:
+        """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
+        for lock in self._locks:
+            lock.acquire()
+
+    def ensure(self) -> None:
+        """Recreates the folder, its locks and config.toml if they were deleted; cheap otherwise.
+
+        TrainingError if another process has a folder of this name by now, or it cannot be recreated.
+        """
+        for lock in self._locks:
+            if not lock.is_in_place():
+                try:
+                    lock.acquire(can_wait=False)
+                    write_config(self._plan)
+                except (ConfigError, OSError) as error:
+                    raise TrainingError(f"{lock.folder} was deleted while it was training: {error}") from None
+                logger.warning("%s was deleted while training; it is recreated, and training continues", lock.folder)
+
+
+class _Lock:
+    """A lock of POSIX on run.lock in a folder: the kernel, or an NFS server, releases it when the process ends."""
+
+    def __init__(self, folder: Path, *, remedy: str, is_shared: bool = False) -> None:
+        self.folder = folder
+        self._path = folder / LOCK_FILE
+        self._remedy = remedy
         self._mode = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-        is_group = plan.config.fault_tolerance.enable and not is_shared
-        self._shared = RunFolder(plan, is_shared=True) if is_group else None
         self._descriptor: int | None = None
 
     def __del__(self) -> None:
         self._close()
 
-    def lock(self, *, can_wait: bool = True) -> None:
-        """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
-        if self._shared:
-            self._shared.lock(can_wait=can_wait)
+    def acquire(self, *, can_wait: bool = True) -> None:
         start = time.monotonic()
         is_logged = False
         while (holder := self._try_lock()) is not None:
             is_here = holder.host == socket.gethostname()
             limit = SECONDS_TO_EXIT if is_here else LEASE_SECONDS
             if not can_wait or time.monotonic() - start > limit:
-                raise ConfigError(
-                    f"the run folder {self._path.parent} is in use by {holder}; stop that process and wait until it "
-                    "has ended, or choose another job.run_name"
-                )
+                remedy = f"stop that process and wait until it has ended, or {self._remedy}"
+                raise ConfigError(f"the folder {self.folder} is in use by {holder}; {remedy}")
             if not is_here and not is_logged:
                 is_logged = True
-                logger.warning(
-                    "%s is in use by %s: waiting up to %.0f s, in case that machine is gone",
-                    self._path.parent,
-                    holder,
-                    LEASE_SECONDS,
-                )
+                message = "%s is in use by %s: waiting up to %.0f s, in case that machine is gone"
+                logger.warning(message, self.folder, holder, LEASE_SECONDS)
             time.sleep(_POLL_SECONDS)
-
-    def ensure(self) -> None:
-        """Recreates the folder, its lock and config.toml if they were deleted; cheap otherwise.
-
-        TrainingError if another process has the folder of this name by now, or it cannot be recreated.
-        """
-        if self._is_in_place() and (self._shared is None or self._shared._is_in_place()):
-            return
-        try:
-            self.lock(can_wait=False)
-            write_config(self._plan)
-        except (ConfigError, OSError) as error:
-            raise TrainingError(f"the run's folder was deleted while it was training: {error}") from None
-        logger.warning("%s was deleted while training; it is recreated, and training continues", self._path.parent)
 
     def _try_lock(self) -> Holder | None:
         """Locks the file; returns the process that has it locked, if any."""
@@ -110,7 +121,7 @@ class RunFolder:
             if error.errno not in _UNSUPPORTED:
                 raise
             logger.warning("%s cannot be locked (%s): a second run here would not be noticed", self._path, error)
-        if not self._is_in_place():  # deleted since it was opened
+        if not self.is_in_place():  # deleted since it was opened
             return UNKNOWN
         own = Holder(host=socket.gethostname(), pid=os.getpid(), started=time.strftime("%Y-%m-%d %H:%M:%S"))
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
@@ -138,7 +149,7 @@ class RunFolder:
             return UNKNOWN
         return Holder(host=host, pid=pid, started=started)
 
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
         """Whether the lock's file is still the one of this name."""
         if self._descriptor is None:
             return False
