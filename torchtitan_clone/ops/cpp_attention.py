@@ -16,8 +16,8 @@ from torchtitan_clone.ops.cpp_library import FLOATS_OF_VECTOR, has_tiles, is_loa
 from torchtitan_clone.ops.linear import IS_AMD
 from torchtitan_clone.torch_compat import HAS_AMX, is_fake
 
-IS_FASTER_IN_EAGER = IS_AMD and FLOATS_OF_VECTOR >= 8
-"""Measured on these processors; on others torch's kernel may be as fast, and eager training uses it."""
+IS_FASTER_IN_EAGER = FLOATS_OF_VECTOR == 16 or (IS_AMD and FLOATS_OF_VECTOR == 8)
+"""With AVX-512, and with AVX2 on AMD's processors: with AVX2 torch's kernel can be faster on those of Intel."""
 _TAKEN = {("cpu", torch.float32), ("cpu", torch.bfloat16)}
 _TILE_FEATURES = 32
 """Of which tiles take a multiple."""
@@ -31,8 +31,8 @@ class CppAttention(nn.Module):
     def takes_cpp(self, q_BTNH: Tensor) -> bool:
         """Whether C++ computes attention of these queries.
 
-        Eagerly only in bfloat16 with AMX, and on processors of AMD, where MKL, which torch's kernel calls, is slow with
-        short rows. Without gradients the result is that of torch's kernel.
+        Eagerly only where that is faster than torch's kernel, which calls MKL for each block, and in bfloat16 with AMX.
+        Without gradients the result is that of torch's kernel.
         """
         is_compiling = torch.compiler.is_compiling()
         if q_BTNH.device.type != "cpu" or (not is_compiling and (not self._in_eager or is_fake(q_BTNH))):
