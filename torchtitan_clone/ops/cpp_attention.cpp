@@ -65,8 +65,12 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int6
 // Writes x [tokens, H] as [tokens / PANEL, H, PANEL], with zeros after the last token.
 void pack(const float* x, int64_t tokens, int64_t H, float* panels) {
   for (int64_t first = 0; first < tokens; first += PANEL, panels += PANEL * H)
-    for (int64_t i = 0; i < PANEL; ++i)
-      for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * H + h] : 0.0f;
+    if (first + PANEL <= tokens) {
+      for (int64_t h = 0; h < H; h += 4) transpose_rows<PANEL>(x + first * H + h, H, panels + h * PANEL);
+    } else {
+      for (int64_t i = 0; i < PANEL; ++i)
+        for (int64_t h = 0; h < H; ++h) panels[h * PANEL + i] = first + i < tokens ? x[(first + i) * H + h] : 0.0f;
+    }
 }
 
 // Writes x [rows, H] times packed keys to scores [rows, width].

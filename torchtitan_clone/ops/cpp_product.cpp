@@ -5,18 +5,12 @@
 // contiguous. Bits of a result depend on neither threads nor on other rows and columns.
 
 #include <omp.h>
-#if defined(__SSE__)
-#include <xmmintrin.h>
-#endif
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <memory>
+#include "cpp_vectors.h"
 
 namespace {
 
-constexpr int64_t LANES = FLOATS_OF_VECTOR, VECTORS = LANES == 16 ? 4 : 2;
+constexpr int64_t VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t ROWS = 6, COLUMNS = VECTORS * LANES;  // of a tile of c, whose sums fit into registers
 constexpr int64_t DEPTH = 768, WIDTH = 768;       // of blocks, which stay in the caches
 constexpr int64_t HEIGHT = LANES == 16 ? 12 : 6;  // of blocks, in tiles
@@ -25,28 +19,11 @@ constexpr int64_t AHEAD = 8;                      // rows of b and columns of a 
 constexpr int64_t LINE = 16;                      // floats of a cache line
 constexpr int64_t SHARED = 1 << 21;               // products of so many terms are worth several threads
 
-typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(alignof(float)), may_alias));
-
 struct Sizes {
   int64_t rows, columns, depth, a_row, a_column, b_row, b_column;  // strides of a [rows, depth] and b [depth, columns]
 };
 
 int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
-
-// Writes the transposed of x [COLUMNS, 4], whose rows are `stride` apart, as [4, COLUMNS].
-void transpose_rows(const float* x, int64_t stride, float* out) {
-  for (int64_t i = 0; i < COLUMNS; i += 4) {
-#if defined(__SSE__)
-    __m128 rows[4];
-    for (int64_t r = 0; r < 4; ++r) rows[r] = _mm_loadu_ps(x + (i + r) * stride);
-    _MM_TRANSPOSE4_PS(rows[0], rows[1], rows[2], rows[3]);
-    for (int64_t r = 0; r < 4; ++r) _mm_storeu_ps(out + r * COLUMNS + i, rows[r]);
-#else
-    for (int64_t r = 0; r < 4; ++r)
-      for (int64_t d = 0; d < 4; ++d) out[d * COLUMNS + i + r] = x[(i + r) * stride + d];
-#endif
-  }
-}
 
 // Writes x [depth, width] as [depth, LIMIT], with zeros after the last column.
 template <int64_t LIMIT>
@@ -59,7 +36,7 @@ void pack_panel(const float* x, int64_t x_row, int64_t x_column, int64_t depth, 
       std::memcpy(panel + d * LIMIT, x + d * x_row, LIMIT * sizeof(float));
     }
   } else if (width == LIMIT && x_row == 1 && LIMIT == COLUMNS) {
-    for (; d + 4 <= depth; d += 4) transpose_rows(x + d, x_column, panel + d * LIMIT);
+    for (; d + 4 <= depth; d += 4) transpose_rows<COLUMNS>(x + d, x_column, panel + d * LIMIT);
   }
   for (; d < depth; ++d)
     for (int64_t i = 0; i < LIMIT; ++i) panel[d * LIMIT + i] = i < width ? x[d * x_row + i * x_column] : 0.0f;
