@@ -146,7 +146,15 @@ def all_to_all(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Ten
 
 def exchange_slices(x: Tensor, group_name: str) -> Tensor:
     """Sends x[rank] to each rank of the group of this name; returns what each rank sends to this one [ranks, ...]."""
-    return torch.stack(all_to_all(x.unbind(), group=process_group_of(group_name)))
+    group = process_group_of(group_name)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    sent, received = (others([*slices], group=group) for slices in (x, out))
+    own = x[group.rank()]
+    messages = start_exchange(sent, received, group=group, collective="all_to_all", own=own, is_awaited=True)
+    out[group.rank()] = own
+    messages.wait()
+    return out
 
 
 compiled_exchange_slices = torch.library.custom_op(

@@ -230,13 +230,17 @@ def _in_order(received: Iterator[tuple[Pieces, Tensor]]) -> Tensor:
     return torch.cat([parts[start] for start in sorted(parts)], dim=2)
 
 
-def _by_rank(gradients: Iterator[tuple[Pieces, Tensor]], pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
-    """Yields the gradients by the keys and values of each rank, of which gradients of whole rows have all."""
-    for tokens, gradient in gradients:
-        if tokens in pieces:
-            yield pieces.index(tokens), gradient
-        else:
-            yield from enumerate(torch.cat([gradient[:, :, x.start : x.stop] for x in of], dim=2) for of in pieces)
+def _by_rank(by_kv: Sequence[Tensor], keys: Pieces, pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
+    """Yields the gradients by the keys and values of each rank, of which those of whole rows have all."""
+    if keys in pieces:
+        yield pieces.index(keys), torch.stack(list(by_kv))
+        return
+    B, S, *sizes = by_kv[0].shape
+    for rank, of_rank in enumerate(pieces):
+        gradient = by_kv[0].new_empty(2, B, S // len(pieces), *sizes)
+        for out, x in zip(gradient, by_kv, strict=True):
+            torch.cat([x[:, piece.start : piece.stop] for piece in of_rank], dim=1, out=out)
+        yield rank, gradient
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
@@ -284,7 +288,7 @@ def context_attention_backward(
     attention = (out_BTNH, lse_BTN)
     q_grad_BTNH = None if by_cpp else torch.zeros_like(q_BTNH, dtype=torch.float32)
 
-    def kv_gradients() -> Iterator[tuple[Pieces, Tensor]]:
+    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
         nonlocal q_grad_BTNH
         kv_BTKH = torch.stack((k_BTKH, v_BTKH))
         for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
@@ -293,7 +297,7 @@ def context_attention_backward(
                 qkv = (q_BTNH.float(), k, v)  # gradients in fp32, as they are summed
                 q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
                 q_grad_BTNH = q_grad if q_grad_BTNH is None else q_grad_BTNH.add_(q_grad)
-                yield keys, torch.stack(by_kv)
+                yield from _by_rank(by_kv, keys, pieces)
                 continue
             assert q_grad_BTNH is not None
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
@@ -302,10 +306,10 @@ def context_attention_backward(
                 gradients, grad_BTNH, (q_BTNH, k, v), attention, queries=queries, keys=keys, starts_BT=starts_BT,
                 segments=segments,
             )  # fmt: skip
-            yield keys, kv_grad
+            yield pieces.index(keys), kv_grad
 
     # Copies, because outputs of an operator must not share memory.
-    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](_by_rank(kv_gradients(), pieces), group))
+    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](kv_gradients(), group))
     assert q_grad_BTNH is not None
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
 
