@@ -50,7 +50,8 @@ def test_sizes_follow_from_the_configuration(tmp_path):
     [
         ("cpu", ["--model.args.vocab_size=2048"], 1024),
         ("cpu", ["--model.args.vocab_size=32768"], 1024),
-        ("cpu", ["--model.args.vocab_size=32768", "--training.mixed_precision_param=float32"], 512),
+        ("cpu", ["--model.args.vocab_size=32768", "--training.mixed_precision_param=float32"], 1024),
+        ("cpu", ["--model.args.vocab_size=65536", "--training.mixed_precision_param=float32"], 512),
         ("cpu", ["--model.args.vocab_size=151936"], 512),
         ("cuda", ["--model.args.vocab_size=32768"], 4096),
         ("cuda", ["--model.args.vocab_size=32768", "--training.mixed_precision_param=float32"], 2048),
@@ -59,7 +60,7 @@ def test_sizes_follow_from_the_configuration(tmp_path):
     ],
 )
 def test_chunks_of_the_loss_follow_the_device(device_type, options, expected):
-    """On a GPU logits take at most 256 MiB, or are of 1,024 tokens; on a CPU at most 64 MiB, of 512 to 1,024."""
+    """On a GPU logits take at most 256 MiB, or are of 1,024 tokens; on a CPU at most 128 MiB, of 512 to 1,024."""
     plan = plan_of("--training.mixed_precision_param=bfloat16", *options, device_type=device_type)
     assert loss_chunk_tokens(plan) == expected
 

@@ -140,7 +140,7 @@ class Training:
     """Maximum global gradient norm; larger gradients are scaled down to it. inf disables clipping."""
     loss_chunk_tokens: AutoOrSize = -1
     """Tokens per chunk of the output projection and loss; smaller chunks save memory, larger chunks are faster. -1:
-    the power of two with logits of at most 256 MiB, at least 1,024, or on a CPU of at most 64 MiB, 512 to 1,024."""
+    the power of two with logits of at most 256 MiB, at least 1,024, or on a CPU of at most 128 MiB, 512 to 1,024."""
     max_skipped_steps: StepsOrZero = 10
     """Maximum number of consecutive steps skipped for a non-finite loss or gradient norm; one more is an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -28,7 +28,7 @@ class _Chunks(NamedTuple):
     most: int
 
 
-_CHUNKS = {"cpu": _Chunks(logits=2**26, least=512, most=1024), "cuda": _Chunks(logits=2**28, least=1024, most=2**30)}
+_CHUNKS = {"cpu": _Chunks(logits=2**27, least=512, most=1024), "cuda": _Chunks(logits=2**28, least=1024, most=2**30)}
 
 
 def loss_chunk_tokens(plan: RunPlan) -> int:
