@@ -113,7 +113,7 @@ def test_a_run_whose_folder_another_run_has_taken_over_ends(corpus, tmp_path):
     old.signal(signal.SIGCONT)
     code, output = old.wait()
     assert code == 1
-    assert f"was deleted while it was training: the folder {tmp_path}/run is in use by process {new.pids[0]}" in output
+    assert f"was deleted during training: the folder {tmp_path}/run is in use by process {new.pids[0]}" in output
     new.signal(signal.SIGTERM)
     assert new.wait()[0] == 0
     assert step_rows(tmp_path) == list(range(1, len(step_rows(tmp_path)) + 1))

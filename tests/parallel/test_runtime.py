@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.config.schema import Comm, Debug
+from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.parallel.runtime import (
     PACKAGE,
@@ -21,6 +21,7 @@ from torchtitan_clone.parallel.runtime import (
     process_group,
     set_compile_cache,
     set_timeout,
+    set_up_compile,
     wait_for_all_ranks,
 )
 from torchtitan_clone.run.preflight import resolve
@@ -62,6 +63,18 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
     (tmp_path / "file").touch()
     (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
     assert without in (None, default_compile_cache())
+
+
+def compile_cache_with(components: list[str]) -> str:
+    set_up_compile(Compile(enable=True, components=components, backend="eager"), device_type="cpu")
+    return os.environ.get(CACHE, "")
+
+
+@pytest.mark.parametrize("components", [["model"], ["loss"]])
+def test_a_cpu_sets_up_the_compiler_for_the_model_only(tmp_path, components):
+    """It does not compile the loss."""
+    (found,) = run_ranks(compile_cache_with, 1, components, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert (str(tmp_path) in found) == (components == ["model"])
 
 
 def test_precompiled_headers_are_kept_in_the_users_cache_folder(tmp_path):

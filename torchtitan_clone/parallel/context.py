@@ -230,10 +230,10 @@ def _in_order(received: Iterator[tuple[Pieces, Tensor]]) -> Tensor:
     return torch.cat([parts[start] for start in sorted(parts)], dim=2)
 
 
-def _by_rank(by_kv: Sequence[Tensor], keys: Pieces, pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
+def _by_rank(by_kv: list[Tensor], keys: Pieces, pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
     """Yields the gradients by the keys and values of each rank, of which those of whole rows have all."""
     if keys in pieces:
-        yield pieces.index(keys), torch.stack(list(by_kv))
+        yield pieces.index(keys), torch.stack(by_kv)
         return
     B, S, *sizes = by_kv[0].shape
     for rank, of_rank in enumerate(pieces):

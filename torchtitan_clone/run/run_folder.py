@@ -46,8 +46,8 @@ UNKNOWN = Holder(host="", pid=0, started="")
 class RunFolder:
     """The output folder of a run, locked for as long as this object or the process lives. Rank 0 has one.
 
-    A replica group locks its own folder in the run's folder, which it locks too, shared with the other groups. A folder
-    of checkpoints elsewhere is locked as the run's folder is: one of the same run with another name would delete steps.
+    A replica group locks its own folder in the run's folder, which it locks too, shared with the other groups. A
+    checkpoint folder outside of the run's folder is locked too: two runs would delete each other's steps.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -62,7 +62,7 @@ class RunFolder:
             self._locks.append(_Lock(plan.checkpoint_folder, remedy=remedy, is_shared=is_group))
 
     def lock(self) -> None:
-        """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
+        """Locks all folders of the run. ConfigError, after a wait, if another process has one."""
         for lock in self._locks:
             lock.acquire()
 
@@ -77,12 +77,12 @@ class RunFolder:
                     lock.acquire(can_wait=False)
                     write_config(self._plan)
                 except (ConfigError, OSError) as error:
-                    raise TrainingError(f"{lock.folder} was deleted while it was training: {error}") from None
+                    raise TrainingError(f"{lock.folder} was deleted during training: {error}") from None
                 logger.warning("%s was deleted while training; it is recreated, and training continues", lock.folder)
 
 
 class _Lock:
-    """A lock of POSIX on run.lock in a folder: the kernel, or an NFS server, releases it when the process ends."""
+    """A POSIX lock on run.lock in a folder: the kernel, or an NFS server, releases it when the process ends."""
 
     def __init__(self, folder: Path, *, remedy: str, is_shared: bool = False) -> None:
         self.folder = folder
@@ -95,6 +95,7 @@ class _Lock:
         self._close()
 
     def acquire(self, *, can_wait: bool = True) -> None:
+        """Locks the folder, and creates it first if necessary. ConfigError, after a wait, if another process has it."""
         start = time.monotonic()
         is_logged = False
         while (holder := self._try_lock()) is not None:
