@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from transformers import LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -140,6 +142,27 @@ def test_a_rotation_launches_four_kernels_in_each_direction():
     for each in (forward, backward):
         launched = [call for call in each.called if not call.is_view and "empty" not in call.name()]
         assert sorted(launched, key=str) == sorted(kernels, key=str)
+
+
+def test_compiled_it_takes_one_pass_in_each_direction():
+    """Each half of a concatenation would be computed by itself, and backward would keep both in memory."""
+    graphs = []
+
+    def note(graph, _inputs):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return make_boxed_func(graph.forward)
+
+    x, grad = torch.randn(2, 2, 7, 3, 64)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    _, positions = angles(64)
+    compiled = torch.compile(rotate, backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    found, expected = (function(each, *positions) for function, each in zip((compiled, rotate), inputs, strict=True))
+    assert torch.equal(found, expected)
+    found.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    pointwise = {"aten.mul.Tensor", "aten.add.Tensor", "aten.view.default", "aten.flip.default"}
+    assert [called - pointwise for called in graphs] == [set(), set()]
 
 
 def test_layers_without_positions_rotate_nothing():
