@@ -19,9 +19,10 @@ from tests.data.corpora import TOKENIZER, open_corpus, write
 from tests.data.loaders import next_batches, rows_of, train_loader
 from tests.data.test_tokenizer import word_level
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.schema import Training
+from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.formats import TokenArray, TokenFiles, has_token_rows, select_token_files
+from torchtitan_clone.data.preparation import prepare_store
 from torchtitan_clone.data.sources import find_source, source_fingerprint
 from torchtitan_clone.ops import IGNORE_INDEX
 
@@ -189,6 +190,18 @@ def test_a_file_beside_a_named_one_is_not_trained_on(tmp_path):
     folder = write(tmp_path / "ids", {f"my{name}.bin": stream(random_documents(20)) for name in ("train", "val")})
     store = open_ids(folder / "mytrain.bin", cache=tmp_path / "cache", held_out_fraction=0.0).store
     assert store.meta.documents == {"train": 20, "validation": 0}
+
+
+@pytest.mark.parametrize("names", [("train", "validation"), ("validation", "train"), ("a", "b")])
+@pytest.mark.parametrize("part_bytes", [1, 1 << 28])
+def test_parquet_of_text_beside_token_ids_is_one_error(tmp_path, names, part_bytes):
+    """The first file says what all have, also those of other parts."""
+    ids = pyarrow.table({"text": random_documents(20)})
+    for name, table in zip(names, (ids, pyarrow.table({"text": ["a b", "c"]})), strict=True):
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    source = find_source(Training(dataset_path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=rf"{max(names)}\.parquet"):
+        prepare_store(source, tokenizer=TOKENIZER, data=Data(cache_folder=str(tmp_path / "c")), part_bytes=part_bytes)
 
 
 def test_parquet_files_named_so_are_held_out(tmp_path):

@@ -288,6 +288,7 @@ def test_sources_that_cannot_be_used_are_errors_that_name_them(folder, tmp_path)
     for entry, message in (
         (DataSource(name="gone", path="nowhere"), r'name "gone": path = "nowhere": no such file'),
         (DataSource(name="gone", dataset="unknown"), r'name "gone": dataset = "unknown": unknown dataset'),
+        (DataSource(name="none", dataset=""), r'name "none": dataset = "": unknown dataset'),
         (DataSource(name="hub", dataset="org/name", max_epochs=1.0), r'name "hub": max_epochs = 1: the size of a'),
         (DataSource(name="web", path=str(folder / "web"), text_key="body"), r"no key 'body' \(text_key\) among"),
     ):

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
@@ -145,12 +148,14 @@ def test_an_unusable_line_of_a_task_is_named(name, tmp_path):
     ("task", "message"),
     [
         ({"kind": "text"}, 'kind "text" needs a path'),
-        ({"kind": "text", "path": "nowhere"}, "no such file or folder"),
+        ({"kind": "text", "path": "nowhere"}, 'path = "nowhere": no such file or folder'),
+        ({"kind": "text", "path": ""}, 'path = "": an empty path is the current folder'),
+        ({"kind": "multiple_choice", "path": ""}, 'path = "": an empty path is the current folder'),
         ({"kind": "multiple_choice", "path": "nowhere"}, "nowhere cannot be read: No such file"),
         ({"kind": "recall", "length": 100}, "example 1: a choice has"),
         ({"kind": "hellaswag"}, 'kind = "hellaswag": must be "text" | "multiple_choice"'),
     ],
-    ids=["no path", "no text", "no file", "long probe", "unknown kind"],
+    ids=["no path", "no text", "empty path", "empty path of a file", "no file", "long probe", "unknown kind"],
 )
 def test_a_task_that_cannot_be_evaluated_is_named(task, message):
     with pytest.raises(ConfigError) as error:
@@ -158,9 +163,32 @@ def test_a_task_that_cannot_be_evaluated_is_named(task, message):
     assert message in str(error.value)
 
 
-def tasks_of(task):
-    config = load_config(["--evaluation.enable", f"--evaluation.tasks={toml_like([task])}"])
-    return build_tasks(config, tokenizer=build_tokenizer(None), seq_len=64)
+def test_a_text_without_a_token_that_has_bytes_is_named(tmp_path):
+    words = Tokenizer(WordLevel({"[UNK]": 0, "<eos>": 1, "hello": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.add_special_tokens(["[UNK]", "<eos>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "a.txt").write_text("neither of these")
+    task = {"name": "mine", "kind": "text", "path": str(tmp_path / "a.txt")}
+    with pytest.raises(ConfigError, match=r'name "mine": the tokenizer knows none of its text, but special tokens'):
+        tasks_of(task, tokenizer=build_tokenizer(str(tmp_path)))
+
+
+def test_rows_of_a_text_that_cannot_be_read_are_skipped_as_those_of_training(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "import os"}\nbroken\n')
+    task = {"name": "mine", "kind": "text", "path": str(tmp_path / "a.jsonl"), "text_key": "body"}
+    with pytest.raises(ConfigError, match=r'name "mine": data.max_bad_rows = 0: the data has 1 unreadable row'):
+        tasks_of(task)
+    (found,) = tasks_of(task, "--data.max_bad_rows=1")
+    assert len(found.texts) == 1
+    with pytest.raises(ConfigError, match=r"no key 'text' \(text_key\)"):
+        tasks_of({**task, "text_key": "text"})
+
+
+def tasks_of(task, *words, tokenizer=None):
+    config = load_config(["--evaluation.enable", f"--evaluation.tasks={toml_like([task])}", *words])
+    return build_tasks(config, tokenizer=tokenizer or build_tokenizer(None), seq_len=64)
 
 
 def test_cloze_names_have_others_to_choose_from(tmp_path):

@@ -105,7 +105,7 @@ def drop_duplicates(stores: Mapping[str, TokenStore]) -> dict[str, TokenStore]:
                 hashes = [each for store in earlier for each in _open_hashes(store)]  # takes the lock of each store
                 build_once(folder, name=store.meta.source, build=partial(_write_kept, store=store, hashes=hashes))
             found[name] = _open_unique(store, folder=folder)
-            if not found[name].meta.documents["train"]:
+            if store.meta.documents["train"] and not found[name].meta.documents["train"]:
                 rule = f"data.drop_duplicates leaves none of its {store.meta.documents['train']:,} training documents"
                 raise ConfigError(f"data.sources, name {shown(name)}: {rule}; remove the source, or set it to false.")
         except DocumentError as error:

@@ -106,9 +106,8 @@ def _of_each_source(act: Callable[[Training], T], *, training: Training, data: D
 
 def _options_of(source: DataSource, training: Training) -> Training:
     """Returns the options of a source as those of a run that has no other."""
-    options = replace(
-        training, dataset=source.dataset or training.dataset, dataset_path=source.path, text_key=source.text_key
-    )
+    dataset = training.dataset if source.dataset is None else source.dataset
+    options = replace(training, dataset=dataset, dataset_path=source.path, text_key=source.text_key)
     if source.max_epochs is not None and hub_id(options):
         limit = f"max_epochs = {source.max_epochs:g}"
         raise ConfigError(f"{limit}: the size of a dataset that is streamed is not known; remove it, or set path.")

@@ -132,6 +132,8 @@ class _Part:
     """Size of the parts before it."""
     key: StoreKey
     folder: Path
+    has_ids: bool
+    """Whether the first file of all has token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +269,8 @@ class _Preparation:
         documents = _total(stores, "documents")
         if fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
             # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
-            found = _documents(self.source, bad_rows=BadRows(limit=self.data.max_bad_rows))
+            bad_rows = BadRows(limit=self.data.max_bad_rows)
+            found = _documents(self.source, has_ids=_has_ids(self.source), bad_rows=bad_rows)
             stores = self._all_parts(min(unit_hash(document) for document, _ in found))
         if not _total(stores, "documents")["train"]:  # there is only one document, or copies of one
             stores = self._all_parts(0.0)
@@ -303,7 +306,7 @@ class _Preparation:
         files: list[Path] = []
         entries: list[tuple[str, int, int]] = []
         before = size = 0
-        held_out = _held_out_files(self.source)
+        held_out, has_ids = _held_out_files(self.source), _has_ids(self.source)
         for file, following in zip_longest(self.source.files, self.source.files[1:]):
             status = file.stat()
             files.append(file)
@@ -314,7 +317,7 @@ class _Preparation:
                 key = replace(key, held_out_fraction=float(file in held_out) if held_out else held_out_fraction)
                 folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
                 source = replace(self.source, files=tuple(files))
-                parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder))
+                parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder, has_ids=has_ids))
                 files, entries, before, size = [], [], before + size, 0
         return parts
 
@@ -353,8 +356,11 @@ def _can_write(folder: Path) -> bool:
 
 def _held_out_files(source: Source) -> set[Path]:
     """Returns the files of token rows that are held out as a whole, instead of documents by their hash."""
-    has_ids = has_token_rows(source.files, column=source.text_key)
-    return named_validation(source.files, root=source.root) if has_ids else set()
+    return named_validation(source.files, root=source.root) if _has_ids(source) else set()
+
+
+def _has_ids(source: Source) -> bool:
+    return has_token_rows(source.files, column=source.text_key)
 
 
 def _encode(
@@ -362,7 +368,7 @@ def _encode(
 ) -> Generator[_Encoded, None, None]:
     tokenizer, source = preparation.tokenizer, preparation.source
     dtype = dtype_of_ids(tokenizer.vocab_size)
-    if has_token_rows(source.files, column=source.text_key):
+    if _has_ids(source):
         return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
     wanted = preparation.data.prepare_processes
     num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
@@ -397,9 +403,9 @@ def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
     return BadRows(limit=limit, count=meta.bad_rows, first=meta.first_bad_rows)
 
 
-def _documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[_Document, int]]:
+def _documents(source: Source, *, has_ids: bool, bad_rows: BadRows) -> Iterator[tuple[_Document, int]]:
     """Yields every document, with the number of bytes of the source read so far."""
-    if has_token_rows(source.files, column=source.text_key):
+    if has_ids:
         return read_token_rows(source.files, column=source.text_key)
     return read_documents(source, bad_rows=bad_rows)
 
@@ -407,7 +413,7 @@ def _documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[_Document
 def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
     """Yields documents for one process and their label; the last batch of a part is empty."""
     bad_rows = BadRows(limit=limit)
-    documents = _documents(part.source, bad_rows=bad_rows)
+    documents = _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows)
     fraction = part.key.held_out_fraction
     bytes_read = 0
     while True:

@@ -164,6 +164,9 @@ def _path_source(path: Path, *, option: str, text_key: str) -> Source:
     if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
         raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); name an existing one.")
     is_folder = os.path.isdir(path)
+    if path.suffix.lower() == ".json" and not is_folder:
+        remedy = "rename it to .jsonl if each of its lines is a record with text, or to .txt to train on all of it"
+        raise ConfigError(f"{option}: is JSON, of which brackets and keys would be trained on; {remedy}.")
     below = _files_below(path) if is_folder else []
     files = (select_token_files(below, root=path) or tuple(below)) if is_folder else with_companions(path)
     if problems := [f"{option}: {problem}" for file in files if (problem := _find_file_error(file))]:

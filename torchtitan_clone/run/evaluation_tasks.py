@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 
 from torchtitan_clone.config import Config, ConfigError
+from torchtitan_clone.config.checks import describe_empty_path
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import EvaluationTask, Training
 from torchtitan_clone.data import Tokenizer
@@ -52,7 +53,9 @@ def build_tasks(config: Config, *, tokenizer: Tokenizer, seq_len: int) -> list[T
         try:
             tasks.append(_build_task(options, config=config, tokenizer=tokenizer, seq_len=seq_len))
         except ConfigError as error:
-            problems += [f"evaluation.tasks, name {shown(options.name)}: {message}" for message in error.messages]
+            for message in error.messages:
+                own = message.replace("training.dataset_path", "path").replace("training.text_key", "text_key")
+                problems.append(f"evaluation.tasks, name {shown(options.name)}: {own}")
     if problems:
         raise ConfigError(problems)
     return tasks
@@ -60,7 +63,7 @@ def build_tasks(config: Config, *, tokenizer: Tokenizer, seq_len: int) -> list[T
 
 def _build_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer, seq_len: int) -> Task:
     if options.kind == "text":
-        return _text_task(options, tokenizer=tokenizer, seq_len=seq_len)
+        return _text_task(options, config=config, tokenizer=tokenizer, seq_len=seq_len)
     examples = list(EXAMPLES[options.kind](options, config))
     return choice_task(options.name, examples, tokenizer=tokenizer, seq_len=seq_len)
 
@@ -68,16 +71,18 @@ def _build_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer
 # ---------------------------------------------------------------------- texts
 
 
-def _text_task(options: EvaluationTask, *, tokenizer: Tokenizer, seq_len: int) -> Task:
+def _text_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer, seq_len: int) -> Task:
     """Scores all tokens but the first of each document, in stretches of `seq_len`."""
     lengths = tokenizer.byte_lengths()
     texts: list[ScoredText] = []
-    for ids in tokenizer.encode_batch(_documents(options)):
+    for ids in tokenizer.encode_batch(_documents(options, config)):
         starts = range(0, len(ids) - 1, seq_len)
         texts += [ScoredText(tokens=ids[start : start + seq_len + 1], first=1) for start in starts]
     if not texts:
         raise ConfigError("its files have no document of two tokens; set path to text")
     size = sum(lengths[token] for text in texts for token in text.tokens[text.first :])
+    if not size:
+        raise ConfigError("the tokenizer knows none of its text, but special tokens; set path to other text")
     tokens = sum(text.size for text in texts)
 
     def measure(nats: Sequence[float]) -> dict[str, float]:
@@ -87,15 +92,17 @@ def _text_task(options: EvaluationTask, *, tokenizer: Tokenizer, seq_len: int) -
     return Task(name=options.name, texts=texts, measure=measure)
 
 
-def _documents(options: EvaluationTask) -> list[str]:
+def _documents(options: EvaluationTask, config: Config) -> list[str]:
     path = _path_of(options)
     source = find_source(Training(dataset_path=str(path), text_key=options.text_key))
-    return [text for text, _ in read_documents(source, bad_rows=BadRows(limit=0))]
+    return [text for text, _ in read_documents(source, bad_rows=BadRows(limit=config.data.max_bad_rows))]
 
 
 def _path_of(options: EvaluationTask) -> Path:
     if options.path is None:
         raise ConfigError(f'kind "{options.kind}" needs a path; set it to a file or folder')
+    if not options.path:
+        raise ConfigError(describe_empty_path("path"))
     return Path(options.path)
 
 
@@ -193,7 +200,7 @@ def _cloze(options: EvaluationTask, config: Config) -> Iterator[Example]:
         fraction = config.data.held_out_fraction
         texts = [text for text, _ in found if is_held_out(text, fraction=fraction)]
     else:
-        texts = _documents(options)
+        texts = _documents(options, config)
     places = [
         (text, match)
         for text in texts
