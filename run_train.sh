@@ -42,8 +42,8 @@ has_argument() { # NAME ARGUMENTS...: succeeds if NAME or NAME=VALUE is among AR
     return 1
 }
 
-is_simulated() { # ARGUMENTS...: succeeds if --comm.mode asks for a run without other processes
-    [[ " $* " == *" --comm.mode"[=\ ]"fake_backend "* ]]
+is_simulated() { # ARGUMENTS...: succeeds if they ask for a run without other processes
+    [[ " $* " == *" --comm.mode"[=\ ]"fake_backend "* || " $* " == *" --job.dry_run"[=\ ]"true "* ]]
 }
 
 setup_env ""

@@ -22,6 +22,7 @@ from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.config import Config, ConfigError, to_toml
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model
+from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelSpec, find_model
 from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
@@ -67,10 +68,10 @@ def main() -> int:
     try:
         spec = find_model(Model(name=options.model))
         model = convert(options.source, options.folder, spec=spec, dtype=getattr(torch, options.dtype))
+        write_atomically(options.folder / "model.toml", model_table(model).encode())
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (options.folder / "model.toml").write_text(model_table(model))
     print(f"wrote {options.folder / 'step-0'} and {options.folder / 'model.toml'}")
     return 0
 

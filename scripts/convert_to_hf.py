@@ -21,6 +21,7 @@ from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.models import find_model
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
@@ -30,6 +31,8 @@ from torchtitan_clone.run.trained_model import args_at_step
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
     """Reads the checkpoint's own config.toml for the model; ConfigError where something does not fit."""
     folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; give a folder")
     if inside := [path for path in (Path.cwd(), checkpoint.resolve()) if path.is_relative_to(folder)]:
         raise ConfigError(f"{folder} would be replaced, and {inside[0]} is in it; give a folder of its own")
     weights = Weights(checkpoint)
@@ -65,7 +68,7 @@ def main() -> int:
     try:
         dtype = getattr(torch, options.export_dtype)
         convert(options.checkpoint, options.folder, dtype=dtype, hf_assets_path=options.hf_assets_path)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, DocumentError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {options.folder}")

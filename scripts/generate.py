@@ -25,8 +25,8 @@ from torchtitan_clone.run.trained_model import open_trained_model
 def generate(generator: Generator, prompts: list[str]) -> None:
     """Prints each prompt with its continuation, and the speed to stderr."""
     encoded, start, tokens = generator.encode(prompts), time.perf_counter(), 0
-    for prompt, ids in zip(prompts, generator.complete(encoded), strict=True):
-        print(prompt + generator.decode(ids), "-" * 40, sep="\n", flush=True)
+    for prompt, before, ids in zip(prompts, encoded, generator.complete(encoded), strict=True):
+        print(prompt + generator.decode(ids, after=before), "-" * 40, sep="\n", flush=True)
         tokens += len(ids)
     print(f"{tokens:,} tokens, {tokens / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
 

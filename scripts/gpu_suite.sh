@@ -28,9 +28,11 @@ case "$PYTHON" in */*) PYTHON="$(realpath -s "$PYTHON")" ;; esac # no link is fo
 FOLDER="${1:-$here/outputs/gpu_suite}"
 SECTIONS=(tests layers model attention peers long experts float8 memory checkpoint parallel)
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
-mkdir -p "$FOLDER"
-FOLDER="$(readlink -f "$FOLDER")"
-[ -z "${WHEELS:-}" ] || WHEELS="$(readlink -f "$WHEELS")"
+mkdir -p "$FOLDER" && FOLDER="$(readlink -e "$FOLDER")" || exit 2
+if [ -n "${WHEELS:-}" ]; then
+    [ -d "$WHEELS" ] || { echo "error: WHEELS = $WHEELS: no such folder" >&2 && exit 2; }
+    WHEELS="$(readlink -f "$WHEELS")"
+fi
 cd "$here" || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 PEERS=(benchmarks/peers.py --device=cuda --dtype=bfloat16)

@@ -96,6 +96,11 @@ FOLDERS = {
     "a product above 2**64": lambda f: header(f, {"a": entry(shape=(2**62, 4))}),
     "a product above 2**64 with 0": lambda f: header(f, {"a": entry(shape=(2**62, 2**62, 0), span=(0, 0))}, data=b""),
     "a huge header": lambda f: header(f, "{}", size=2**63),
+    "a header that begins with a mark": lambda f: header(f, "\ufeff" + json.dumps({"a": entry()})),
+    "a header with half of a surrogate pair": lambda f: header(f, {"a": entry(), "__metadata__": {"b": "\ud800"}}),
+    "a header with two tables of metadata": lambda f: header(
+        f, '{"__metadata__": {}, "__metadata__": {}, "a": ' + json.dumps(entry()) + "}"
+    ),
     "a deep header": lambda f: header(f, '{"a":' * 200_000),
 }  # fmt: skip
 

@@ -196,7 +196,7 @@ def test_a_missing_or_unknown_source_is_an_error(tmp_path):
 def test_a_file_of_json_is_not_trained_on_as_text(tmp_path, name):
     """Datasets of records often have this suffix; in a folder of source code such files are text."""
     write(tmp_path, {name: jsonl(ROWS)})
-    with pytest.raises(ConfigError, match=rf"{name}.*is JSON, of which brackets .* rename it to \.jsonl if each of its"):
+    with pytest.raises(ConfigError, match=rf"{name}.*is JSON, of which brackets .* rename it to \.jsonl if each"):
         read(tmp_path / name)
     assert read(tmp_path) == [jsonl(ROWS).decode()]
 

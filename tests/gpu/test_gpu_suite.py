@@ -91,6 +91,17 @@ def test_an_interrupt_ends_the_suite_and_its_program(tmp_path):
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize(("folder", "wheels"), [("file/results", ""), ("results", "nowhere/wheels")])
+def test_folders_that_cannot_be_used_end_the_suite(tmp_path, folder, wheels):
+    """It would write to the root folder, or run without the packages."""
+    (tmp_path / "file").touch()
+    command = [REPO / "scripts" / "gpu_suite.sh", tmp_path / folder, "experts"]
+    environment = os.environ | {"WHEELS": wheels, "PYTHON": "/bin/true"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert ("WHEELS = nowhere/wheels: no such folder" if wheels else "mkdir: cannot create") in done.stderr
+
+
 def test_sections_can_be_chosen(suite):
     done, calls = suite("experts", "tests", broken="pytest")
     assert [call[0] for call in calls] == ["benchmarks/experts.py", "-m"]

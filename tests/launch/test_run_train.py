@@ -78,7 +78,9 @@ def test_arguments_of_run_train(tmp_path, python, environment, arguments, called
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", ["--dry-run", "--comm.mode=fake_backend", "--comm.mode fake_backend"])
+@pytest.mark.parametrize(
+    "words", ["--dry-run", "--job.dry_run=true", "--comm.mode=fake_backend", "--comm.mode fake_backend"]
+)
 def test_a_simulation_is_one_process_with_the_world_size(tmp_path, python, words):
     answer = run_train(*words.split(), cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
     assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} {words}\n"

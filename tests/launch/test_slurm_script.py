@@ -71,6 +71,11 @@ def test_options_appear_in_the_batch_script(submit):
     assert "--array" not in done.stdout
 
 
+def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(submit, tmp_path):
+    done = submit(job__run_name="at 50%j", slurm__time="1:00:00", training__global_batch_size=16)
+    assert f"#SBATCH --output='{tmp_path}/runs/at 50%%j/slurm/%j.log'" in done.stdout, done.stderr
+
+
 def test_replica_groups_are_array_tasks(submit):
     done = submit(lighthouse="http://login1:29510", **REPLICA_GROUPS)
     assert "#SBATCH --array=0-2" in done.stdout.splitlines()

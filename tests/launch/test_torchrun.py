@@ -32,6 +32,8 @@ if mode == "crash" and rank == 1:
     raise RuntimeError("boom")
 if mode == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
+if mode == "real-time" and rank == 1:
+    os.kill(os.getpid(), 40)
 while not received:
     time.sleep(0.02)
 if mode in ("save", "slow"):
@@ -99,6 +101,11 @@ def test_killed_rank_is_reported_with_its_signal(launch):
     cause, *others = err.splitlines()[1:]
     assert cause == "  rank 1: killed by SIGKILL"
     assert others in ([], ["  rank 0: killed by SIGTERM"])  # it may not have had handlers yet
+
+
+def test_a_signal_without_a_name_is_reported_by_its_number(launch):
+    code, _, err = finish(launch("real-time"))
+    assert (code, err.splitlines()[1]) == (128 + 40, "  rank 1: killed by signal 40")
 
 
 def test_a_failure_is_told_without_the_logs_of_an_earlier_launch(launch):

@@ -4,17 +4,21 @@ import io
 import os
 import shutil
 import signal
+from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM
 
 from scripts import convert_to_hf
 from scripts import generate as script
 from tests.models.test_kv_cache import generator_of
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.run.generation import Sampling, choose
+from torchtitan_clone.run.generation import Generator, Sampling, choose, read_prompts
+from torchtitan_clone.run.trained_model import open_trained_model
 from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import options, train_rank
 
@@ -103,14 +107,32 @@ ERRORS = {
     "long prompt": (["RUN", f"--prompt={'x = 1; ' * 3000}"], "more than the 8,192 of the model's context"),
     "too many new": (["RUN", "--prompt=a", "--max_new_tokens=8192"], "with --max_new_tokens=8192 more than"),
     "no tokens": (["RUN", "--prompt=a", "--max_new_tokens=0"], "--max_new_tokens = 0: must be from 1"),
-    "cold": (["RUN", "--prompt=a", "--temperature=0"], "--temperature = 0.0: must be above 0"),
-    "not a number": (["RUN", "--prompt=a", "--temperature=nan"], "--temperature = nan: must be above 0"),
+    "cold": (["RUN", "--prompt=a", "--temperature=0"], "--temperature = 0.0: must be from 1e-06"),
+    "not a number": (["RUN", "--prompt=a", "--temperature=nan"], "--temperature = nan: must be from 1e-06"),
     "top_p": (["RUN", "--prompt=a", "--temperature=1", "--top_p=1.5"], "--top_p = 1.5: must be above 0 and at most 1"),
     "top_k alone": (["RUN", "--prompt=a", "--top_k=5"], "require --temperature"),
     "no file": (["RUN", "--prompt_file=none.txt"], "--prompt_file=none.txt cannot be read"),
     "no text": (["RUN", "--prompt_file=/dev/null"], "--prompt_file=/dev/null cannot be read"),
     "tokenizer": (["RUN", "--prompt=a", "--hf_assets_path=."], "the folder has no tokenizer.json"),
 }
+
+
+def test_only_ends_of_lines_divide_a_file_of_prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes("a\x0cb\r\n\u2028c\n".encode())
+    assert read_prompts(tmp_path / "prompts.txt") == ["a\x0cb", "\u2028c"]
+
+
+def test_the_space_before_a_continuation_is_kept(killed_run):
+    """Decoders of the SentencePiece format remove the first space of a text."""
+    words = Tokenizer(BPE({"<eos>": 0, "\u2581": 1, "t": 2, "c": 3}, []))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    words.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    trained = open_trained_model(killed_run, dtype=torch.float32, device=torch.device("cpu"))
+    trained = replace(trained, tokenizer=replace(trained.tokenizer, backend=words))
+    generator = Generator(trained, sampling=Sampling())
+    prompt, ids = words.encode("t").ids, [1, 3, 1, 3]
+    assert words.decode(prompt) + generator.decode(ids, after=prompt) == "t c c" == words.decode([*prompt, *ids])
+    assert generator.decode(prompt) == "t"
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import resource
 import runpy
 import shutil
 from pathlib import Path
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
+from torchtitan_clone.checkpoint.summary import describe_step
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data import build_tokenizer
@@ -371,7 +374,11 @@ def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, cap
         file.write(b"x")
     assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
     assert "does not match its digest" in capsys.readouterr().err
-    assert not (tmp_path / "again").exists()
+    assert not [*tmp_path.glob("again*")]
+    (tmp_path / "again").write_text("kept")
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "again") == 2
+    assert "again is a file; give a folder" in capsys.readouterr().err
+    assert (tmp_path / "again").read_text() == "kept"
 
 
 def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_path, exported, capsys):
@@ -381,6 +388,32 @@ def test_a_folder_is_converted_to_a_checkpoint_that_runs_start_from(corpus, tmp_
     assert_equal(found, weights_in(exported))
     code = script("convert_from_hf.py", tmp_path / "nowhere", tmp_path / "other")
     assert (code, "no such folder" in capsys.readouterr().err) == (2, True)
+    assert describe_step(tmp_path / "seed", step=None)[1] == "{}"  # no versions of a run
+
+
+def test_a_conversion_that_fails_is_one_error_and_leaves_nothing(tmp_path, exported, capsys):
+    assert script("convert_from_hf.py", exported, tmp_path / "seed") == 0
+    checkpoint = tmp_path / "seed" / "step-0"
+    (tmp_path / "blocked" / "model.toml.partial").mkdir(parents=True)
+    assert script("convert_from_hf.py", exported, tmp_path / "blocked") == 2
+    assert "model.toml.partial" in capsys.readouterr().err
+    shutil.copytree(SHIPPED_FOLDER, tmp_path / "assets")
+    (tmp_path / "assets" / "chat_template.jinja").touch()
+    os.truncate(tmp_path / "assets" / "chat_template.jinja", 100 << 20)
+    assets = f"--hf_assets_path={tmp_path / 'assets'}"
+    assert script("convert_to_hf.py", checkpoint, tmp_path / "back", assets) == 2
+    assert capsys.readouterr().err.startswith("error: chat_template.jinja: has 104,857,600 bytes")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+        codes = (
+            script("convert_to_hf.py", checkpoint, tmp_path / "back"),
+            script("convert_from_hf.py", exported, tmp_path / "full"),
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (codes, capsys.readouterr().err.count("File too large")) == ((2, 2), 2)
+    assert not [*tmp_path.glob("back*"), *(tmp_path / "full").iterdir()]
 
 
 def test_a_qwen3_is_converted_to_a_checkpoint_and_back(corpus, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Phases of a run by step: frozen layers, mesh and batch sizes."""
 
+import pytest
+
 from torchtitan_clone.config import load_config, resolved_degrees, resolved_global_batch_size
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.run.phases import phase_of_step, phases
@@ -20,6 +22,16 @@ def test_phases_are_a_function_of_the_step() -> None:
         degrees = resolved_degrees(phase.config.parallelism, 8)
         assert (degrees.pp, degrees.dp_shard) == ((4, 2) if phase.first_step < 5 else (2, 4))
         assert resolved_global_batch_size(phase.config.training, degrees, FaultTolerance()) == 16
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "expected"), [(6, 8, (6, 4)), (3, 8, (3, 4)), (3, 5, (2, 5)), (-1, 8, (-1, 8)), (1, 1, (1, 1))]
+)
+def test_validation_measures_as_many_rows_on_more_data_parallel_ranks(steps, rows, expected) -> None:
+    argv = [f"--validation.steps={steps}", f"--validation.local_batch_size={rows}", FREEZE]
+    config = load_config(["--parallelism.pipeline_parallel_degree=4", *argv])
+    found = [phase_of_step(config, 8, step=step).config.validation for step in (1, 4, 5, 9)]
+    assert [(each.steps, each.local_batch_size) for each in found] == [(steps, rows)] * 2 + [expected] * 2
 
 
 def test_phases_are_all_combinations_that_can_occur() -> None:

@@ -63,6 +63,21 @@ def plain(corpus, tmp_path_factory):
     return run_ranks(train_plainly, 1, argv)[0]
 
 
+@pytest.mark.parametrize("rows_of_rank", [4, 3])
+def test_validation_measures_the_same_rows_on_another_mesh(corpus, tmp_path, rows_of_rank):
+    """With three rows of each rank one batch of twice as many instead of two."""
+    changes = {"validation__enable": True, "validation__freq": 2, "validation__steps": 2}
+    changes |= {**PIPELINE, "parallelism__pipeline_parallel_microbatch_size": 1, "training__steps": 4}
+    changes["validation__local_batch_size"] = rows_of_rank
+    found = []
+    for name, first in (("moved", ALONE), ("same", {})):
+        argv = frozen_options(corpus, tmp_path / name, first, {}, **changes)
+        assert train(argv, world_size=2, log_folder=tmp_path)[0] == 0
+        found.append([row["validation_loss"] for row in rows(tmp_path / name) if "validation_loss" in row])
+    assert len(found[0]) == 2
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 class PhaseWatcher(ReplicaGroupWrapper):
     """Keeps the state of a trainer before and after each point of the schedule."""
 

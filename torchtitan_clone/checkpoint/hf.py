@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchtitan_clone.checkpoint import tensor_file
@@ -165,11 +165,14 @@ def write_weights(
     folder: Path, *, entries: Entries, read: Callable[[Entry], Tensor], files: Files, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
-    layout = plan_files(entries, file_bytes=file_bytes)
-    _make_folder(_partial_folder(folder), files=files)
-    for name, group in layout.items():
-        tensor_file.write_tensor_file(_partial_folder(folder) / name, entries=group, tensors=map(read, group))
-    _commit_folder(folder, layout=layout)
+    layout, partial = plan_files(entries, file_bytes=file_bytes), _partial_folder(folder)
+    try:
+        _make_folder(partial, files=files)
+        for name, group in layout.items():
+            tensor_file.write_tensor_file(partial / name, entries=group, tensors=map(read, group))
+        _commit_folder(folder, layout=layout)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # of a failure
 
 
 def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:
@@ -326,7 +329,9 @@ def _choose_tensors(files: Mapping[str, Entries], weight_map: Mapping[str, str])
 def _entries_of(file: Path, *, name: str) -> list[Entry]:
     try:
         entries = [*tensor_file.read_header(file).entries.values()]
-    except (OSError, DocumentError) as error:
+        with safe_open(file, framework="pt"):  # the library refuses other headers than read_header()
+            pass
+    except (OSError, DocumentError, SafetensorError) as error:
         raise DocumentError(f"{name} cannot be read: {shorten(str(error))}") from error
     if unknown := [entry for entry in entries if entry.torch_dtype is None]:
         found = f"{shorten(unknown[0].name)} has type {shorten(unknown[0].dtype)}"

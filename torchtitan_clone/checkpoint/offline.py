@@ -52,9 +52,12 @@ def write_weights_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = (read(placement.name.removeprefix(MODEL)) for placement in plan.placements)
-    files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
-    extra_files = {**extra_files, INDEX_FILE: plan.index}
-    finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
+    try:
+        files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
+        extra_files = {**extra_files, INDEX_FILE: plan.index}
+        finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # of a failure
     try:
         verify(folder, step=0, digests=True)
     except CorruptCheckpointError as problem:

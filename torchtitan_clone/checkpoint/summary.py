@@ -58,7 +58,8 @@ def describe_step(folder: Path, *, step: int | None) -> list[str]:
         manifest = commit.check_sizes(path, step=wanted)
         progress = commit.read_progress(path, manifest=manifest)
         index = read_index(path, manifest=manifest)
-        versions = commit.read_document(path, commit.VERSIONS_FILE, manifest=manifest).value
+        has_versions = commit.VERSIONS_FILE in manifest.files  # a converted checkpoint has none
+        versions = commit.read_document(path, commit.VERSIONS_FILE, manifest=manifest).value if has_versions else {}
     except CorruptCheckpointError as error:
         raise ConfigError(f"step {wanted} is corrupted: {error}; choose another one with --step") from None
     counts = f"{progress.tokens_seen:,} tokens, {progress.skipped_steps:,} steps skipped"

@@ -248,7 +248,8 @@ def _report(result: "RunResult", *, logs: "RankLogs") -> int:
 
 
 def _describe_exit(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    names = {each.value: each.name for each in signal.Signals}  # the first and last one of real time have a name
+    return f"exit code {code}" if code > 0 else f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 def _keep(logs: "RankLogs") -> str:

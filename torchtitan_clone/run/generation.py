@@ -26,7 +26,7 @@ class Sampling:
     """How the next token is chosen: the most likely one, or at random where a temperature is set."""
 
     max_new_tokens: Size = 64
-    temperature: Annotated[float, Range(0.0, 1e6, above=True)] | None = None
+    temperature: Annotated[float, Range(1e-6, 1e6)] | None = None
     """What logits are divided by."""
     top_k: Size | None = None
     """Choose among this many of the most likely tokens."""
@@ -48,12 +48,12 @@ class Sampling:
 def read_prompts(file: Path) -> list[str]:
     """Returns the lines of a text file; ConfigError if it cannot be read."""
     try:
-        lines = read_regular(file, follow_links=True).decode().splitlines()
+        lines = read_regular(file, follow_links=True).decode().removesuffix("\n").split("\n")
     except (OSError, DocumentError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompt_file={file} cannot be read as text: {error}") from None
-    if not lines:
+    if lines == [""]:
         raise ConfigError(f"--prompt_file={file} is empty; write a prompt into each line")
-    return lines
+    return [line.removesuffix("\r") for line in lines]
 
 
 class Generator:
@@ -97,8 +97,10 @@ class Generator:
                     ids += [] if token is None else [token]
             yield from found
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._trained.tokenizer.decode(ids)
+    def decode(self, ids: Sequence[int], *, after: Sequence[int] = ()) -> str:
+        """Returns what tokens add to the text of those before; by itself it could lose the space at its start."""
+        decode = self._trained.tokenizer.decode
+        return decode([*after, *ids])[len(decode(after)) :]
 
     def stream_text(self, prompt: Sequence[int]) -> Iterator[str]:
         """Yields the text that continues one prompt, complete characters of it as they come."""
@@ -106,7 +108,7 @@ class Generator:
         shown = ""
         for (token,) in self.stream([prompt]):
             ids += [] if token is None else [token]
-            text = self.decode(ids)
+            text = self.decode(ids, after=prompt)
             if not text.endswith("\ufffd"):  # otherwise the rest of a character follows
                 yield text.removeprefix(shown)
                 shown = text

@@ -6,7 +6,7 @@ A pure function of the step and its global batch, so that a resumed run continue
 from dataclasses import dataclass, replace
 
 from torchtitan_clone.config.resolved import resolved_degrees, resolved_global_batch_size
-from torchtitan_clone.config.schema import MAX_STEPS, Config
+from torchtitan_clone.config.schema import MAX_STEPS, Config, Validation
 from torchtitan_clone.config.stages import DataStage, Timeline, resolved_timeline
 
 
@@ -68,12 +68,14 @@ def _frozen_phase(config: Config, *, step: int, rows: int) -> Phase:
         if freeze.step > step:
             break
         before = found.config
-        pipeline = freeze.pipeline_parallel_degree or before.parallelism.pipeline_parallel_degree
+        stages = before.parallelism.pipeline_parallel_degree
+        pipeline = freeze.pipeline_parallel_degree or stages
         shard = before.parallelism.data_parallel_shard_degree
         if shard != -1:
-            shard = shard * before.parallelism.pipeline_parallel_degree // pipeline
+            shard = shard * stages // pipeline
         now = replace(
             before,
+            validation=_with_same_rows(before.validation, growth=stages // pipeline),
             training=replace(
                 before.training,
                 global_batch_size=rows,
@@ -85,6 +87,18 @@ def _frozen_phase(config: Config, *, step: int, rows: int) -> Phase:
         )
         found = Phase(first_step=freeze.step, frozen_layers=freeze.layers, config=now)
     return found
+
+
+def _with_same_rows(validation: Validation, *, growth: int) -> Validation:
+    """Returns options that measure the same rows on `growth` times as many data-parallel ranks, or few more.
+
+    A batch has rows of one source, so that the same rows are batches of the same size.
+    """
+    if validation.steps == -1 or growth < 2:
+        return validation
+    if validation.local_batch_size % growth == 0:
+        return replace(validation, local_batch_size=validation.local_batch_size // growth)
+    return replace(validation, steps=-(-validation.steps // growth))
 
 
 def _config_of_stage(config: Config, stage: DataStage) -> Config:

@@ -106,7 +106,7 @@ class Validator:
                 timeouts.beat()
                 if stops():
                     return None
-                if count == self._options.steps:
+                if count == engine.plan.config.validation.steps:  # of this phase
                     break
         is_leader = engine.mesh.is_loss_leader
         own = engine.source_sums.own(counts=is_leader).tolist()
