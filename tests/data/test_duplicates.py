@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
+from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, texts, write
 from tests.data.loaders import SEQ_LEN, next_batches, train_loader
 from tests.data.test_best_fit import targets_of, trained_targets
 from tests.data.test_formats import documents_of, write_megatron
@@ -182,6 +182,15 @@ def test_a_source_without_documents_of_its_own_is_one_error(folder):
     shutil.copytree(folder / "web", folder / "copy")
     with pytest.raises(ConfigError, match=r'name "copy": data\.drop_duplicates leaves none of its 1\d\d training'):
         open_sources(folder, "web", "copy")
+
+
+def test_copies_are_not_blamed_for_a_source_without_training_documents(tmp_path):
+    """Opening its loader is an error with and without drop_duplicates."""
+    ids = write(tmp_path / "ids", {"train.bin": b"", "val.bin": np.arange(2, 9, dtype=np.uint16).tobytes()})
+    dataset = open_corpus(ids, cache=tmp_path / "cache", drop_duplicates=True)
+    assert dataset.store.meta.documents == {"train": 0, "validation": 1}
+    with pytest.raises(ConfigError, match="add text"):
+        train_loader(dataset)
 
 
 def test_streamed_documents_are_not_compared():
