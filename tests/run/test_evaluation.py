@@ -171,7 +171,7 @@ def test_a_text_without_a_token_that_has_bytes_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     (tmp_path / "a.txt").write_text("neither of these")
     task = {"name": "mine", "kind": "text", "path": str(tmp_path / "a.txt")}
-    with pytest.raises(ConfigError, match=r'name "mine": the tokenizer knows none of its text, but special tokens'):
+    with pytest.raises(ConfigError, match=r'name "mine": every token of its text is a special one'):
         tasks_of(task, tokenizer=build_tokenizer(str(tmp_path)))
 
 

@@ -2,23 +2,22 @@
 
 import io
 import os
+import re
 import shutil
 import signal
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, normalizers
-from tokenizers.models import BPE
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from scripts import convert_to_hf
 from scripts import generate as script
 from tests.models.test_kv_cache import generator_of
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.run.generation import Generator, Sampling, choose, read_prompts
-from torchtitan_clone.run.trained_model import open_trained_model
+from torchtitan_clone.run.generation import Sampling, choose, read_prompts
 from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import options, train_rank
 
@@ -122,17 +121,20 @@ def test_only_ends_of_lines_divide_a_file_of_prompts(tmp_path):
     assert read_prompts(tmp_path / "prompts.txt") == ["a\x0cb", "\u2028c"]
 
 
-def test_the_space_before_a_continuation_is_kept(killed_run):
+def test_the_space_before_a_continuation_is_kept(killed_run, tmp_path, capsys, monkeypatch):
     """Decoders of the SentencePiece format remove the first space of a text."""
-    words = Tokenizer(BPE({"<eos>": 0, "\u2581": 1, "t": 2, "c": 3}, []))
-    words.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    words = Tokenizer(WordLevel({f"\u2581w{token}": token for token in range(2048)}, unk_token="\u2581w0"))
+    words.normalizer = normalizers.Prepend("\u2581")
     words.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    trained = open_trained_model(killed_run, dtype=torch.float32, device=torch.device("cpu"))
-    trained = replace(trained, tokenizer=replace(trained.tokenizer, backend=words))
-    generator = Generator(trained, sampling=Sampling())
-    prompt, ids = words.encode("t").ids, [1, 3, 1, 3]
-    assert words.decode(prompt) + generator.decode(ids, after=prompt) == "t c c" == words.decode([*prompt, *ids])
-    assert generator.decode(prompt) == "t"
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\u2581w0"}')
+    argv = [str(killed_run), "--max_new_tokens=3", f"--hf_assets_path={tmp_path}"]
+    assert script.main([*argv, "--prompt=w5"]) == 0
+    text = capsys.readouterr().out
+    assert re.match(r"w5( w\d+){3}\n-", text)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w5\n"))
+    assert script.main(argv) == 0
+    assert capsys.readouterr().out == text.removeprefix("w5").partition("-")[0]
 
 
 @pytest.mark.parametrize("name", ERRORS)

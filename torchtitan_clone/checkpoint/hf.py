@@ -172,7 +172,7 @@ def write_weights(
             tensor_file.write_tensor_file(partial / name, entries=group, tensors=map(read, group))
         _commit_folder(folder, layout=layout)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # of a failure
+        shutil.rmtree(partial, ignore_errors=True)  # is there after a failure
 
 
 def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:
@@ -329,7 +329,7 @@ def _choose_tensors(files: Mapping[str, Entries], weight_map: Mapping[str, str])
 def _entries_of(file: Path, *, name: str) -> list[Entry]:
     try:
         entries = [*tensor_file.read_header(file).entries.values()]
-        with safe_open(file, framework="pt"):  # the library refuses other headers than read_header()
+        with safe_open(file, framework="pt"):  # the library refuses some headers that read_header() accepts
             pass
     except (OSError, DocumentError, SafetensorError) as error:
         raise DocumentError(f"{name} cannot be read: {shorten(str(error))}") from error

@@ -57,7 +57,7 @@ def write_weights_checkpoint(
         extra_files = {**extra_files, INDEX_FILE: plan.index}
         finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # of a failure
+        shutil.rmtree(partial, ignore_errors=True)  # is there after a failure
     try:
         verify(folder, step=0, digests=True)
     except CorruptCheckpointError as problem:

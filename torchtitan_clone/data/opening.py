@@ -126,6 +126,11 @@ def _naming(name: str, *, data: Data) -> Iterator[None]:
 
 
 def _of_source(name: str, message: str) -> str:
+    return f"data.sources, name {shown(name)}: {with_own_options(message)}"
+
+
+def with_own_options(message: str) -> str:
+    """Returns a message that names the options of an entry with a path instead of those of [training]."""
     for option, own in (("dataset_path", "path"), ("dataset", "dataset"), ("text_key", "text_key")):
         message = message.replace(f"training.{option}", own)
-    return f"data.sources, name {shown(name)}: {message}"
+    return message

@@ -133,7 +133,7 @@ class _Part:
     key: StoreKey
     folder: Path
     has_ids: bool
-    """Whether the first file of all has token ids."""
+    """Whether the source has token ids instead of text, which its first file says."""
 
 
 @dataclass(frozen=True, kw_only=True)

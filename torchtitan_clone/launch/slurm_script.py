@@ -67,8 +67,8 @@ def _sbatch_options(config: Config, *, folder: Path) -> Iterator[str]:
     yield f"--signal=USR1@{slurm.signal_seconds}"
     yield from ("--requeue", "--open-mode=append")
     log = "%A_%a.log" if config.fault_tolerance.enable else "%j.log"  # %j of an array task is not the array's id
-    plain = str(folder).replace("%", "%%")
-    yield f"--output={shlex.quote(f'{plain}/slurm/{log}')}"
+    escaped = str(folder).replace("%", "%%")
+    yield f"--output={shlex.quote(f'{escaped}/slurm/{log}')}"
 
 
 def check_cluster(slurm: Slurm) -> None:

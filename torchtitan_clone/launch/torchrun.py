@@ -248,7 +248,9 @@ def _report(result: "RunResult", *, logs: "RankLogs") -> int:
 
 
 def _describe_exit(code: int) -> str:
-    names = {each.value: each.name for each in signal.Signals}  # the first and last one of real time have a name
+    names = {
+        each.value: each.name for each in signal.Signals
+    }  # of real-time signals only the first and the last have one
     return f"exit code {code}" if code > 0 else f"killed by {names.get(-code, f'signal {-code}')}"
 
 

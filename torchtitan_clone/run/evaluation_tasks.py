@@ -12,6 +12,7 @@ from torchtitan_clone.config.checks import describe_empty_path
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import EvaluationTask, Training
 from torchtitan_clone.data import Tokenizer
+from torchtitan_clone.data.opening import with_own_options
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.documents import DocumentError, is_unicode, parse_json, read_regular
@@ -53,9 +54,8 @@ def build_tasks(config: Config, *, tokenizer: Tokenizer, seq_len: int) -> list[T
         try:
             tasks.append(_build_task(options, config=config, tokenizer=tokenizer, seq_len=seq_len))
         except ConfigError as error:
-            for message in error.messages:
-                own = message.replace("training.dataset_path", "path").replace("training.text_key", "text_key")
-                problems.append(f"evaluation.tasks, name {shown(options.name)}: {own}")
+            place = f"evaluation.tasks, name {shown(options.name)}"
+            problems += [f"{place}: {with_own_options(message)}" for message in error.messages]
     if problems:
         raise ConfigError(problems)
     return tasks
@@ -82,7 +82,7 @@ def _text_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer,
         raise ConfigError("its files have no document of two tokens; set path to text")
     size = sum(lengths[token] for text in texts for token in text.tokens[text.first :])
     if not size:
-        raise ConfigError("the tokenizer knows none of its text, but special tokens; set path to other text")
+        raise ConfigError("every token of its text is a special one, which has no bytes; set path to other text")
     tokens = sum(text.size for text in texts)
 
     def measure(nats: Sequence[float]) -> dict[str, float]:

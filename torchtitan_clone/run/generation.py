@@ -104,14 +104,14 @@ class Generator:
 
     def stream_text(self, prompt: Sequence[int]) -> Iterator[str]:
         """Yields the text that continues one prompt, complete characters of it as they come."""
-        ids: list[int] = []
-        shown = ""
+        ids = [*prompt]
+        shown = len(self.decode(ids))
         for (token,) in self.stream([prompt]):
             ids += [] if token is None else [token]
-            text = self.decode(ids, after=prompt)
+            text = self.decode(ids)
             if not text.endswith("\ufffd"):  # otherwise the rest of a character follows
-                yield text.removeprefix(shown)
-                shown = text
+                yield text[shown:]
+                shown = len(text)
 
     @torch.inference_mode()
     def stream(self, prompts: Sequence[Sequence[int]], *, first_prompt: int = 0) -> Iterator[list[int | None]]:
