@@ -122,11 +122,8 @@ def _naming(name: str, *, data: Data) -> Iterator[None]:
     except ConfigError as error:
         if not data.sources:
             raise
-        raise ConfigError([_of_source(name, message) for message in error.messages]) from error
-
-
-def _of_source(name: str, message: str) -> str:
-    return f"data.sources, name {shown(name)}: {with_own_options(message)}"
+        place = f"data.sources, name {shown(name)}"
+        raise ConfigError([f"{place}: {with_own_options(message)}" for message in error.messages]) from error
 
 
 def with_own_options(message: str) -> str:

@@ -269,8 +269,9 @@ class _Preparation:
         documents = _total(stores, "documents")
         if fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
             # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
-            bad_rows = BadRows(limit=self.data.max_bad_rows)
-            found = _documents(self.source, has_ids=_has_ids(self.source), bad_rows=bad_rows)
+            found = _documents(
+                self.source, has_ids=_has_ids(self.source), bad_rows=BadRows(limit=self.data.max_bad_rows)
+            )
             stores = self._all_parts(min(unit_hash(document) for document, _ in found))
         if not _total(stores, "documents")["train"]:  # there is only one document, or copies of one
             stores = self._all_parts(0.0)

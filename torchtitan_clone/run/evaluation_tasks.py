@@ -54,8 +54,7 @@ def build_tasks(config: Config, *, tokenizer: Tokenizer, seq_len: int) -> list[T
         try:
             tasks.append(_build_task(options, config=config, tokenizer=tokenizer, seq_len=seq_len))
         except ConfigError as error:
-            place = f"evaluation.tasks, name {shown(options.name)}"
-            problems += [f"{place}: {with_own_options(message)}" for message in error.messages]
+            problems += [f"evaluation.tasks, name {shown(options.name)}: {with_own_options(x)}" for x in error.messages]
     if problems:
         raise ConfigError(problems)
     return tasks
