@@ -90,13 +90,11 @@ def _frozen_phase(config: Config, *, step: int, rows: int) -> Phase:
 
 
 def _with_same_rows(validation: Validation, *, growth: int) -> Validation:
-    """Returns options that measure the same rows on `growth` times as many data-parallel ranks, or few more.
-
-    A batch has rows of one source, so that the same rows are batches of the same size.
-    """
+    """Returns options that measure the same rows on `growth` times as many data-parallel ranks, or few more."""
     if validation.steps == -1 or growth < 2:
         return validation
     if validation.local_batch_size % growth == 0:
+        # A batch has rows of one source: the same rows are batches of the same size.
         return replace(validation, local_batch_size=validation.local_batch_size // growth)
     return replace(validation, steps=-(-validation.steps // growth))
 
