@@ -234,7 +234,7 @@ def _send_or_receive(whole: torch.Tensor, rank: int) -> Callable[[], object]:
 
 
 def _message(whole: torch.Tensor, rank: int) -> dist.Work:
-    sent, received = ({1: whole}, {}) if rank == 0 else ({}, {0: whole})
+    sent, received = ([(1, whole)], []) if rank == 0 else ([], [(0, whole)])
     return start_exchange(sent, received, group=dist.GroupMember.WORLD, collective="send")
 
 

@@ -17,7 +17,7 @@ from tests.ops.dense_attention import (
 )
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, attend, use_cpp
+from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, attend, attend_backward, kernel_for, use_cpp
 from torchtitan_clone.ops.cpp_library import cpp_compiler
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
@@ -131,6 +131,47 @@ def test_values_that_are_no_numbers_stay_visible():
     wrong[:, 7:, :2] = True  # heads 0 and 1 share the first key
     assert torch.equal(out.isnan(), wrong[..., None].expand_as(out))
     assert torch.equal(lse.isnan(), wrong.transpose(1, 2))
+
+
+def tokens_first(x):
+    """Returns a tensor of heads whose tokens are in memory before its rows."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_tokens_may_be_before_rows_in_memory():
+    *tensors, _ = triple_heads(90)
+    wide = [torch.cat((x, x), dim=2)[:, :, : x.shape[2]] for x in tensors]
+    far = [torch.stack((x, x), dim=-1)[..., 0] for x in tensors]
+    right = result_and_gradients(lambda *x: attend(*x, None)[0], *tensors)
+    for others in (map(tokens_first, tensors), wide, map(tokens_first, wide), far):
+        *qkv, grad = others
+        out, lse = attend(*qkv, None)
+        found = [out, *attend_backward(grad, *qkv, None, None, out, lse)]
+        assert all(map(torch.equal, found, right))
+        dense = [torch.empty_like(x) for x in (qkv[0], *qkv)]
+        assert [x.stride() for x in found] == [x.stride() for x in dense]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_attention_goes_on_over_other_keys(order):
+    """Queries of the first keys see none of the second ones."""
+    q, k, v, grad, _ = triple_heads(700)
+    ends = torch.arange(1, 701, dtype=torch.int32).expand(2, -1)
+    parts = [(slice(333), ends.clamp(max=333)), (slice(333, None), (ends - 333).clamp(min=0))]
+    kernel, kv_grads = kernel_for(q), [torch.empty_like(k), torch.empty_like(v)]
+    attention = q_grad = None
+    for keys, of_part in (parts[index] for index in order):
+        attention = kernel.attend(q, k[:, keys], v[:, keys], None, of_part, onto=attention)
+    for keys, of_part in (parts[index] for index in order):
+        written = [x[:, keys] for x in kv_grads]
+        qkv = (q, k[:, keys], v[:, keys])
+        q_grad, *_ = kernel.attend_backward(grad, *qkv, None, of_part, *attention, q_grad=q_grad, kv_grads=written)
+    out, lse = attention
+    exact = result_and_gradients(lambda *x: dense(*x, None), *(x.double() for x in (q, k, v, grad)))
+    whole = result_and_gradients(lambda *x: attend(*x, None)[0], q, k, v, grad)
+    for found, at_once, right in zip((out, q_grad, *kv_grads), whole, exact, strict=True):
+        assert distance(found, right) < 1.2 * distance(at_once, right)
+    assert distance(lse, attend(q, k, v, None)[1]) < 1e-7
 
 
 WRONG = ["dtype", "head size", "heads", "values", "keys", "starts", "dtype of starts", "ends", "end", "start"]

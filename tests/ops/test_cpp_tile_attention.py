@@ -10,7 +10,7 @@ from tests.ops.dense_attention import (
     inputs,
     result_and_gradients,
 )
-from tests.ops.test_cpp_attention import CASES, eager_kernel, quick_compiler, run_python, uses
+from tests.ops.test_cpp_attention import CASES, eager_kernel, quick_compiler, run_python, tokens_first, uses
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, Kernel, use_cpp
@@ -86,6 +86,13 @@ def test_parts_of_the_keys_merge_to_the_whole():
     assert distance(q_first.float() + q_second, gradients[0]) < 5e-3
     for first_part, second_part, all_keys in zip(kv_first, kv_second, gradients[1:], strict=True):
         assert distance(torch.cat((first_part, second_part), 1), all_keys) < 5e-3
+
+
+def test_tokens_may_be_before_rows_in_memory():
+    *tensors, _ = low_heads(90)
+    found = in_tiles(*map(tokens_first, tensors))
+    assert all(map(torch.equal, found, in_tiles(*tensors)))
+    assert [x.stride() for x in found if x.dim() == 4] == [tokens_first(x).stride() for x in (tensors[0], *tensors[:3])]
 
 
 def test_queries_without_keys_are_zero():

@@ -11,7 +11,6 @@ from torchtitan_clone.ops.messages import (
     StartedSum,
     all_gather,
     all_to_all,
-    compiled_exchange_slices,
     exchange_slices,
     reduce_scatter,
 )
@@ -75,7 +74,7 @@ def check_operators():
         name = dist.GroupMember.WORLD.group_name
         checks = ("test_schema", "test_faketensor")
         slices = torch.randn(3, 2, 4, 5).transpose(0, 1)
-        torch.library.opcheck(compiled_exchange_slices, (slices, name), test_utils=checks)
+        torch.library.opcheck(exchange_slices, (slices, name), test_utils=checks)
         tokens = torch.randn(4, 3, 6).transpose(0, 1)
         for gathers in (True, False):
             torch.library.opcheck(_compiled_exchange, (tokens, gathers, 2, name), test_utils=checks)

@@ -1,4 +1,4 @@
-"""Context parallelism against one device: attention, gradients with all other axes, memory, and communication."""
+"""Context parallelism, also that of head_exchange.py, against one device: attention, gradients, memory, messages."""
 
 import itertools
 import json
@@ -14,13 +14,12 @@ from tests.parallel.test_gradients import Runs
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, use_cpp
 from torchtitan_clone.parallel.context import (
-    CompleteRows,
-    HeadExchange,
     KeyExchange,
     LocalStarts,
     context_attention,
     local_tokens,
 )
+from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 

@@ -13,6 +13,7 @@ constexpr int64_t QUERIES = 32, KEYS = 512;    // of a block of scores, which st
 constexpr int64_t WIDTH = KEYS + LANES;        // between two rows of scores, which are then not at equal cache lines
 
 typedef Memory<float> Floats;
+typedef Heads<float> Tensor;
 
 // c = a b, or c += a b, for R rows of a [rows, depth] and V vectors of the columns of b [depth, columns]. What is added to
 // c is summed first: a sum over many blocks then has fewer roundings than terms.
@@ -79,10 +80,10 @@ void multiply_packed(int64_t rows, int64_t H, const float* x, const float* panel
     multiply_columns<false, 2>(rows, H, x, H, 1, panels + i * H, PANEL, scores + i, WIDTH);
 }
 
-void attend_block(const Block& block, const Sizes& size, const float* queries, const float* panels, const float* values,
-                  float scale, float* scores, float* out, float* logs) {
-  const int64_t N = size.N, H = size.H;
+void attend_block(const Block& block, int64_t H, bool goes_on, const float* queries, const float* panels, const float* values,
+                  float scale, float* scores, const Tensor& out, float* logs) {
   Softmax softmax[QUERIES];
+  for (int64_t i = 0; goes_on && i < block.rows; ++i) softmax[i].add(logs[i], scale);
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
     multiply_packed(block.rows, H, queries, panels + first * H, width, scores);
@@ -91,16 +92,15 @@ void attend_block(const Block& block, const Sizes& size, const float* queries, c
       block.mask(i, first, width, row);
       const auto write = [row](int64_t j, Vector probability) { store(row + j, probability); };
       softmax[i].add(row, padded(width, PANEL), scale, write, [=](float factor) {
-        for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) store(out + h, load(out + h) * factor);
+        for (int64_t h = 0; h < H; h += LANES) store(out[i] + h, load(out[i] + h) * factor);
       });
     }
-    (first > block.first_key ? multiply<true> : multiply<false>)(
-        block.rows, H, width, scores, WIDTH, 1, values + first * H, H, out, N * H);
+    (goes_on || first > block.first_key ? multiply<true> : multiply<false>)(
+        block.rows, H, width, scores, WIDTH, 1, values + first * H, H, out.data, out.token_stride);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
     const bool sees = softmax[i].sees_keys();
-    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES)
-      store(out + h, sees ? load(out + h) / softmax[i].total : Vector{});
+    for (int64_t h = 0; h < H; h += LANES) store(out[i] + h, sees ? load(out[i] + h) / softmax[i].total : Vector{});
     logs[i] = softmax[i].log(scale);
   }
 }
@@ -111,20 +111,19 @@ struct Scratch {
 };
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
-void attend_block_backward(const Block& block, const Sizes& size, const float* grad, const float* queries,
-                           const float* out, const float* logs, float scale, const Scratch& scratch, float* q_grad) {
-  const auto [B, T, S, N, K, H] = size;
+void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Tensor& grad, const Tensor& queries, const Tensor& out,
+                           const float* logs, float scale, const Scratch& scratch, const Tensor& q_grad) {
   float* scores = scratch.scores.get();
   float* grads = scratch.grads.get();
-  copy_rows(queries, N * H, block.rows, H, scratch.queries.get());
-  copy_rows(grad, N * H, block.rows, H, scratch.out_grads.get());
-  for (const float* x : {queries, grad, out}) prefetch(x + QUERIES * N * H, N * H, block.next_rows, H);
+  copy_rows(queries, block.rows, H, scratch.queries.get());
+  copy_rows(grad, block.rows, H, scratch.out_grads.get());
+  for (const Tensor& x : {queries, grad, out}) prefetch(x, QUERIES, block.next_rows, H);
   float products[QUERIES];  // of each result and its gradient
-  if (block.end <= block.first_key)
-    for (int64_t i = 0; i < block.rows; ++i) std::fill_n(q_grad + i * N * H, H, 0.0f);
+  if (block.end <= block.first_key && !goes_on)
+    for (int64_t i = 0; i < block.rows; ++i) std::fill_n(q_grad[i], H, 0.0f);
   for (int64_t i = 0; i < block.rows; ++i) {
     Vector product = {};
-    for (int64_t h = i * N * H; h < i * N * H + H; h += LANES) product += load(grad + h) * load(out + h);
+    for (int64_t h = 0; h < H; h += LANES) product += load(grad[i] + h) * load(out[i] + h);
     products[i] = sum(product);
   }
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
@@ -141,8 +140,8 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
         store(grad_row + j, probability * (load(grad_row + j) - products[i]) * scale);
       }
     }
-    (first > block.first_key ? multiply<true> : multiply<false>)(
-        block.rows, H, width, grads, WIDTH, 1, scratch.keys.get() + first * H, H, q_grad, N * H);
+    (goes_on || first > block.first_key ? multiply<true> : multiply<false>)(
+        block.rows, H, width, grads, WIDTH, 1, scratch.keys.get() + first * H, H, q_grad.data, q_grad.token_stride);
     multiply<true>(width, H, block.rows, grads, 1, WIDTH, scratch.queries.get(), H, scratch.k_grad.get() + first * H,
                    H);
     multiply<true>(width, H, block.rows, scores, 1, WIDTH, scratch.out_grads.get(), H,
@@ -153,8 +152,9 @@ void attend_block_backward(const Block& block, const Sizes& size, const float* g
 }  // namespace
 
 // Clang takes no structured bindings in parallel regions.
-extern "C" void attend(const float* q, const float* k, const float* v, const int32_t* starts, const int32_t* ends,
-                       float* out, float* logs, const Sizes* size, float scale) {
+extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, const int32_t* starts, const int32_t* ends,
+                       const Tensor* out, float* logs, const Sizes* size, float scale) {
+  if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H;
 #pragma omp parallel
   {
@@ -162,22 +162,27 @@ extern "C" void attend(const float* q, const float* k, const float* v, const int
     const Floats queries = memory<float>(QUERIES * H), scores = memory<float>(QUERIES * WIDTH);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
-      const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
-      copy_rows(k + place, K * H, S, H, rows.get());
+      const int64_t b = head / N, n = head % N, kv = n / (N / K);
+      copy_rows(k->from(b, 0, kv, H), S, H, rows.get());
       pack(rows.get(), S, H, panels.get());
-      copy_rows(v + place, K * H, S, H, rows.get());
-      for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t first, int64_t row) {
-        copy_rows(q + first, N * H, block.rows, H, queries.get());
-        prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
-        attend_block(block, *size, queries.get(), panels.get(), rows.get(), scale, scores.get(), out + first, logs + row);
+      copy_rows(v->from(b, 0, kv, H), S, H, rows.get());
+      for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t row) {
+        const Tensor block_queries = q->from(b, block.first_query, n, H);
+        copy_rows(block_queries, block.rows, H, queries.get());
+        prefetch(block_queries, QUERIES, block.next_rows, H);
+        attend_block(block, H, size->goes_on, queries.get(), panels.get(), rows.get(), scale, scores.get(),
+                     out->from(b, block.first_query, n, H), logs + row);
       });
     }
   }
+  return true;
 }
 
-extern "C" void attend_backward(const float* grad, const float* q, const float* k, const float* v,
-                                const int32_t* starts, const int32_t* ends, const float* out, const float* logs,
-                                float* q_grad, float* k_grad, float* v_grad, const Sizes* size, float scale) {
+extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Tensor* k, const Tensor* v,
+                                const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
+                                const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
+                                float scale) {
+  if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
 #pragma omp parallel
   {
@@ -187,21 +192,24 @@ extern "C" void attend_backward(const float* grad, const float* q, const float* 
                              memory<float>(keys),   memory<float>(rows),   memory<float>(rows)};
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
-      const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
-      copy_rows(v + place, K * H, S, H, scratch.keys.get());
+      const int64_t b = kv_head / K, kv = kv_head % K;
+      copy_rows(v->from(b, 0, kv, H), S, H, scratch.keys.get());
       pack(scratch.keys.get(), S, H, scratch.value_panels.get());
-      copy_rows(k + place, K * H, S, H, scratch.keys.get());
+      copy_rows(k->from(b, 0, kv, H), S, H, scratch.keys.get());
       pack(scratch.keys.get(), S, H, scratch.key_panels.get());
       std::fill_n(scratch.k_grad.get(), S * H, 0.0f);
       std::fill_n(scratch.v_grad.get(), S * H, 0.0f);
-      for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
-        for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t first, int64_t row) {
-          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + row, scale, scratch, q_grad + first);
+      for (int64_t n = kv * groups; n < (kv + 1) * groups; ++n)
+        for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t row) {
+          const auto of_block = [&](const Tensor* x) { return x->from(b, block.first_query, n, H); };
+          attend_block_backward(block, H, size->goes_on, of_block(grad), of_block(q), of_block(out), logs + row, scale, scratch,
+                                of_block(q_grad));
         });
       for (int64_t s = 0; s < S; ++s) {
-        std::copy_n(scratch.k_grad.get() + s * H, H, k_grad + place + s * K * H);
-        std::copy_n(scratch.v_grad.get() + s * H, H, v_grad + place + s * K * H);
+        std::copy_n(scratch.k_grad.get() + s * H, H, k_grad->from(b, s, kv, H).data);
+        std::copy_n(scratch.v_grad.get() + s * H, H, v_grad->from(b, s, kv, H).data);
       }
     }
   }
+  return true;
 }

@@ -1,7 +1,7 @@
 // What attention in fp32 and attention in tiles of bfloat16 share: vectors, softmax, and which keys a query sees.
 //
-// Tensors are contiguous:
-//   queries [B, T, N, H], keys and values [B, S, K, H], logarithms of sums of exponentials [B, N, T],
+// Queries [B, T, N, H], keys and values [B, S, K, H] have strides, the rest is contiguous:
+//   logarithms of sums of exponentials [B, N, T],
 //   starts [B, T]: the first key that each query sees, or null if that is the first of the row,
 //   ends [B, T]: the one after its last key, or null if that is the one after itself, where S is T.
 // H is a multiple of LANES, N one of K.
@@ -22,6 +22,20 @@ typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t)), al
 
 struct Sizes {
   int64_t B, T, S, N, K, H;
+  int64_t goes_on;  // whether results, and the gradient by queries, are added to those over other keys; in fp32 only
+};
+
+// A tensor [B, T, heads, H] whose heads are consecutive, with the strides of the others, in elements.
+template <class T>
+struct Heads {
+  T* data;
+  int64_t row_stride, token_stride;
+
+  // The rows [T, H] of a head from a token on.
+  Heads from(int64_t b, int64_t t, int64_t head, int64_t H) const {
+    return {data + b * row_stride + t * token_stride + head * H, row_stride, token_stride};
+  }
+  T* operator[](int64_t token) const { return data + token * token_stride; }
 };
 
 template <class Combine>
@@ -51,18 +65,25 @@ Vector exponential(Vector x) {
 
 // Loads rows of a head to the cache. They are as far apart as tokens, which hardware does not foresee.
 template <class T>
-void prefetch(const T* x, int64_t x_row, int64_t rows, int64_t H) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t h = 0; h < H; h += LINE_BYTES / sizeof(T)) __builtin_prefetch(x + i * x_row + h);
+void prefetch(const Heads<T>& x, int64_t first, int64_t rows, int64_t H) {
+  for (int64_t i = first; i < first + rows; ++i)
+    for (int64_t h = 0; h < H; h += LINE_BYTES / sizeof(T)) __builtin_prefetch(x[i] + h);
 }
 
 // Copies rows of a head [rows, H] to consecutive ones: a cache has few places for rows that are equally far apart.
 template <class T>
-void copy_rows(const T* x, int64_t x_row, int64_t rows, int64_t H, T* copies) {
+void copy_rows(const Heads<T>& x, int64_t rows, int64_t H, T* copies) {
   for (int64_t i = 0; i < rows; ++i) {
-    if (i + AHEAD < rows) prefetch(x + (i + AHEAD) * x_row, x_row, 1, H);
-    std::copy_n(x + i * x_row, H, copies + i * H);
+    if (i + AHEAD < rows) prefetch(x, i + AHEAD, 1, H);
+    std::copy_n(x[i], H, copies + i * H);
   }
+}
+
+// Whether starts or ends [B, T], or null, are indices of keys or the one after them.
+bool are_bounds(const int32_t* x, const Sizes& size) {
+  bool are = true;
+  for (int64_t i = 0; x != nullptr && i < size.B * size.T; ++i) are &= x[i] >= 0 && x[i] <= size.S;
+  return are;
 }
 
 const int32_t* row_of(const int32_t* x, int64_t b, int64_t T) { return x == nullptr ? nullptr : x + b * T; }
@@ -91,20 +112,27 @@ struct Block {
   }
 };
 
-// Calls run() with the blocks of queries of a head, where they start in queries, and where in logarithms.
+// Calls run() with the blocks of queries of a head, and where they start in logarithms.
 template <class Run>
 void for_each_block(const Sizes& size, int64_t b, int64_t n, const int32_t* starts, const int32_t* ends, int64_t queries,
                     int64_t panel, Run run) {
   const int64_t T = size.T;
   for (int64_t t = 0; t < T; t += queries) {
     const Block block(row_of(starts, b, T), row_of(ends, b, T), t, T, queries, panel);
-    run(block, ((b * T + t) * size.N + n) * size.H, (b * size.N + n) * T + t);
+    run(block, (b * size.N + n) * T + t);
   }
 }
 
 // The softmax of a row of scores that come in blocks.
 struct Softmax {
   float maximum = MASKED, total = 0.0f;
+
+  // Goes on from a logarithm of a sum.
+  void add(float log, float scale) {
+    if (log <= NO_KEYS) return;
+    maximum = log / scale;
+    total = std::exp(log - maximum * scale);
+  }
 
   // Passes e^(scale (score - maximum)) to write(), a vector after another, with the maximum of all scores until now, and
   // to rescale() the factor of what was computed with the maximum before. `count` is a multiple of LANES.

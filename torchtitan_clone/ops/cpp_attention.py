@@ -55,47 +55,85 @@ def use_cpp(model: nn.Module) -> None:
             module._in_eager = True
 
 
+class _Heads(ctypes.Structure):
+    """What cpp_attention.h declares: a tensor [B, T, heads, H] whose heads are consecutive."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
+
+
+def _consecutive(x: Tensor) -> Tensor:
+    """Returns a tensor [B, T, heads, H] whose heads are consecutive: itself, or a contiguous copy."""
+    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+
+
 class Kernel:
-    """A library's attention, which reads and writes queries, keys, values and their gradients in one dtype."""
+    """A library's attention, which reads and writes queries, keys, values and their gradients in one dtype.
+
+    Rows and tokens can have any strides. Results have them in the order of queries, gradients in that of their tensors.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
         self._library = library
         self._dtype = dtype
 
-    def attend(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns what attend() does, in the dtype of the library."""
-        sizes = _sizes(*inputs)
-        B, T, _, N, *_ = sizes
-        out_BTNH, lse_BNT = self._empty_like(inputs[0]), torch.empty(B, N, T, dtype=torch.float32)
+    def attend(self, *inputs: Tensor | None, onto: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Returns what attend() does, in the dtype of the library.
+
+        With `onto`, attention over other keys in fp32, this is of them all, in the same memory.
+        """
+        assert onto is None or self._dtype == torch.float32
+        B, T, _, N, *_ = sizes = _sizes(*inputs, goes_on=onto is not None)
+        out_BTNH, lse_BNT = onto or (self._empty_like(inputs[0]), torch.empty(B, N, T, dtype=torch.float32))
         self._call("attend", *inputs, results=(out_BTNH, lse_BNT), sizes=sizes)
         return out_BTNH, lse_BNT
 
-    def attend_backward(self, grad_BTNH: Tensor, *saved: Tensor | None) -> list[Tensor]:
-        """Returns what attend_backward() does, in the dtype of the library."""
+    def attend_backward(
+        self, grad_BTNH: Tensor, *saved: Tensor | None, q_grad: Tensor | None = None, kv_grads: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Returns what attend_backward() does, in the dtype of the library.
+
+        Adds to `q_grad`, in fp32, and writes to `kv_grads` where these are given.
+        """
         *inputs, _out, _lse = saved
-        results = [self._empty_like(x) for x in inputs[:3]]
-        self._call("attend_backward", grad_BTNH, *saved, results=results, sizes=_sizes(*inputs))
+        sizes = _sizes(*inputs, goes_on=q_grad is not None)
+        q_grad = self._empty_like(inputs[0]) if q_grad is None else q_grad
+        results = [q_grad, *(kv_grads or map(self._empty_like, inputs[1:3]))]
+        self._call("attend_backward", grad_BTNH, *saved, results=results, sizes=sizes)
         return results
 
     def _empty_like(self, x: Tensor | None) -> Tensor:
-        return torch.empty(cast("Tensor", x).shape, dtype=self._dtype)
+        return _empty_like(cast("Tensor", x), dtype=self._dtype)
 
     def _call(
         self, name: str, *inputs: Tensor | None, results: Sequence[Tensor], sizes: ctypes.Array[ctypes.c_int64]
     ) -> None:
-        converted = [x if x is None else (x.to(self._dtype) if x.dim() == 4 else x).contiguous() for x in inputs]
-        pointers = [None if x is None else ctypes.c_void_p(x.data_ptr()) for x in (*converted, *results)]
-        getattr(self._library, name)(*pointers, sizes, ctypes.c_float(sizes[-1] ** -0.5))
+        converted = [
+            x if x is None else _consecutive(x.to(self._dtype)) if x.dim() == 4 else x.contiguous() for x in inputs
+        ]
+        pointers = [x if x is None else _argument(x) for x in (*converted, *results)]
+        if not getattr(self._library, name)(*pointers, sizes, ctypes.c_float(sizes[5] ** -0.5)):
+            bounds = [int(bound) for x in inputs if x is not None and x.dtype == torch.int32 for bound in x.aminmax()]
+            wrong = next(bound for bound in bounds if not 0 <= bound <= sizes[2])
+            raise ValueError(f"attention by C++: a range of keys has the bound {wrong}; 0 to {sizes[2]} exist")
 
 
-def _kernel(q_BTNH: Tensor) -> Kernel:
+def _argument(x: Tensor) -> object:
+    return ctypes.byref(_Heads(x.data_ptr(), *x.stride()[:2])) if x.dim() == 4 else ctypes.c_void_p(x.data_ptr())
+
+
+def _empty_like(x: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return _consecutive(torch.empty_like(_consecutive(x), dtype=dtype))
+
+
+def kernel_for(q_BTNH: Tensor) -> Kernel:
+    """Returns the attention that computes in the type of these queries, which takes_cpp() has allowed."""
     if _takes_tiles(q_BTNH):
         return Kernel(tile_library(), torch.bfloat16)
     return Kernel(loaded_library(), torch.float32)
 
 
-def _sizes(*inputs: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
-    """Returns B, T, S, N, K and H; ValueError if the library would read other memory than that of these tensors."""
+def _sizes(*inputs: Tensor | None, goes_on: bool) -> ctypes.Array[ctypes.c_int64]:
+    """Returns the library's Sizes; ValueError if it would read other memory than that of these tensors."""
     q_BTNH, k_BSKH, v_BSKH = cast("Sequence[Tensor]", inputs[:3])
     ranges = inputs[3:]
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
@@ -106,10 +144,7 @@ def _sizes(*inputs: Tensor | None) -> ctypes.Array[ctypes.c_int64]:
     if not (fits and are_ranges and kinds <= _TAKEN):
         shapes = [tuple(x.shape) for x in (q_BTNH, k_BSKH, v_BSKH, *given)]
         raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
-    bounds = [bound.item() for x in given for bound in x.aminmax()]
-    if wrong := [bound for bound in bounds if not 0 <= bound <= S]:
-        raise ValueError(f"attention by C++: a range of keys has the bound {wrong[0]}; 0 to {S} exist")
-    return (ctypes.c_int64 * 6)(B, T, S, N, K, H)
+    return (ctypes.c_int64 * 7)(B, T, S, N, K, H, goes_on)
 
 
 @torch.library.custom_op("torchtitan_clone::attend", mutates_args=())
@@ -121,14 +156,14 @@ def attend(
     Starts and ends are int32. Without starts a row is seen from its first key on, and without ends, of as many keys as
     queries, until the query itself. Sums are in fp32, as is lse, of which there is no gradient.
     """
-    out_BTNH, lse_BNT = _kernel(q_BTNH).attend(q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
+    out_BTNH, lse_BNT = kernel_for(q_BTNH).attend(q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
     return out_BTNH.to(q_BTNH.dtype), lse_BNT
 
 
 @attend.register_fake
 def _fake_results(q_BTNH: Tensor, *_others: Tensor | None) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q_BTNH.shape
-    return q_BTNH.new_empty(q_BTNH.shape), q_BTNH.new_empty(B, N, T, dtype=torch.float32)
+    return _empty_like(q_BTNH, dtype=q_BTNH.dtype), q_BTNH.new_empty(B, N, T, dtype=torch.float32)
 
 
 @torch.library.custom_op("torchtitan_clone::attend_backward", mutates_args=())
@@ -138,13 +173,13 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients by queries, keys and values of attend(), whose results may be merged with others."""
     saved = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT, out_BTNH, lse_BNT)
-    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in _kernel(q_BTNH).attend_backward(grad_BTNH, *saved))
+    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in kernel_for(q_BTNH).attend_backward(grad_BTNH, *saved))
     return q_grad, k_grad, v_grad
 
 
 @attend_backward.register_fake
 def _fake_gradients(_grad: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (x.new_empty(x.shape) for x in cast("Sequence[Tensor]", tensors[:3]))
+    q, k, v = (_empty_like(x, dtype=x.dtype) for x in cast("Sequence[Tensor]", tensors[:3]))
     return q, k, v
 
 

@@ -11,12 +11,14 @@
 
 namespace {
 
+typedef Heads<Low> Tensor;
+
 constexpr int64_t QUERIES = 64, KEYS = 512;
 constexpr int64_t WIDTH = KEYS + DEPTH;   // between two rows of scores, which are then not at equal cache lines
 
 // Copies rows of a head [rows, H] to consecutive ones, and zeros after them.
-void copy_padded(const Low* x, int64_t x_row, int64_t rows, int64_t all_rows, int64_t H, Low* copies) {
-  copy_rows(x, x_row, rows, H, copies);
+void copy_padded(const Tensor& x, int64_t rows, int64_t all_rows, int64_t H, Low* copies) {
+  copy_rows(x, rows, H, copies);
   std::fill(copies + rows * H, copies + all_rows * H, 0);
 }
 
@@ -53,8 +55,8 @@ struct Forward {
         probs(memory<Low>(QUERIES * WIDTH)), scores(memory<float>(QUERIES * WIDTH)), out(memory<float>(QUERIES * H)) {}
 };
 
-void attend_block(const Block& block, const Sizes& size, const Forward& m, float scale, Low* out, float* logs) {
-  const int64_t N = size.N, H = size.H, rows = padded(block.rows, SIDE);
+void attend_block(const Block& block, int64_t H, const Forward& m, float scale, const Tensor& out, float* logs) {
+  const int64_t rows = padded(block.rows, SIDE);
   Softmax softmax[QUERIES];
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first), all = padded(width, SIDE);
@@ -82,7 +84,7 @@ void attend_block(const Block& block, const Sizes& size, const Forward& m, float
     const float* sums = m.out.get() + i * H;
     const bool sees = softmax[i].sees_keys();
     for (int64_t h = 0; h < H; h += LANES)
-      store_low(out + i * N * H + h, rounded(sees ? load(sums + h) / softmax[i].total : Vector{}));
+      store_low(out[i] + h, rounded(sees ? load(sums + h) / softmax[i].total : Vector{}));
     logs[i] = softmax[i].log(scale);
   }
 }
@@ -115,13 +117,13 @@ struct Columns {
   float logs[QUERIES] = {}, products[QUERIES] = {};  // of each result and its gradient
   int32_t all_from = 0, all_until = INT32_MAX;       // keys that all of QUERIES see
 
-  Columns(const Block& block, const float* block_logs, const Low* out, int64_t out_row, const Low* out_grads, int64_t H) {
+  Columns(const Block& block, const float* block_logs, const Tensor& out, const Low* out_grads, int64_t H) {
     for (int64_t i = 0; i < block.rows; ++i) {
       starts[i] = block.start_of(i);
       ends[i] = block.end_of(i);
       logs[i] = block_logs[i];
       Vector product = {};
-      for (int64_t h = 0; h < H; h += LANES) product += widened(out_grads + i * H + h) * widened(out + i * out_row + h);
+      for (int64_t h = 0; h < H; h += LANES) product += widened(out_grads + i * H + h) * widened(out[i] + h);
       products[i] = sum(product);
     }
     for (int64_t i = 0; i < QUERIES; ++i) {
@@ -157,17 +159,16 @@ void differentiate(const Columns& columns, int64_t key, const float* scores, con
 }
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
-void attend_block_backward(const Block& block, const Sizes& size, const Low* grad, const Low* queries, const Low* out,
-                           const float* logs, float scale, const Backward& m, Low* q_grad) {
-  const int64_t row = size.N * size.H, H = size.H;
-  copy_padded(queries, row, block.rows, QUERIES, H, m.queries.get());
-  copy_padded(grad, row, block.rows, QUERIES, H, m.out_grads.get());
-  for (const Low* x : {queries, grad, out}) prefetch(x + QUERIES * row, row, block.next_rows, H);
+void attend_block_backward(const Block& block, int64_t H, const Tensor& grad, const Tensor& queries, const Tensor& out,
+                           const float* logs, float scale, const Backward& m, const Tensor& q_grad) {
+  copy_padded(queries, block.rows, QUERIES, H, m.queries.get());
+  copy_padded(grad, block.rows, QUERIES, H, m.out_grads.get());
+  for (const Tensor& x : {queries, grad, out}) prefetch(x, QUERIES, block.next_rows, H);
   pack_transposed(m.queries.get(), QUERIES, H, m.queries_T.get());
   pack_transposed(m.out_grads.get(), QUERIES, H, m.out_grads_T.get());
   pack(m.queries.get(), QUERIES, H, m.query_tiles.get());
   pack(m.out_grads.get(), QUERIES, H, m.out_grad_tiles.get());
-  const Columns columns(block, logs, out, row, m.out_grads.get(), H);
+  const Columns columns(block, logs, out, m.out_grads.get(), H);
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t all = padded(std::min(KEYS, block.end - first), SIDE);
     for (int64_t s = 0; s < all; s += SIDE)
@@ -202,7 +203,7 @@ void attend_block_backward(const Block& block, const Sizes& size, const Low* gra
   for (int64_t i = 0; i < block.rows; ++i)
     for (int64_t h = 0; h < H; h += LANES) {
       for (int64_t j = 0; j < LANES; ++j) grads[j] = m.q_grad[(h + j) * QUERIES + i];
-      store_low(q_grad + i * row + h, rounded(load(grads)));
+      store_low(q_grad[i] + h, rounded(load(grads)));
     }
 }
 
@@ -218,8 +219,9 @@ extern "C" bool permit_tiles() {
 #endif
 }
 
-extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* starts, const int32_t* ends, Low* out,
-                       float* logs, const Sizes* size, float scale) {
+extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, const int32_t* starts, const int32_t* ends,
+                       const Tensor* out, float* logs, const Sizes* size, float scale) {
+  if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, all = padded(S, DEPTH);
 #pragma omp parallel
   {
@@ -227,23 +229,27 @@ extern "C" void attend(const Low* q, const Low* k, const Low* v, const int32_t* 
     const Forward m(all, H);
 #pragma omp for schedule(dynamic)
     for (int64_t head = 0; head < B * N; ++head) {
-      const int64_t b = head / N, n = head % N, place = (b * S * K + n / (N / K)) * H;
-      copy_padded(k + place, K * H, S, all, H, m.rows.get());
+      const int64_t b = head / N, n = head % N, kv = n / (N / K);
+      copy_padded(k->from(b, 0, kv, H), S, all, H, m.rows.get());
       pack_transposed(m.rows.get(), all, H, m.keys.get());
-      copy_padded(v + place, K * H, S, all, H, m.rows.get());
+      copy_padded(v->from(b, 0, kv, H), S, all, H, m.rows.get());
       pack(m.rows.get(), all, H, m.values.get());
-      for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t first, int64_t row) {
-        copy_padded(q + first, N * H, block.rows, QUERIES, H, m.queries.get());
-        prefetch(q + first + QUERIES * N * H, N * H, block.next_rows, H);
-        attend_block(block, *size, m, scale, out + first, logs + row);
+      for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t row) {
+        const Tensor queries = q->from(b, block.first_query, n, H);
+        copy_padded(queries, block.rows, QUERIES, H, m.queries.get());
+        prefetch(queries, QUERIES, block.next_rows, H);
+        attend_block(block, H, m, scale, out->from(b, block.first_query, n, H), logs + row);
       });
     }
   }
+  return true;
 }
 
-extern "C" void attend_backward(const Low* grad, const Low* q, const Low* k, const Low* v, const int32_t* starts,
-                                const int32_t* ends, const Low* out, const float* logs, Low* q_grad, Low* k_grad,
-                                Low* v_grad, const Sizes* size, float scale) {
+extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Tensor* k, const Tensor* v,
+                                const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
+                                const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
+                                float scale) {
+  if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
   const int64_t all = padded(S, DEPTH);
 #pragma omp parallel
@@ -252,21 +258,24 @@ extern "C" void attend_backward(const Low* grad, const Low* q, const Low* k, con
     const Backward m(all, H);
 #pragma omp for schedule(dynamic)
     for (int64_t kv_head = 0; kv_head < B * K; ++kv_head) {
-      const int64_t b = kv_head / K, place = (b * S * K + kv_head % K) * H;
-      copy_padded(v + place, K * H, S, all, H, m.values.get());
-      copy_padded(k + place, K * H, S, all, H, m.keys.get());
+      const int64_t b = kv_head / K, kv = kv_head % K;
+      copy_padded(v->from(b, 0, kv, H), S, all, H, m.values.get());
+      copy_padded(k->from(b, 0, kv, H), S, all, H, m.keys.get());
       transpose(m.keys.get(), all, H, m.keys_T.get(), m.S_row);
       std::fill_n(m.k_grad.get(), all * H, 0.0f);
       std::fill_n(m.v_grad.get(), all * H, 0.0f);
-      for (int64_t n = kv_head % K * groups; n < (kv_head % K + 1) * groups; ++n)
-        for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t first, int64_t row) {
-          attend_block_backward(block, *size, grad + first, q + first, out + first, logs + row, scale, m, q_grad + first);
+      for (int64_t n = kv * groups; n < (kv + 1) * groups; ++n)
+        for_each_block(*size, b, n, starts, ends, QUERIES, SIDE, [&](const Block& block, int64_t row) {
+          const auto of_block = [&](const Tensor* x) { return x->from(b, block.first_query, n, H); };
+          attend_block_backward(block, H, of_block(grad), of_block(q), of_block(out), logs + row, scale, m,
+                                of_block(q_grad));
         });
       for (int64_t s = 0; s < S; ++s)
         for (int64_t h = 0; h < H; h += LANES) {
-          store_low(k_grad + place + s * K * H + h, rounded(load(m.k_grad.get() + s * H + h)));
-          store_low(v_grad + place + s * K * H + h, rounded(load(m.v_grad.get() + s * H + h)));
+          store_low(k_grad->from(b, s, kv, H).data + h, rounded(load(m.k_grad.get() + s * H + h)));
+          store_low(v_grad->from(b, s, kv, H).data + h, rounded(load(m.v_grad.get() + s * H + h)));
         }
     }
   }
+  return true;
 }

@@ -3,8 +3,9 @@
 Ranks of one machine exchange them through shared memory, others by gloo.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torchtitan_clone.torch_compat import (
 
 _TAG = 0x6A
 """Tag of messages."""
+T = TypeVar("T")
+Addressed = Sequence[tuple[int, Tensor]]
+"""Tensors, each with the rank of the group that sends or receives it."""
 
 
 def takes_messages(x: Tensor) -> bool:
@@ -104,25 +108,26 @@ def messages_of(ticket: object) -> Messages:
 
 @torch.no_grad()
 def start_exchange(
-    sent: Mapping[int, Tensor], received: Mapping[int, Tensor], *, group: dist.ProcessGroup, collective: str,
-    own: Tensor | None = None, is_awaited: bool = False,
+    sent: Addressed, received: Addressed, *, group: dist.ProcessGroup, collective: str, own: Sequence[Tensor] = (),
+    is_awaited: bool = False,
 ) -> Messages:  # fmt: skip
     """Sends tensors to other ranks of a group, and receives from others; all are contiguous, and on a CPU.
 
-    Each rank that sends here must send as many bytes as its tensor here has. Tensors can not be resized afterwards.
+    Each rank that sends here must send as many bytes as its tensor here has, and several tensors in the order in which
+    they are received. Tensors can not be resized afterwards.
     The others are for traces: `collective` is what this is part of, `own` is the part of it that this rank keeps,
     `is_awaited` says that the caller waits at once.
     """
-    tensors = [*sent.values()], [*sent], [*received.values()], [*received]
-    own_bytes = 0 if own is None else own.numel() * own.element_size()
+    tensors = [x for _, x in sent], [rank for rank, _ in sent], [x for _, x in received], [rank for rank, _ in received]
+    own_bytes = sum(x.numel() * x.element_size() for x in own)
     ticket = torch.ops.torchtitan_clone.exchange(*tensors, group.group_name, own_bytes, is_awaited, collective)
     return _started.pop(ticket)
 
 
-def others(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> dict[int, Tensor]:
-    """Returns the parts, one of each rank of a group, by rank without this one, from the next rank on."""
+def others(parts: Sequence[T], *, group: dist.ProcessGroup) -> list[tuple[int, T]]:
+    """Returns the parts, one of each rank of a group, with their ranks without this one, from the next rank on."""
     ranks = [(group.rank() + step) % group.size() for step in range(1, group.size())]
-    return {rank: parts[rank] for rank in ranks}
+    return [(rank, parts[rank]) for rank in ranks]
 
 
 def start_all_to_all(
@@ -132,8 +137,8 @@ def start_all_to_all(
     rank = group.rank()
     received = [part if source == rank else torch.empty_like(parts[rank], memory_format=torch.contiguous_format)
                 for source, part in enumerate(parts)]  # fmt: skip
-    sent = {target: part.contiguous() for target, part in others(parts, group=group).items()}
-    arguments = {"group": group, "collective": collective, "own": parts[rank], "is_awaited": is_awaited}
+    sent = [(target, part.contiguous()) for target, part in others(parts, group=group)]
+    arguments = {"group": group, "collective": collective, "own": parts[rank : rank + 1], "is_awaited": is_awaited}
     return received, start_exchange(sent, others(received, group=group), **arguments)
 
 
@@ -144,26 +149,26 @@ def all_to_all(parts: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Ten
     return received
 
 
-def exchange_slices(x: Tensor, group_name: str) -> Tensor:
-    """Sends x[rank] to each rank of the group of this name; returns what each rank sends to this one [ranks, ...]."""
-    group = process_group_of(group_name)
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    sent, received = (others([*slices], group=group) for slices in (x, out))
-    own = x[group.rank()]
-    messages = start_exchange(sent, received, group=group, collective="all_to_all", own=own, is_awaited=True)
-    out[group.rank()] = own
+def exchange_parts(tensors: Sequence[Tensor], *, group: dist.ProcessGroup) -> list[Tensor]:
+    """Sends x[rank] of each tensor to each rank, in one exchange; returns what ranks send to this one [ranks, ...]."""
+    received = [x.new_empty(x.shape) for x in tensors]
+    to = [(rank, part.contiguous()) for x in tensors for rank, part in others([*x], group=group)]
+    source = [(rank, part) for x in received for rank, part in others([*x], group=group)]
+    own = [x[group.rank()] for x in tensors]
+    messages = start_exchange(to, source, group=group, collective="all_to_all", own=own, is_awaited=True)
+    for x, part in zip(received, own, strict=True):
+        x[group.rank()] = part
     messages.wait()
-    return out
+    return received
 
 
-compiled_exchange_slices = torch.library.custom_op(
-    "torchtitan_clone::exchange_slices", exchange_slices, mutates_args=()
-)
-"""exchange_slices() as an operator that a compiled region can contain."""
+@torch.library.custom_op("torchtitan_clone::exchange_slices", mutates_args=())
+def exchange_slices(x: Tensor, group_name: str) -> Tensor:
+    """Returns exchange_parts() of one tensor: an operator that a compiled region can contain."""
+    return exchange_parts([x], group=process_group_of(group_name))[0]
 
 
-@compiled_exchange_slices.register_fake
+@exchange_slices.register_fake
 def _empty_slices(x: Tensor, _group_name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -177,8 +182,8 @@ def all_gather(part: Tensor, *, group: dist.ProcessGroup) -> list[Tensor]:
     part = part.contiguous()
     parts = [part if source == group.rank() else torch.empty_like(part) for source in range(group.size())]
     received = others(parts, group=group)
-    sent = dict.fromkeys(received, part)
-    start_exchange(sent, received, group=group, collective="all_gather", own=part, is_awaited=True).wait()
+    sent = [(target, part) for target, _ in received]
+    start_exchange(sent, received, group=group, collective="all_gather", own=[part], is_awaited=True).wait()
     return parts
 
 
@@ -212,11 +217,11 @@ class StartedSum:
             return
         self._messages.wait()
         own = self._parts[self._group.rank()]
-        for part in others(self._received, group=self._group).values():
+        for _, part in others(self._received, group=self._group):
             own.add_(part)
         received = others(self._parts, group=self._group)
-        sent = dict.fromkeys(received, own)
-        self._messages = start_exchange(sent, received, group=self._group, collective="all_gather", own=own)
+        sent = [(target, own) for target, _ in received]
+        self._messages = start_exchange(sent, received, group=self._group, collective="all_gather", own=[own])
         self._parts, self._received = [], []
 
     def wait(self) -> None:

@@ -1,10 +1,10 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
 "allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a chunk of tokens
-from the front and the mirrored one from the back, since late tokens cost more. "alltoall" exchanges heads for tokens.
+from the front and the mirrored one from the back, since late tokens cost more. "alltoall" is in head_exchange.py.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
-Source: arXiv 2411.01783 (gathered, balanced), 2309.14509 (heads), 2310.01889 (ring).
+Source: arXiv 2411.01783 (gathered, balanced), 2310.01889 (ring).
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_clone import torch_compat
 from torchtitan_clone.ops import blockwise_attention as blockwise
-from torchtitan_clone.ops import messages
 from torchtitan_clone.ops.blockwise_attention import Pieces
-from torchtitan_clone.ops.cpp_attention import CppAttention, attend, attend_backward
-from torchtitan_clone.ops.messages import all_gather, reduce_scatter, takes_messages
+from torchtitan_clone.ops.cpp_attention import CppAttention, kernel_for
+from torchtitan_clone.ops.messages import all_gather, others, reduce_scatter, start_exchange, sum_parts, takes_messages
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
+from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.torch_compat import process_group_of
 
 Method = Literal["allgather", "alltoall", "ring"]
@@ -52,18 +51,6 @@ def apply_context_parallel(model: nn.Module, *, mesh: DeviceMesh, method: Method
             attention.core = KeyExchange(group_name=group.group_name, exchange=method)
 
 
-class CompleteRows(nn.Module):
-    """Attention mask of all tokens of rows of which this rank holds a share."""
-
-    def __init__(self, mask: nn.Module, *, degree: int):
-        super().__init__()
-        self._mask = mask
-        self._degree = degree
-
-    def forward(self, documents_BS: OnHost | Tensor | None, positions_BT: Tensor, **options: object) -> object:
-        return self._mask(documents_BS, positions_BT.repeat(1, self._degree), **options)
-
-
 class LocalStarts(nn.Module):
     """Attention mask of this rank's queries, on the CPU: the first token of the row that each attends to."""
 
@@ -85,54 +72,6 @@ class LocalStarts(nn.Module):
             return None
         pieces = self._local_tokens(starts_BS.shape[1])
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
-
-
-class HeadExchange(nn.Module):
-    """Attention over full sequences for this rank's slice of the heads: Ulysses."""
-
-    def __init__(self, core: nn.Module, *, group: dist.ProcessGroup):
-        super().__init__()
-        self.core = core
-        self._group = group
-        self._degree = group.size()
-
-    def forward(
-        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: object, sinks_N: Tensor | None = None
-    ) -> Tensor:
-        # One exchange for all three: rank r receives the r-th slice of the heads of each.
-        slices = [x.unflatten(2, (self._degree, -1)).permute(2, 0, 1, 3, 4) for x in (q_BTNH, k_BTKH, v_BTKH)]
-        received_RBThH = all_to_all(torch.cat(slices, dim=3), group=self._group)
-        parts = received_RBThH.split([x.shape[3] for x in slices], dim=3)
-        if sinks_N is not None:
-            sinks_N = sinks_N.unflatten(0, (self._degree, -1))[self._group.rank()]
-        out = self.core(*(x.transpose(0, 1).flatten(1, 2) for x in parts), mask, sinks_N)
-        out_RBThH = all_to_all(out.unflatten(1, (self._degree, -1)).transpose(0, 1), group=self._group)
-        return out_RBThH.permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def all_to_all(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Sends slice r of dim 0 to rank r, and gradients back; compiled blocks can contain it."""
-    return _AllToAll.apply(x, group.size(), group.group_name)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, ranks: int, group_name: str) -> Tensor:
-        ctx.arguments = ranks, group_name
-        return _exchange_slices(x, ranks, group_name)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs: Tensor):
-        return _exchange_slices(grad_outputs[0], *ctx.arguments), None, None
-
-
-def _exchange_slices(x: Tensor, ranks: int, group_name: str) -> Tensor:
-    if takes_messages(x):
-        is_compiling = torch.compiler.is_compiling()
-        exchange = messages.compiled_exchange_slices if is_compiling else messages.exchange_slices
-        return exchange(x, group_name)
-    sizes = [1] * ranks
-    return torch_compat.wait_tensor(torch_compat.all_to_all(x.contiguous(), sizes, sizes, group_name))
 
 
 class KeyExchange(CppAttention):
@@ -171,7 +110,7 @@ def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup
     arriving = torch.empty_like(x)
     if takes_messages(x):
         target, source = to % group.size(), source % group.size()
-        return arriving, [messages.start_exchange({target: x}, {source: arriving}, group=group, collective="send")]
+        return arriving, [start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")]
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
@@ -182,14 +121,14 @@ def _wait(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def _sum_gradients(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum over ranks of their gradients for this rank's keys and values."""
+def _sum_gradients(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns the sums over ranks of their gradients for this rank's keys and values, which share no memory."""
     by_rank = [gradient for _, gradient in sorted(gradients, key=lambda pair: pair[0])]
-    return reduce_scatter(by_rank, group=group)
+    return [x.clone() for x in reduce_scatter(by_rank, group=group)]
 
 
-def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> Tensor:
-    """Returns the same sum; each gradient is sent to the rank that owns it while the next one is computed."""
+def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup) -> list[Tensor]:
+    """Returns the same sums; each gradient is sent to the rank that owns it while the next one is computed."""
     rank = group.rank()
     _, total = next(gradients)
     arriving = total
@@ -199,12 +138,25 @@ def _send_back(gradients: Iterator[tuple[int, Tensor]], group: dist.ProcessGroup
         total = total + arriving if step > 1 else total
         arriving, works = _start_exchange(gradient, to=owner, source=rank + step, group=group)
     _wait(works)
-    return total + arriving
+    return [x + y for x, y in zip(total, arriving, strict=True)]
 
 
 # How keys and values of other ranks are received, and how their gradients are sent back.
 _FETCH = {"allgather": _gather_keys, "ring": _pass_around}
 _RETURN = {"allgather": _sum_gradients, "ring": _send_back}
+
+
+def _received(
+    k_BTKH: Tensor, v_BTKH: Tensor, pieces: Sequence[Pieces], group: dist.ProcessGroup, *, exchange: str, by_cpp: bool
+) -> Iterator[tuple[Pieces, Sequence[Tensor]]]:
+    """Yields tokens with their keys and values: of one rank after another or, for C++ after a gather, of whole rows."""
+    if by_cpp and exchange == "allgather":
+        rows = _Rows(k_BTKH.shape, dtype=k_BTKH.dtype, pieces=pieces, group=group)
+        rows.gather(k_BTKH, v_BTKH)
+        yield [range(rows.k_BSKH.shape[1])], (rows.k_BSKH, rows.v_BSKH)
+    else:
+        for rank, kv in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
+            yield pieces[rank], tuple(kv)
 
 
 def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
@@ -213,34 +165,48 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
     return [local_tokens(x_BTNH.shape[1] * degree, rank=rank, degree=degree, method="ring") for rank in range(degree)]
 
 
-def _received(
-    kv: Tensor, pieces: Sequence[Pieces], group: dist.ProcessGroup, *, exchange: str, by_cpp: bool
-) -> Iterator[tuple[Pieces, Tensor]]:
-    """Yields tokens with their keys and values: of one rank after another or, for C++ after a gather, of whole rows."""
-    received = ((pieces[rank], kv) for rank, kv in _FETCH[exchange](kv, group))
-    if by_cpp and exchange == "allgather":
-        yield [range(kv.shape[2] * group.size())], _in_order(received)
-    else:
-        yield from received
+class _Rows:
+    """Keys and values of whole rows, or their gradients, for C++.
 
+    In memory they are [R T, 2, B, K, H]: a piece of tokens is one block, which ranks send and receive without a copy.
+    """
 
-def _in_order(received: Iterator[tuple[Pieces, Tensor]]) -> Tensor:
-    """Returns the keys and values of rows in the order of their tokens."""
-    parts = {x.start: part for tokens, kv in received for x, part in zip(tokens, kv.chunk(2, dim=2), strict=True)}
-    return torch.cat([parts[start] for start in sorted(parts)], dim=2)
+    def __init__(
+        self, of_rank: torch.Size, *, dtype: torch.dtype, pieces: Sequence[Pieces], group: dist.ProcessGroup
+    ) -> None:
+        """`of_rank` is the shape [B, T, K, H] of the keys of one rank."""
+        self._of_rank = B, T, K, H = of_rank
+        memory = torch.empty(T * group.size(), 2, B, K, H, dtype=dtype)
+        self.k_BSKH, self.v_BSKH = memory.transpose(0, 2).unbind(1)
+        self._by_rank = [[memory[x.start : x.stop] for x in of_rank] for of_rank in pieces]
+        self._own = self._by_rank[group.rank()]
+        self._group = group
 
+    def gather(self, k_BTKH: Tensor, v_BTKH: Tensor) -> None:
+        """Fills them with the keys and values of all ranks."""
+        halves = (x.transpose(0, 1).chunk(2) for x in (k_BTKH, v_BTKH))
+        for own, *parts in zip(self._own, *halves, strict=True):
+            torch.stack(parts, dim=1, out=own)
+        received = others(self._by_rank, group=self._group)
+        self._exchange([(rank, self._own) for rank, _ in received], received, collective="all_gather")
 
-def _by_rank(by_kv: list[Tensor], keys: Pieces, pieces: Sequence[Pieces]) -> Iterator[tuple[int, Tensor]]:
-    """Yields the gradients by the keys and values of each rank, of which those of whole rows have all."""
-    if keys in pieces:
-        yield pieces.index(keys), torch.stack(by_kv)
-        return
-    B, S, *sizes = by_kv[0].shape
-    for rank, of_rank in enumerate(pieces):
-        gradient = by_kv[0].new_empty(2, B, S // len(pieces), *sizes)
-        for out, x in zip(gradient, by_kv, strict=True):
-            torch.cat([x[:, piece.start : piece.stop] for piece in of_rank], dim=1, out=out)
-        yield rank, gradient
+    def sum(self) -> list[Tensor]:
+        """Returns the sums over ranks of what they have for this rank's keys and values, each [B, T, K, H]."""
+        by_rank = [self._own if x is self._own else [*map(torch.empty_like, self._own)] for x in self._by_rank]
+        sent, received = (others(x, group=self._group) for x in (self._by_rank, by_rank))
+        self._exchange(sent, received, collective="reduce_scatter")
+        sums = [self.k_BSKH.new_empty(self._of_rank) for _ in range(2)]
+        for index, total_BTKH in enumerate(sums):
+            for out, *parts in zip(total_BTKH.transpose(0, 1).chunk(2), *by_rank, strict=True):
+                sum_parts([part[:, index] for part in parts], out=out)
+        return sums
+
+    def _exchange(
+        self, sent: Sequence[tuple[int, Sequence[Tensor]]], received: Sequence[tuple[int, Sequence[Tensor]]], *,
+        collective: str,
+    ) -> None:  # fmt: skip
+        of_parts = ([(rank, part) for rank, parts in x for part in parts] for x in (sent, received))
+        start_exchange(*of_parts, group=self._group, collective=collective, own=self._own, is_awaited=True).wait()
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
@@ -256,22 +222,20 @@ def context_attention(
     group = process_group_of(group_name)
     pieces = _pieces(q_BTNH, group)
     queries = pieces[group.rank()]
-    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = None if by_cpp and sinks_N is None else blockwise.empty_attention(q_BTNH, sinks_N)
-    kv_BTKH = torch.stack((k_BTKH, v_BTKH))
-    for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
-        if by_cpp:
-            ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
-            out_BTNH, lse_BNT = attend(q_BTNH.float(), k, v, *ranges)  # in fp32, as it is merged
-            if attention is None:
-                attention = (out_BTNH, lse_BNT.transpose(1, 2).contiguous())
-            else:
-                blockwise.merge_(*attention, out_BTNH, lse_BNT.transpose(1, 2))
-        else:
-            assert attention is not None
-            qkv = (q_BTNH, k, v)
-            blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
+    if by_cpp:
+        by_heads = None if attention is None else (attention[0], attention[1].transpose(1, 2).contiguous())
+        q = q_BTNH.float()  # in fp32, as it is merged
+        for keys, kv in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=True):
+            ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
+            by_heads = kernel_for(q).attend(q, *kv, *ranges, onto=by_heads)
+        assert by_heads is not None
+        return by_heads[0].to(q_BTNH.dtype), by_heads[1].transpose(1, 2).contiguous()
     assert attention is not None
+    segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
+    for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=False):
+        qkv = (q_BTNH, k, v)
+        blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
     return attention[0].to(q_BTNH.dtype), attention[1]
 
 
@@ -288,16 +252,20 @@ def context_attention_backward(
     attention = (out_BTNH, lse_BTN)
     q_grad_BTNH = None if by_cpp else torch.zeros_like(q_BTNH, dtype=torch.float32)
 
-    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
+    def by_cpp_backward(keys: Pieces, k: Tensor, v: Tensor, kv_grads: Sequence[Tensor]) -> None:
+        """Writes the gradients by these keys and values, and adds to those by queries: in fp32, as they are summed."""
         nonlocal q_grad_BTNH
-        kv_BTKH = torch.stack((k_BTKH, v_BTKH))
-        for keys, (k, v) in _received(kv_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp):
+        q = q_BTNH.float()
+        ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
+        saved = (q, k, v, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
+        q_grad_BTNH, *_ = kernel_for(q).attend_backward(grad_BTNH, *saved, q_grad=q_grad_BTNH, kv_grads=kv_grads)
+
+    def kv_gradients() -> Iterator[tuple[int, Tensor]]:
+        for keys, (k, v) in received:
             if by_cpp:
-                ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(k))
-                qkv = (q_BTNH.float(), k, v)  # gradients in fp32, as they are summed
-                q_grad, *by_kv = attend_backward(grad_BTNH, *qkv, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
-                q_grad_BTNH = q_grad if q_grad_BTNH is None else q_grad_BTNH.add_(q_grad)
-                yield from _by_rank(by_kv, keys, pieces)
+                kv_grad = torch.empty(2, *k.shape)
+                by_cpp_backward(keys, k, v, list(kv_grad))
+                yield pieces.index(keys), kv_grad
                 continue
             assert q_grad_BTNH is not None
             kv_grad = torch.zeros(2, *k.shape, device=k.device)
@@ -308,8 +276,15 @@ def context_attention_backward(
             )  # fmt: skip
             yield pieces.index(keys), kv_grad
 
-    # Copies, because outputs of an operator must not share memory.
-    k_grad, v_grad = (x.to(k_BTKH.dtype, copy=True) for x in _RETURN[exchange](kv_gradients(), group))
+    received = _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp)
+    if by_cpp and exchange == "allgather":
+        [(keys, (k, v))] = received
+        of_rows = _Rows(k_BTKH.shape, dtype=torch.float32, pieces=pieces, group=group)
+        by_cpp_backward(keys, k, v, (of_rows.k_BSKH, of_rows.v_BSKH))
+        kv_grads = of_rows.sum()
+    else:
+        kv_grads = _RETURN[exchange](kv_gradients(), group)
+    k_grad, v_grad = (x.to(k_BTKH.dtype) for x in kv_grads)
     assert q_grad_BTNH is not None
     return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
 

@@ -153,7 +153,7 @@ def _all_to_all(rows: Tensor, *, sent: list[int], received: list[int], group: di
         arriving[rank].copy_(parts[rank])
         to, source = others(parts, group=group), others(arriving, group=group)
         # Traces do not know whether torch's all-to-all of a GPU is waited for: both must log the same.
-        start_exchange(to, source, group=group, collective="all_to_all", own=parts[rank]).wait()
+        start_exchange(to, source, group=group, collective="all_to_all", own=[parts[rank]]).wait()
         return out
     dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
     return out

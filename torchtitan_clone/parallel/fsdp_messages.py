@@ -33,8 +33,8 @@ class GatherByMessages:
         if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
             parts[group.rank()].copy_(input_tensor)
         received = others(parts, group=group)
-        sent = dict.fromkeys(received, input_tensor)
-        return start_exchange(sent, received, group=group, collective="all_gather", own=input_tensor)
+        sent = [(target, input_tensor) for target, _ in received]
+        return start_exchange(sent, received, group=group, collective="all_gather", own=[input_tensor])
 
 
 class SumByMessages:

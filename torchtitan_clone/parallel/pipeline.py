@@ -114,7 +114,7 @@ def _start_message(
     tensor: Tensor, other: int, group: dist.ProcessGroup, collective: str, /, *_: object, **__: object
 ) -> dist.Work:
     """Sends a tensor or receives it; torch's schedules pass what the operation has once more."""
-    sent, received = ({other: tensor.contiguous()}, {}) if collective == "send" else ({}, {other: tensor})
+    sent, received = ([(other, tensor.contiguous())], []) if collective == "send" else ([], [(other, tensor)])
     return start_exchange(sent, received, group=group, collective=collective)
 
 
