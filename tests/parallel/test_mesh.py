@@ -99,6 +99,26 @@ def test_hsdp_has_a_group_of_replicas_and_one_of_shards():
     assert [connected for *_, connected in answers] == [{"fsdp"}] * 4  # FSDP sums over replicas, by gloo
 
 
+def groups_of_axes(degrees):
+    """Returns how many groups the axes with one rank have, and the ranks of all axes' groups."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=torch.device("cpu")):
+        mesh = build_mesh(degrees, loss_rank=0, device_type="cpu")
+        groups = [mesh.pp, mesh.tp, mesh.cp, *(mesh.fsdp[axis] for axis in mesh.fsdp.mesh_dim_names), mesh.ep]
+        groups = [each.get_group() for each in groups if each is not None]
+        ranks = [dist.get_process_group_ranks(group) for group in groups]
+        alone = {group.group_name for group in groups if group.size() == 1}
+        mesh.close()
+        return len(alone), ranks
+
+
+def test_axes_with_one_rank_share_a_process_group():
+    plain = Degrees(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2)
+    assert run_ranks(groups_of_axes, 4, plain)[0] == (1, [[0], [0, 1], [0], [0, 2]])
+    experts = Degrees(pp=2, dp_replicate=1, dp_shard=2, cp=1, tp=1, ep=2)
+    assert run_ranks(groups_of_axes, 4, experts)[3] == (1, [[1, 3], [3], [3], [2, 3], [2, 3]])
+
+
 def test_replicas_that_shard_nothing_exchange_messages():
     answers = run_ranks(groups_of_rank, 2, dataclasses.asdict(degrees_of(2, replicate=2)), 0)
     assert [connected for *_, connected in answers] == [{"world", "dp_replicate"}] * 2  # one group

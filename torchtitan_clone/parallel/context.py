@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops import messages
 from torchtitan_clone.ops.blockwise_attention import Pieces
 from torchtitan_clone.ops.cpp_attention import CppAttention, kernel_for
-from torchtitan_clone.ops.messages import all_gather, others, reduce_scatter, start_exchange, sum_parts, takes_messages
+from torchtitan_clone.ops.messages import all_gather, others, reduce_scatter, takes_messages
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.torch_compat import process_group_of
@@ -110,7 +111,7 @@ def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup
     arriving = torch.empty_like(x)
     if takes_messages(x):
         target, source = to % group.size(), source % group.size()
-        return arriving, [start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")]
+        return arriving, [messages.start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")]
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
@@ -198,7 +199,7 @@ class _Rows:
         sums = [self.k_BSKH.new_empty(self._of_rank) for _ in range(2)]
         for index, total_BTKH in enumerate(sums):
             for out, *parts in zip(total_BTKH.transpose(0, 1).chunk(2), *by_rank, strict=True):
-                sum_parts([part[:, index] for part in parts], out=out)
+                messages.sum_parts([part[:, index] for part in parts], out=out)
         return sums
 
     def _exchange(
@@ -206,7 +207,8 @@ class _Rows:
         collective: str,
     ) -> None:  # fmt: skip
         of_parts = ([(rank, part) for rank, parts in x for part in parts] for x in (sent, received))
-        start_exchange(*of_parts, group=self._group, collective=collective, own=self._own, is_awaited=True).wait()
+        arguments = {"group": self._group, "collective": collective, "own": self._own, "is_awaited": True}
+        messages.start_exchange(*of_parts, **arguments).wait()
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())

@@ -4,9 +4,12 @@ Experts have a view of their own: the ranks of dp_shard, cp and tp as two axes, 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import prod
+from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -95,6 +98,22 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
     return coordinate
 
 
+def _mesh_of_gloo(
+    device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...], alone: dist.ProcessGroup
+) -> DeviceMesh:
+    """Creates a mesh as init_device_mesh() does, but `alone` is the process group of all axes with one rank.
+
+    Each group of gloo has two threads, of which one wakes up a hundred times a second.
+    """
+    sizes = {name: size for name, size in zip(mesh_dim_names, shape, strict=True) if size > 1}
+    groups = dict.fromkeys(mesh_dim_names, alone)
+    if sizes:
+        shared = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        groups |= {name: shared.get_group(name) for name in sizes}
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh.from_group([*groups.values()], device_type, mesh=ranks, mesh_dim_names=mesh_dim_names)
+
+
 def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     """Creates the process groups of all axes, a collective; `loss_rank` of the pipeline axis computes the loss."""
     # torch treats meshes with the same ranks and names as equal, and its caches keep process groups of the first one.
@@ -104,16 +123,20 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         return tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)
 
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
-    world = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
+    build = init_device_mesh
+    if dist.get_backend() == "gloo":
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        build = partial(_mesh_of_gloo, alone=cast("dist.ProcessGroup", alone))
+    world = build(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
     coordinate = _coordinate(degrees, rank=world.get_rank())
     # A second mesh with dp_shard and cp as one axis: slicing an axis that was flattened later is deprecated in torch.
     shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
-    parameters = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "fsdp", "tp"))
+    parameters = build(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "fsdp", "tp"))
     groups = [*world.get_all_groups(), *parameters.get_all_groups()]
     experts = None
     if degrees.ep > 1:
         shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep, degrees.ep)
-        experts = init_device_mesh(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "expert_fsdp", "ep"))
+        experts = build(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "expert_fsdp", "ep"))
         groups += experts.get_all_groups()
     fsdp_axes = names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")
     expert_axes = ("dp_replicate", "expert_fsdp") if degrees.dp_replicate > 1 else ("expert_fsdp",)

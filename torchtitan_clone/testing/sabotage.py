@@ -18,10 +18,10 @@ from torchtitan_clone import trainer
 from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
-from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
+from torchtitan_clone.ops import blockwise_attention, cross_entropy, messages, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
-from torchtitan_clone.parallel import context, gradients, unsharded
+from torchtitan_clone.parallel import gradients, head_exchange, unsharded
 from torchtitan_clone.parallel.fsdp_messages import SumByMessages
 from torchtitan_clone.run import engine, loaders
 
@@ -103,19 +103,19 @@ def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) ->
     return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
-@_mistake("context", context, "reduce_scatter")
-def _gradients_of_keys_are_not_returned(_: object, by_rank: Sequence[Tensor], **__: object) -> Tensor:
-    return by_rank[_rank()]
+@_mistake("context", messages, "sum_parts")
+def _gradients_of_keys_are_not_returned(_: object, parts: Sequence[Tensor], *, out: Tensor) -> Tensor:
+    return out.copy_(parts[_rank()])
 
 
-@_mistake("context", context, "all_gather")
-def _keys_of_other_ranks_are_ones_own(_: object, kv: Tensor, **__: object) -> list[Tensor]:
-    return [kv] * dist.get_world_size()
+@_mistake("context", messages, "start_exchange")
+def _keys_change_their_sign_on_the_way(start: Replacement, sent: messages.Addressed, *more: object, **others: object):
+    return start([(rank, -x) for rank, x in sent], *more, **others)
 
 
-@_mistake("context, alltoall, masked", context, "all_to_all")
-def _heads_are_not_exchanged_for_tokens(_: object, x: Tensor, **__: object) -> Tensor:
-    return x
+@_mistake("context, alltoall, masked", head_exchange, "exchange_parts")
+def _heads_are_not_exchanged_for_tokens(_: object, tensors: Sequence[Tensor], **__: object) -> list[Tensor]:
+    return [x.contiguous() for x in tensors]
 
 
 @_mistake("pipeline", PipelineStage, "get_bwd_send_ops")
