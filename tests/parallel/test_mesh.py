@@ -72,7 +72,7 @@ def groups_of_rank(degrees, loss_rank):
         ranks = {group.group_name: sorted(dist.get_process_group_ranks(group)) for group in mesh.groups}
         ranks[dist.group.WORLD.group_name] = list(range(dist.get_world_size()))
         names = mesh.group_axes().items()
-        found = {axis: ranks[name] for name, axes in names for axis in axes if len(ranks[name]) > 1}
+        found = {axis: ranks[name] for name, axes in names for axis in axes if name in ranks}
         connected = {axis for name, axes in names for axis in axes if streams_of(name)}
         mesh.close()
         return found, mesh.is_loss_leader, connected
@@ -103,6 +103,7 @@ def groups_of_axes(degrees):
     """Returns how many groups the axes with one rank have, and the ranks of all axes' groups."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=torch.device("cpu")):
+        build_mesh(degrees, loss_rank=0, device_type="cpu").close()
         mesh = build_mesh(degrees, loss_rank=0, device_type="cpu")
         groups = [mesh.pp, mesh.tp, mesh.cp, *(mesh.fsdp[axis] for axis in mesh.fsdp.mesh_dim_names), mesh.ep]
         groups = [each.get_group() for each in groups if each is not None]

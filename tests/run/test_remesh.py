@@ -120,7 +120,9 @@ def train_and_look(argv):
         replaced = [weakref.ref(part) for part in trainer.engine.model_parts]
         trainer.train()
         assert not any(part() for part in replaced)  # their memory is free
-        groups = len(dist.distributed_c10d._world.pg_map), len(trainer.engine.mesh.groups) + 1
+        mesh = trainer.engine.mesh
+        of_mesh = {*mesh.group_axes(), *(group.group_name for group in mesh.groups)}
+        groups = len(dist.distributed_c10d._world.pg_map), len(of_mesh)
         return watchers[0].seen, state_of(trainer), groups
 
 

@@ -3,6 +3,7 @@
 Experts have a view of their own: the ranks of dp_shard, cp and tp as two axes, of which `ep` is the inner one.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_clone.config import Degrees
 from torchtitan_clone.ops.shared_memory import close_streams, connect
+from torchtitan_clone.torch_compat import process_group_of
 
 _numbers = count(1)
+_name_alone = ""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -98,6 +101,16 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
     return coordinate
 
 
+def _group_alone() -> dist.ProcessGroup:
+    """Returns the process group that has this rank alone, one for all meshes, which do not destroy it."""
+    global _name_alone
+    with suppress(RuntimeError):  # there is none yet, or it was destroyed with all others
+        return process_group_of(_name_alone)
+    alone = cast("dist.ProcessGroup", dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    _name_alone = alone.group_name
+    return alone
+
+
 def _mesh_of_gloo(
     device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...], alone: dist.ProcessGroup
 ) -> DeviceMesh:
@@ -123,10 +136,10 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         return tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)
 
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
-    build = init_device_mesh
-    if dist.get_backend() == "gloo":
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        build = partial(_mesh_of_gloo, alone=cast("dist.ProcessGroup", alone))
+    build, alone = init_device_mesh, dist.group.WORLD
+    if dist.get_backend() == "gloo" and dist.get_world_size() > 1:
+        alone = _group_alone()
+        build = partial(_mesh_of_gloo, alone=alone)
     world = build(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
     coordinate = _coordinate(degrees, rank=world.get_rank())
     # A second mesh with dp_shard and cp as one axis: slicing an axis that was flattened later is deprecated in torch.
@@ -150,7 +163,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         ep=experts[names("ep")] if experts is not None else None,
         expert_fsdp=experts[names(*expert_axes)] if experts is not None else None,
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
-        groups=tuple(dict.fromkeys(group for group in groups if group is not dist.group.WORLD)),
+        groups=tuple(dict.fromkeys(group for group in groups if group not in (dist.group.WORLD, alone))),
     )
     axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
     used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
