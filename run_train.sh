@@ -48,8 +48,11 @@ is_simulated() { # ARGUMENTS...: succeeds if they ask for a run without other pr
 
 setup_env ""
 NNODES="${NNODES:-1}"
-NGPU="${NGPU:-$(count_gpus)}"
-[ "$NGPU" != 0 ] || NGPU=1
+case "${ALLOCATOR:-default}" in default) ;; *) fail "ALLOCATOR = $ALLOCATOR: must be default; change or unset it" ;; esac
+if [ -z "${NGPU:-}" ]; then
+    NGPU="$(count_gpus)"
+    [ "$NGPU" != 0 ] || NGPU=1
+fi
 for name in NGPU NNODES; do
     [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "$name = ${!name}: must be an integer of at least 1; change or unset it"
 done

@@ -33,13 +33,19 @@ def main() -> int:
     options = parser.parse_args()
     if not options.folder.is_dir():
         parser.error(f"{options.folder}: no such folder; give the folder that contains step-N folders")
+    if options.step is not None and options.action != "show":
+        parser.error(f"--step={options.step}: is for show; {options.action} takes all steps, leave it out")
+    if options.keep_every < 0:
+        parser.error(f"--keep_every={options.keep_every}: must be at least 0, which keeps none of them")
+    if not any(options.folder.glob("step-*")):
+        parser.error(f"{options.folder}: has no step-N folder; give that of the checkpoints, as outputs/RUN/checkpoint")
     if options.action == "prune" and options.keep_latest_k < 1:
         parser.error(f"--keep_latest_k={options.keep_latest_k}: must be at least 1, so that the newest step is kept")
     try:
         return run(options)
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def run(options: argparse.Namespace) -> int:

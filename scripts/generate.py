@@ -8,6 +8,7 @@ A prompt starts a document; its continuation ends with the document, or after --
 """
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ def converse(generator: Generator) -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and generates; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="a run's folder, a step-N folder, or a Hugging Face folder")

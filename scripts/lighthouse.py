@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError, load_run_config
+from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.network import LOOPBACK
 
@@ -35,6 +36,8 @@ def main(argv: list[str]) -> int:
     own, options = parser.parse_known_args(argv)
     try:
         config = load_run_config(options)
+        if errors := [*find_range_errors(config, at="")]:
+            raise ConfigError(errors)
         lighthouse = start_lighthouse(config.fault_tolerance, port=own.port, bind=own.bind)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

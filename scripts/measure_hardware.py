@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.outputs import print_error
 from torchtitan_clone.planner import measure
-from torchtitan_clone.planner.hardware import Hardware
 from torchtitan_clone.testing.harness import run_ranks
 
 
@@ -32,7 +32,7 @@ def links(backend: str) -> tuple[float, float]:
     return measure.measure_links()
 
 
-def table(found: tuple[float, float]) -> Hardware:
+def table(found: tuple[float, float]) -> measure.Hardware:
     """Runs on one rank: measures the device."""
     torch.set_num_threads(measure.threads())
     has_gpu = torch.cuda.is_available()
@@ -49,10 +49,8 @@ def steps(warm_up: bool) -> dict[str, float]:
 def measure_round(ranks: int, *, warm_up: bool) -> measure.Round:
     """Returns a table and, on a CPU, seconds of steps on one rank and, if `ranks` > 1, on two."""
     has_gpu = torch.cuda.is_available()
-    found = (0.0, 1.0)
     env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")} if has_gpu else {}
-    if ranks > 1:
-        found = run_ranks(links, ranks, "nccl" if has_gpu else "gloo", env=env)[0]
+    found = run_ranks(links, ranks, "nccl" if has_gpu else "gloo", env=env)[0] if ranks > 1 else (0.0, 1.0)
     (measured,) = run_ranks(table, 1, found, env=env)
     counts = () if has_gpu else range(1, min(ranks, 2) + 1)
     return measured, [run_ranks(steps, count, warm_up, timeout=600)[0] for count in counts]
@@ -66,13 +64,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=ranks, help="processes between which collectives are measured")
     parser.add_argument("--rounds", type=int, default=2, help="times to measure, of which medians count; 1: no warm-up")
     args = parser.parse_args(words)
-    if args.rounds < 1 or not args.table.parent.is_dir():
-        missing = f"{args.table}: there is no folder {args.table.parent}; create it first"
-        print_error(f"--rounds={args.rounds} must be at least 1" if args.table.parent.is_dir() else missing)
+    problem = "" if args.table.parent.is_dir() else f"there is no folder {args.table.parent}; create it first"
+    problem = "is a folder; name a file" if args.table.is_dir() else problem
+    if problem or args.rounds < 1 or args.ranks < 0:
+        counts = f"--rounds={args.rounds} must be at least 1 and --ranks={args.ranks} at least 0"
+        print_error(f"{args.table}: {problem}" if problem else counts)
         return 2
     rounds = [measure_round(args.ranks, warm_up=args.rounds > 1) for _ in range(args.rounds)]
-    args.table.write_text(text := measure.to_toml(measure.fit_rounds(rounds)))
-    print(text, end="")
+    print(text := measure.to_toml(measure.fit_rounds(rounds)), end="")
+    write_atomically(args.table, text.encode())
     return 0
 
 

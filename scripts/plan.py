@@ -9,6 +9,7 @@ resharding. Prints the ten fastest that fit, with their lines of TOML, and the m
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def count_tokens(text: str) -> int:
 
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and prints the plans; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

@@ -45,6 +45,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tasks", type=int, default=tasks, help="number of tasks")
     parser.add_argument("--part_mib", type=float, default=PART_BYTES / 2**20, help="size of a part, in MiB of text")
     options, words = parser.parse_known_args(words)
+    if options.tasks < 1:
+        parser.error(f"--tasks={options.tasks}: must be at least 1")
     if not 0 <= options.task < options.tasks:
         parser.error(f"--task={options.task}: must be from 0 to {options.tasks - 1} for --tasks={options.tasks}")
     if not 0 < options.part_mib < math.inf:

@@ -33,6 +33,13 @@ def test_a_failed_write_keeps_the_old_content(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_a_failed_write_leaves_nothing(tmp_path):
+    (tmp_path / "file" / "inside").mkdir(parents=True)  # a file cannot take the place of this folder
+    with pytest.raises(OSError, match="Is a directory"):
+        write_atomically(tmp_path / "file", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_syncing_a_folder_that_does_not_exist_fails(tmp_path):
     sync_folder(tmp_path)
     with pytest.raises(FileNotFoundError):

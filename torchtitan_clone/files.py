@@ -17,11 +17,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file under a temporary name, flushes it and renames it: readers see the old or the new content."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # left by a killed process; opening a pipe would block, a link write elsewhere
-    with partial.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)  # is there after a failure
     sync_folder(path.parent)
 
 

@@ -37,7 +37,11 @@ def test_the_script_lists_verifies_shows_and_prunes(tmp_path, python):
     assert (code, text) == (0, "deleted step 5\ndeleted step 10\n")
     assert checkpoint_script("prune", tmp_path, "--keep_latest_k=0")[0] == 2
     code, text = checkpoint_script("show", tmp_path, "--step=10")
-    assert (code, "no step 10; its steps: 15" in text) == (1, True)
+    assert (code, "no step 10; its steps: 15" in text) == (2, True)
+    (tmp_path / "empty").mkdir()
+    wrong = [["list", tmp_path / "empty"], ["verify", tmp_path, "--step=9"], ["prune", tmp_path, "--keep_every=-5"]]
+    assert [checkpoint_script(*words)[0] for words in wrong] == [2, 2, 2]
+    (tmp_path / "empty").rmdir()
     link = tmp_path / "step-20.bad-link"
     link.symlink_to(tmp_path / "step-15")
     (tmp_path / "step-25.bad-file").write_text("")

@@ -67,6 +67,7 @@ GROUPS = "--optimizer.groups"
 GROUP_OUT_OF_BOUNDS = {"lr": "0.0", "weight_decay": "-0.1", "beta1": "1.0", "beta2": "-0.5", "eps": "nan"}
 
 RULES = [
+    (["--device=h100"], "cpu", "--device=h100: is for --dry-run; add --dry-run, or leave it out."),
     *(
         (
             [f"{GROUPS}=[{{pattern = 'norm*'}}, {{pattern = '*', {key} = {value}}}]"],

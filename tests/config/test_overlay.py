@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.models.llama3.model import Llama3Args
+from torchtitan_clone.models.rope import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +57,11 @@ def test_all_problems_are_reported() -> None:
         "model.args.scaling.facto: unknown option; did you mean model.args.scaling.factor?",
     ]
     assert messages(Args(), {"scaling": 3}) == ["model.args.scaling = 3: must be a table"]
+
+
+def test_an_empty_table_does_not_set_what_is_unset() -> None:
+    with pytest.raises(ConfigError) as caught:
+        overlay(Llama3Args(), {"rope_scaling": {}}, where="model.args")
+    assert caught.value.messages == ["model.args.rope_scaling = {}: must have a key; remove it to leave it unset"]
+    scaled = Llama3Args(rope_scaling=RopeScaling())
+    assert overlay(scaled, {"rope_scaling": {}}, where="model.args") == scaled

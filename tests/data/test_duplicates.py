@@ -207,6 +207,9 @@ def test_the_script_prepares_all_sources_without_duplicates(folder, capsys):
     sources = ", ".join(f'{{name = "{name}", path = "{folder / name}"}}' for name in ("web", "ids"))
     words = [f"--data.sources=[{sources}]", "--data.drop_duplicates=true", "--part_mib=0.001"]
     words += [f"--data.cache_folder={folder / 'tasks'}", "--data.held_out_fraction=0.1", "--data.prepare_processes=1"]
+    with pytest.raises(SystemExit):
+        script.main([*words, "--task=0", "--tasks=-2"])
+    assert "--tasks=-2: must be at least 1" in capsys.readouterr().err
     for task in (1, 0, 1):  # a task that is started again finds the stores complete
         assert script.main([*words, f"--task={task}", "--tasks=2"]) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -104,11 +104,22 @@ def test_missing_or_invalid_node_variables(tmp_path, environment, problem):
 
 @pytest.mark.parametrize(
     ("environment", "shown"),
-    [({"NGPU": "abc"}, "NGPU = abc"), ({"NGPU": "08"}, "NGPU = 08"), ({"NNODES": "-2", "NGPU": "2"}, "NNODES = -2")],
+    [
+        ({"NGPU": "abc"}, "NGPU = abc"),
+        ({"NGPU": "08"}, "NGPU = 08"),
+        ({"NGPU": "0"}, "NGPU = 0"),
+        ({"NNODES": "-2", "NGPU": "2"}, "NNODES = -2"),
+    ],
 )
 def test_a_number_of_processes_that_is_none_is_one_error(tmp_path, python, environment, shown):
     answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), **environment)
     problem = f"setup: {shown}: must be an integer of at least 1; change or unset it\n"
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", problem)
+
+
+def test_an_unknown_allocator_is_one_error(tmp_path, python):
+    answer = run_train("--dry-run", cwd=tmp_path, PYTHON=str(python), NGPU="1", ALLOCATOR="defualt")
+    problem = "setup: ALLOCATOR = defualt: must be default; change or unset it\n"
     assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", problem)
 
 

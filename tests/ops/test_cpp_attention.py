@@ -159,7 +159,8 @@ def test_attention_goes_on_over_other_keys(order):
     ends = torch.arange(1, 701, dtype=torch.int32).expand(2, -1)
     parts = [(slice(333), ends.clamp(max=333)), (slice(333, None), (ends - 333).clamp(min=0))]
     kernel, kv_grads = kernel_for(q), [torch.empty_like(k), torch.empty_like(v)]
-    attention = q_grad = None
+    attention = torch.zeros(q.shape), torch.full((2, 8, 700), -torch.inf)  # over no keys
+    q_grad = None
     for keys, of_part in (parts[index] for index in order):
         attention = kernel.attend(q, k[:, keys], v[:, keys], None, of_part, onto=attention)
     for keys, of_part in (parts[index] for index in order):

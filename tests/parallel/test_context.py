@@ -17,6 +17,7 @@ from torchtitan_clone.parallel.context import (
     KeyExchange,
     LocalStarts,
     context_attention,
+    context_attention_backward,
     local_tokens,
 )
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
@@ -127,6 +128,22 @@ def kernels_of_training():
         got = result_and_gradients(lambda *x, core=core: core(*x, None), *qkv, grad)
         found.append(all(map(torch.equal, got, result_and_gradients(by_cpp, *qkv, grad))))
     return found
+
+
+def check_operators():
+    """Checks that operators return the strides that they promise to a compiler, of rows and tokens in both orders."""
+    dist.init_process_group("gloo")
+    *rows_first, grad, _ = inputs(64, document_length=None)
+    tokens_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in rows_first]
+    for qkv, by_cpp, exchange in itertools.product((rows_first, tokens_first), (True, False), ("allgather", "ring")):
+        options = by_cpp, exchange, dist.group.WORLD.group_name
+        torch.library.opcheck(context_attention, (*qkv, None, None, *options), test_utils="test_faketensor")
+        saved = (*qkv, None, *context_attention(*qkv, None, None, *options))
+        torch.library.opcheck(context_attention_backward, (grad, *saved, *options), test_utils="test_faketensor")
+
+
+def test_operators_return_what_they_promise():
+    run_ranks(check_operators, 2)
 
 
 def test_training_attends_by_cpp_as_one_rank_does():

@@ -60,7 +60,9 @@ def test_a_missing_folder_of_the_table_is_an_error_before_measuring(tmp_path, ca
 
 def test_a_machine_is_measured_at_least_once(tmp_path, capsys):
     assert load_program("scripts/measure_hardware.py").main([str(tmp_path / "mine.toml"), "--rounds=0"]) == 2
-    assert capsys.readouterr() == ("", "error: --rounds=0 must be at least 1\n")
+    assert capsys.readouterr() == ("", "error: --rounds=0 must be at least 1 and --ranks=2 at least 0\n")
+    assert load_program("scripts/measure_hardware.py").main([str(tmp_path), "--ranks=0"]) == 2
+    assert capsys.readouterr() == ("", f"error: {tmp_path}: is a folder; name a file\n")
 
 
 def test_ranks_share_a_processor_and_hide_no_communication():

@@ -10,6 +10,7 @@ import torch
 from scripts import convert_to_hf
 from scripts import evaluate as script
 from tests.run.test_evaluation import EXAMPLES
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.run.evaluation_tasks import Example, choice_task
 from torchtitan_clone.run.scoring import Scores, pack_texts
 from torchtitan_clone.run.trained_model import open_trained_model
@@ -62,6 +63,12 @@ def task_folder(examples, tmp_path, monkeypatch):
     file.write_text("".join(json.dumps(example) + "\n" for example in examples))
     (tmp_path / "mine.yaml").write_text(TASK.replace("FILE", str(file)))
     return tmp_path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_missing_gpu_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="device cuda: torch finds no GPU on this machine; give --device=cpu"):
+        open_trained_model(tmp_path, dtype=torch.float32, device=torch.device("cuda"))
 
 
 def own_scores(folder, examples):

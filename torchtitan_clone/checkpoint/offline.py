@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import NOTHING_DONE, CorruptCheckpointError, read_progress
+from torchtitan_clone.checkpoint.commit import MANIFEST_FILE, NOTHING_DONE, CorruptCheckpointError, read_progress
 from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save_offline
 from torchtitan_clone.checkpoint.loading import load_tensors
 from torchtitan_clone.checkpoint.resume import MODEL
@@ -46,7 +46,13 @@ class Weights:
 def write_weights_checkpoint(
     folder: Path, *, meta: Mapping[str, Tensor], read: Callable[[str], Tensor], extra_files: Mapping[str, str]
 ) -> None:
-    """Writes and verifies a checkpoint of step 0 that holds weights, read one by one. OSError if the disk fails."""
+    """Writes and verifies a checkpoint of step 0 that holds weights, read one by one.
+
+    OSError if the disk fails, or if the folder is not that of another conversion, alone in its parent.
+    """
+    of_run = [path for path in folder.parent.glob("step-*") if path.name != folder.name and "." not in path.name]
+    if of_run or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_FILE).is_file()):
+        raise FileExistsError(f"{folder.parent} has {(of_run or [folder])[0].name}, which is kept; give another folder")
     plan = plan_save_offline({MODEL + name: tensor for name, tensor in meta.items()})
     partial = folder.with_name(f"{folder.name}.partial-offline")
     shutil.rmtree(partial, ignore_errors=True)

@@ -69,6 +69,8 @@ def describe_empty_path(name: str) -> str:
 
 
 def _find_training_errors(config: Config) -> Iterator[str]:
+    if config.job.dry_run_device != "auto" and not config.job.dry_run:
+        yield f"--device={config.job.dry_run_device}: is for --dry-run; add --dry-run, or leave it out."
     if config.training.dtype == "bfloat16" and config.training.mixed_precision_param == "float32":
         rule = 'more precise than the master weights, training.dtype = "bfloat16"'
         remedy = 'set training.mixed_precision_param to "bfloat16" or training.dtype to "float32"'

@@ -155,6 +155,8 @@ def _convert_table(
     required = [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
     if current is None and (absent := [name for name in required if name not in values]):
         report(at, f": missing required key {', '.join(absent)}")
+    elif current is None and not values:
+        report(at, " = {}: must have a key; remove it to leave it unset")
     hints = _hints_of(cls)
     accepted: dict[str, object] = {}
     for name, value in values.items():

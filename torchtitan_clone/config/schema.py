@@ -50,6 +50,7 @@ Seconds = Annotated[int, Range(1, MAX_SECONDS)]
 Duration = Annotated[float, Range(0.0, float(MAX_SECONDS), above=True)]
 Milliseconds = Annotated[int, Range(1, 1000 * MAX_SECONDS)]
 LearningRate = Annotated[float, Range(0.0, 1e30, above=True)]
+DenominatorTerm = Annotated[float, Range(1e-30, 1e30)]  # 0 / 0 where a gradient is 0, if it were 0 in float32
 Decay = Annotated[float, Range(0.0, 1e6)]
 Fraction = Annotated[float, Range(0.0, 1.0, below=True)]
 UnitInterval = Annotated[float, Range(0.0, 1.0)]
@@ -150,7 +151,7 @@ class Training:
     bfloat16 units."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type of the gradient reduction across ranks."""
-    init_cutoff: AboveZero = 3.0
+    init_cutoff: Annotated[float, Range(1e-3, math.inf)] = 3.0
     """Standard deviations at which initial values are clamped; inf does not clamp."""
     freeze_schedule: list[Freeze] = field(default_factory=list[Freeze])
     """Entries in order of step that freeze the first blocks during the run, for example [{step = 100, layers = 4}]."""
@@ -249,7 +250,7 @@ class OptimizerGroup:
     """Decay rate of the first moment; unset: optimizer.beta1."""
     beta2: Fraction | None = None
     """Decay rate of the second moment; unset: optimizer.beta2."""
-    eps: LearningRate | None = None
+    eps: DenominatorTerm | None = None
     """Term added to the denominator of the update; unset: optimizer.eps."""
 
 
@@ -265,7 +266,7 @@ class Optimizer:
     """Decay rate of the first moment (running average of gradients)."""
     beta2: Fraction = 0.95
     """Decay rate of the second moment (running average of squared gradients)."""
-    eps: LearningRate = 1e-8
+    eps: DenominatorTerm = 1e-8
     """Term added to the denominator of the update for numerical stability."""
     weight_decay: Decay = 0.1
     """Weight decay of matrices, decoupled in AdamW; also of vectors with decay_all_parameters."""

@@ -32,7 +32,7 @@ Heads = Annotated[int, Range(1, 2**16)]
 Vocabulary = Annotated[int, Range(1, 2**24)]
 Hidden = Annotated[int, Range(1, 2**24)]
 Epsilon = Annotated[float, Range(0.0, 1.0)]
-RopeTheta = Annotated[float, Range(0.0, 1e30, above=True)]
+RopeTheta = Annotated[float, Range(1e-6, 1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,4 +71,5 @@ def convert_to_float8(model: nn.Module, *, options: Float8, tensor_degree: int, 
     converted = [name for name in linear if is_converted(model.get_submodule(name), name)]
     config = replace(Float8LinearConfig.from_recipe_name(options.recipe_name), emulate=options.emulate)
     convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
-    logger.info("float8 %s: converted %d of %d linear layers", options.recipe_name, len(converted), len(linear))
+    level = logging.INFO if converted or not linear else logging.WARNING
+    logger.log(level, "float8 %s: converted %d of %d linear layers", options.recipe_name, len(converted), len(linear))

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.config.schema import Range, Size
 
-Factor = Annotated[float, Range(0.0, 1e6, above=True)]
+Factor = Annotated[float, Range(1e-6, 1e6)]
 Positions = tuple[Tensor, Tensor] | Tensor | None
 """What attention does with positions: rotates q and k by cosines and sines [B, T, 1, R], or multiplies q by a factor
 [B, T, 1, 1], or nothing."""

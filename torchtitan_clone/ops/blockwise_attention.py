@@ -334,11 +334,11 @@ def _document_attention_backward(
         attend_backward_(
             found, grad_BTNH, qkv, attention, queries=row, keys=row, starts_BT=starts_BT, segments=None
         )  # fmt: skip
-    q_grad, k_grad, v_grad = (_in_layout_of(x, gradient) for x, gradient in zip(qkv, found, strict=True))
+    q_grad, k_grad, v_grad = (in_layout_of(x, gradient) for x, gradient in zip(qkv, found, strict=True))
     return q_grad, k_grad, v_grad
 
 
-def _in_layout_of(x: Tensor, gradient: Tensor) -> Tensor:
+def in_layout_of(x: Tensor, gradient: Tensor) -> Tensor:
     """Returns the gradient with the type and strides that fake_gradients() promises for an input."""
     wanted = torch.empty_like(x)
     return gradient if (x.dtype, wanted.stride()) == (gradient.dtype, gradient.stride()) else wanted.copy_(gradient)

@@ -80,8 +80,8 @@ void multiply_packed(int64_t rows, int64_t H, const float* x, const float* panel
     multiply_columns<false, 2>(rows, H, x, H, 1, panels + i * H, PANEL, scores + i, WIDTH);
 }
 
-void attend_block(const Block& block, int64_t H, bool goes_on, const float* queries, const float* panels, const float* values,
-                  float scale, float* scores, const Tensor& out, float* logs) {
+void attend_block(const Block& block, int64_t H, bool goes_on, const float* queries, const float* panels,
+                  const float* values, float scale, float* scores, const Tensor& out, float* logs) {
   Softmax softmax[QUERIES];
   for (int64_t i = 0; goes_on && i < block.rows; ++i) softmax[i].add(logs[i], scale);
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
@@ -111,8 +111,9 @@ struct Scratch {
 };
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
-void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Tensor& grad, const Tensor& queries, const Tensor& out,
-                           const float* logs, float scale, const Scratch& scratch, const Tensor& q_grad) {
+void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Tensor& grad, const Tensor& queries,
+                           const Tensor& out, const float* logs, float scale, const Scratch& scratch,
+                           const Tensor& q_grad) {
   float* scores = scratch.scores.get();
   float* grads = scratch.grads.get();
   copy_rows(queries, block.rows, H, scratch.queries.get());
@@ -153,7 +154,7 @@ void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Te
 
 // Clang takes no structured bindings in parallel regions.
 extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, const int32_t* starts, const int32_t* ends,
-                       const Tensor* out, float* logs, const Sizes* size, float scale) {
+                          const Tensor* out, float* logs, const Sizes* size, float scale) {
   if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H;
 #pragma omp parallel
@@ -179,9 +180,9 @@ extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, con
 }
 
 extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Tensor* k, const Tensor* v,
-                                const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
-                                const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
-                                float scale) {
+                                   const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
+                                   const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
+                                   float scale) {
   if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
 #pragma omp parallel
@@ -202,8 +203,8 @@ extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Te
       for (int64_t n = kv * groups; n < (kv + 1) * groups; ++n)
         for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t row) {
           const auto of_block = [&](const Tensor* x) { return x->from(b, block.first_query, n, H); };
-          attend_block_backward(block, H, size->goes_on, of_block(grad), of_block(q), of_block(out), logs + row, scale, scratch,
-                                of_block(q_grad));
+          attend_block_backward(block, H, size->goes_on, of_block(grad), of_block(q), of_block(out), logs + row, scale,
+                                scratch, of_block(q_grad));
         });
       for (int64_t s = 0; s < S; ++s) {
         std::copy_n(scratch.k_grad.get() + s * H, H, k_grad->from(b, s, kv, H).data);

@@ -1,6 +1,6 @@
 // What attention in fp32 and attention in tiles of bfloat16 share: vectors, softmax, and which keys a query sees.
 //
-// Queries [B, T, N, H], keys and values [B, S, K, H] have strides, the rest is contiguous:
+// Queries [B, T, N, H], keys and values [B, S, K, H], results and gradients have strides; the rest is contiguous:
 //   logarithms of sums of exponentials [B, N, T],
 //   starts [B, T]: the first key that each query sees, or null if that is the first of the row,
 //   ends [B, T]: the one after its last key, or null if that is the one after itself, where S is T.

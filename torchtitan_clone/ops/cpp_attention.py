@@ -69,7 +69,8 @@ def _consecutive(x: Tensor) -> Tensor:
 class Kernel:
     """A library's attention, which reads and writes queries, keys, values and their gradients in one dtype.
 
-    Rows and tokens can have any strides. Results have them in the order of queries, gradients in that of their tensors.
+    Rows and tokens can have any strides. Results are in the memory order of queries, gradients in that of the tensors
+    that they belong to, unless memory for them is given.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
@@ -110,11 +111,13 @@ class Kernel:
         converted = [
             x if x is None else _consecutive(x.to(self._dtype)) if x.dim() == 4 else x.contiguous() for x in inputs
         ]
+        assert all(x.dtype == self._dtype and _consecutive(x) is x for x in results if x.dim() == 4)
         pointers = [x if x is None else _argument(x) for x in (*converted, *results)]
         if not getattr(self._library, name)(*pointers, sizes, ctypes.c_float(sizes[5] ** -0.5)):
             bounds = [int(bound) for x in inputs if x is not None and x.dtype == torch.int32 for bound in x.aminmax()]
             wrong = next(bound for bound in bounds if not 0 <= bound <= sizes[2])
-            raise ValueError(f"attention by C++: a range of keys has the bound {wrong}; 0 to {sizes[2]} exist")
+            rule = f"0 to {sizes[2]} exist; give starts and ends of keys that are in these tensors"
+            raise ValueError(f"attention by C++: a range of keys has the bound {wrong}; {rule}")
 
 
 def _argument(x: Tensor) -> object:

@@ -220,7 +220,7 @@ extern "C" bool permit_tiles() {
 }
 
 extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, const int32_t* starts, const int32_t* ends,
-                       const Tensor* out, float* logs, const Sizes* size, float scale) {
+                          const Tensor* out, float* logs, const Sizes* size, float scale) {
   if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, all = padded(S, DEPTH);
 #pragma omp parallel
@@ -246,9 +246,9 @@ extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, con
 }
 
 extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Tensor* k, const Tensor* v,
-                                const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
-                                const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
-                                float scale) {
+                                   const int32_t* starts, const int32_t* ends, const Tensor* out, const float* logs,
+                                   const Tensor* q_grad, const Tensor* k_grad, const Tensor* v_grad, const Sizes* size,
+                                   float scale) {
   if (!are_bounds(starts, *size) || !are_bounds(ends, *size)) return false;
   const int64_t B = size->B, S = size->S, N = size->N, K = size->K, H = size->H, groups = N / K;
   const int64_t all = padded(S, DEPTH);

@@ -17,6 +17,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 """Factors of the learning rate, from 1 to 0, by the progress of the decay, from 0 to 1."""
 
 
+MAX_FACTOR = 1_000_000
+
+
 def find_schedule_errors(lr_scheduler: LRScheduler) -> list[str]:
     """Returns a message if SCHEDULES lacks the decay, and one for the first point that is out of order."""
     found: list[str] = []
@@ -25,8 +28,9 @@ def find_schedule_errors(lr_scheduler: LRScheduler) -> list[str]:
         found.append(f"{option}: no such shape; known: {', '.join(SCHEDULES)}")
     last = -1.0
     for point in lr_scheduler.points:
-        if len(point) != 2 or not last < point[0] <= MAX_STEPS or not 0 <= point[1] < math.inf:
-            rule = f"must be [step, factor] with a step above {last:g} and a factor of at least 0"
+        if len(point) != 2 or not last < point[0] <= MAX_STEPS or not 0 <= point[1] <= MAX_FACTOR:
+            steps = f"above {last:.15g}" if last >= 0 else "of at least 0"
+            rule = f"must be [step, factor] with a step {steps} and a factor from 0 to {MAX_FACTOR:,}"
             return [*found, f"lr_scheduler.points, {shown(point)}: {rule}; list the points in order of their steps."]
         last = point[0]
     return found

@@ -232,7 +232,7 @@ def context_attention(
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
             by_heads = kernel_for(q).attend(q, *kv, *ranges, onto=by_heads)
         assert by_heads is not None
-        return by_heads[0].to(q_BTNH.dtype), by_heads[1].transpose(1, 2).contiguous()
+        return by_heads[0].to(q_BTNH.dtype).contiguous(), by_heads[1].transpose(1, 2).contiguous()
     assert attention is not None
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=False):
@@ -286,9 +286,10 @@ def context_attention_backward(
         kv_grads = of_rows.sum()
     else:
         kv_grads = _RETURN[exchange](kv_gradients(), group)
-    k_grad, v_grad = (x.to(k_BTKH.dtype) for x in kv_grads)
     assert q_grad_BTNH is not None
-    return q_grad_BTNH.to(q_BTNH.dtype), k_grad, v_grad
+    pairs = zip((q_BTNH, k_BTKH, v_BTKH), (q_grad_BTNH, *kv_grads), strict=True)
+    q_grad, k_grad, v_grad = (blockwise.in_layout_of(x, gradient) for x, gradient in pairs)
+    return q_grad, k_grad, v_grad
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

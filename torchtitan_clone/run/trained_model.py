@@ -37,6 +37,8 @@ def open_trained_model(
     `hf_assets_path` has the tokenizer where it is not where the run found it. ConfigError if there is no such folder,
     or if something in it is missing, damaged or does not fit.
     """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch finds no GPU on this machine; give --device=cpu")
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder; give that of a run, of a step or of a Hugging Face model")
     if (path / HUB_CONFIG_FILE).is_file():
