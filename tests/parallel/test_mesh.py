@@ -104,9 +104,11 @@ def groups_of_axes(degrees):
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=torch.device("cpu")):
         mesh = build_mesh(degrees, loss_rank=0, device_type="cpu")
+        count = len(dist.distributed_c10d._world.pg_map)
         for _ in range(3):  # as a run that changes its mesh
             old, mesh = mesh, build_mesh(degrees, loss_rank=0, device_type="cpu")
             old.close()
+        assert len(dist.distributed_c10d._world.pg_map) == count
         groups = [mesh.pp, mesh.tp, mesh.cp, *(mesh.fsdp[axis] for axis in mesh.fsdp.mesh_dim_names), mesh.ep]
         groups = [each.get_group() for each in groups if each is not None]
         ranks = [dist.get_process_group_ranks(group) for group in groups]
