@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.fault_tolerance.lighthouse import (
@@ -81,6 +82,12 @@ def test_a_lighthouse_that_starts_late_is_found(port):
 
     threading.Thread(target=start, daemon=True).start()
     wait_for_lighthouse(f"http://localhost:{port}", seconds=20)
+
+
+@pytest.mark.parametrize("option", ["heartbeat_timeout_ms=-5", "min_replica_size=0"])
+def test_the_script_checks_ranges(option, capsys):
+    assert load_program("scripts/lighthouse.py").main(["--port=0", f"--fault_tolerance.{option}"]) == 2
+    assert f"error: fault_tolerance.{option.replace('=', ' = ')}: must be " in capsys.readouterr().err
 
 
 def test_a_group_without_a_lighthouse_exits_with_one_line(corpus, tmp_path, port):
