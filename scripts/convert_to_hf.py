@@ -61,7 +61,7 @@ def main() -> int:
     """Parse, convert, say where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a step-N folder")
-    parser.add_argument("folder", type=Path, help="folder to write; replaced where it exists")
+    parser.add_argument("folder", type=Path, help="folder to write; an export in it is replaced")
     parser.add_argument("--export_dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--hf_assets_path", help="the tokenizer's folder, where it is not where the run found it")
     options = parser.parse_args()

@@ -17,14 +17,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file under a temporary name, flushes it and renames it: readers see the old or the new content."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)  # left by a killed process; opening a pipe would block, a link write elsewhere
-    try:
-        with partial.open("xb") as file:
+    with partial.open("xb") as file:
+        try:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)  # is there after a failure
+            partial.rename(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     sync_folder(path.parent)
 
 

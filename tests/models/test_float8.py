@@ -45,6 +45,13 @@ def test_which_layers_are_converted():
 
 
 @needs_torchao
+def test_a_filter_of_all_layers_is_a_warning(caplog):
+    assert converted(tiny(), filter_fqns=["."]) == []
+    found = [x.getMessage() for x in caplog.records if (x.name, x.levelname) == ("torchtitan_clone", "WARNING")]
+    assert found == ["float8 tensorwise: converted 0 of 42 linear layers"]
+
+
+@needs_torchao
 def test_layers_with_a_forward_of_their_own_and_routers_stay():
     found = {name.split(".", 2)[2] for name in converted(tiny("deepseek_v3"))}
     assert "attention.wo" in found

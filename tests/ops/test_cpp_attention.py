@@ -153,7 +153,7 @@ def test_tokens_may_be_before_rows_in_memory():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_attention_goes_on_over_other_keys(order):
+def test_attention_accumulates_over_parts_of_the_keys(order):
     """Queries of the first keys see none of the second ones."""
     q, k, v, grad, _ = triple_heads(700)
     ends = torch.arange(1, 701, dtype=torch.int32).expand(2, -1)
@@ -162,7 +162,7 @@ def test_attention_goes_on_over_other_keys(order):
     attention = torch.zeros(q.shape), torch.full((2, 8, 700), -torch.inf)  # over no keys
     q_grad = None
     for keys, of_part in (parts[index] for index in order):
-        attention = kernel.attend(q, k[:, keys], v[:, keys], None, of_part, onto=attention)
+        attention = kernel.attend(q, k[:, keys], v[:, keys], None, of_part, accumulate_into=attention)
     for keys, of_part in (parts[index] for index in order):
         written = [x[:, keys] for x in kv_grads]
         qkv = (q, k[:, keys], v[:, keys])

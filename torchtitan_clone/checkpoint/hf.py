@@ -165,8 +165,8 @@ def write_weights(
     folder: Path, *, entries: Entries, read: Callable[[Entry], Tensor], files: Files, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise FileExistsError(f"{folder} has files and is not an export, which would be replaced; give another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
+        raise FileExistsError(f"{folder} has files that are not an export; give a new folder, or that of an export")
     layout, partial = plan_files(entries, file_bytes=file_bytes), _partial_folder(folder)
     try:
         _make_folder(partial, files=files)

@@ -50,7 +50,7 @@ Seconds = Annotated[int, Range(1, MAX_SECONDS)]
 Duration = Annotated[float, Range(0.0, float(MAX_SECONDS), above=True)]
 Milliseconds = Annotated[int, Range(1, 1000 * MAX_SECONDS)]
 LearningRate = Annotated[float, Range(0.0, 1e30, above=True)]
-DenominatorTerm = Annotated[float, Range(1e-30, 1e30)]  # 0 / 0 where a gradient is 0, if it were 0 in float32
+OptimizerEpsilon = Annotated[float, Range(1e-30, 1e30)]  # float32 rounds less than 1e-45 to 0, and 0 / 0 is NaN
 Decay = Annotated[float, Range(0.0, 1e6)]
 Fraction = Annotated[float, Range(0.0, 1.0, below=True)]
 UnitInterval = Annotated[float, Range(0.0, 1.0)]
@@ -250,7 +250,7 @@ class OptimizerGroup:
     """Decay rate of the first moment; unset: optimizer.beta1."""
     beta2: Fraction | None = None
     """Decay rate of the second moment; unset: optimizer.beta2."""
-    eps: DenominatorTerm | None = None
+    eps: OptimizerEpsilon | None = None
     """Term added to the denominator of the update; unset: optimizer.eps."""
 
 
@@ -266,7 +266,7 @@ class Optimizer:
     """Decay rate of the first moment (running average of gradients)."""
     beta2: Fraction = 0.95
     """Decay rate of the second moment (running average of squared gradients)."""
-    eps: DenominatorTerm = 1e-8
+    eps: OptimizerEpsilon = 1e-8
     """Term added to the denominator of the update for numerical stability."""
     weight_decay: Decay = 0.1
     """Weight decay of matrices, decoupled in AdamW; also of vectors with decay_all_parameters."""

@@ -248,9 +248,7 @@ def _report(result: "RunResult", *, logs: "RankLogs") -> int:
 
 
 def _describe_exit(code: int) -> str:
-    names = {
-        each.value: each.name for each in signal.Signals
-    }  # of real-time signals only the first and the last have one
+    names = {each.value: each.name for each in signal.Signals}  # all but most of the real-time signals
     return f"exit code {code}" if code > 0 else f"killed by {names.get(-code, f'signal {-code}')}"
 
 

@@ -80,10 +80,10 @@ void multiply_packed(int64_t rows, int64_t H, const float* x, const float* panel
     multiply_columns<false, 2>(rows, H, x, H, 1, panels + i * H, PANEL, scores + i, WIDTH);
 }
 
-void attend_block(const Block& block, int64_t H, bool goes_on, const float* queries, const float* panels,
+void attend_block(const Block& block, int64_t H, bool accumulate, const float* queries, const float* panels,
                   const float* values, float scale, float* scores, const Tensor& out, float* logs) {
   Softmax softmax[QUERIES];
-  for (int64_t i = 0; goes_on && i < block.rows; ++i) softmax[i].add(logs[i], scale);
+  for (int64_t i = 0; accumulate && i < block.rows; ++i) softmax[i].add(logs[i], scale);
   for (int64_t first = block.first_key; first < block.end; first += KEYS) {
     const int64_t width = std::min(KEYS, block.end - first);
     multiply_packed(block.rows, H, queries, panels + first * H, width, scores);
@@ -95,7 +95,7 @@ void attend_block(const Block& block, int64_t H, bool goes_on, const float* quer
         for (int64_t h = 0; h < H; h += LANES) store(out[i] + h, load(out[i] + h) * factor);
       });
     }
-    (goes_on || first > block.first_key ? multiply<true> : multiply<false>)(
+    (accumulate || first > block.first_key ? multiply<true> : multiply<false>)(
         block.rows, H, width, scores, WIDTH, 1, values + first * H, H, out.data, out.token_stride);
   }
   for (int64_t i = 0; i < block.rows; ++i) {
@@ -111,7 +111,7 @@ struct Scratch {
 };
 
 // Writes the gradients by the queries of a block, and adds to those by keys and values.
-void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Tensor& grad, const Tensor& queries,
+void attend_block_backward(const Block& block, int64_t H, bool accumulate, const Tensor& grad, const Tensor& queries,
                            const Tensor& out, const float* logs, float scale, const Scratch& scratch,
                            const Tensor& q_grad) {
   float* scores = scratch.scores.get();
@@ -120,7 +120,7 @@ void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Te
   copy_rows(grad, block.rows, H, scratch.out_grads.get());
   for (const Tensor& x : {queries, grad, out}) prefetch(x, QUERIES, block.next_rows, H);
   float products[QUERIES];  // of each result and its gradient
-  if (block.end <= block.first_key && !goes_on)
+  if (block.end <= block.first_key && !accumulate)
     for (int64_t i = 0; i < block.rows; ++i) std::fill_n(q_grad[i], H, 0.0f);
   for (int64_t i = 0; i < block.rows; ++i) {
     Vector product = {};
@@ -141,7 +141,7 @@ void attend_block_backward(const Block& block, int64_t H, bool goes_on, const Te
         store(grad_row + j, probability * (load(grad_row + j) - products[i]) * scale);
       }
     }
-    (goes_on || first > block.first_key ? multiply<true> : multiply<false>)(
+    (accumulate || first > block.first_key ? multiply<true> : multiply<false>)(
         block.rows, H, width, grads, WIDTH, 1, scratch.keys.get() + first * H, H, q_grad.data, q_grad.token_stride);
     multiply<true>(width, H, block.rows, grads, 1, WIDTH, scratch.queries.get(), H, scratch.k_grad.get() + first * H,
                    H);
@@ -171,7 +171,7 @@ extern "C" int32_t attend(const Tensor* q, const Tensor* k, const Tensor* v, con
         const Tensor block_queries = q->from(b, block.first_query, n, H);
         copy_rows(block_queries, block.rows, H, queries.get());
         prefetch(block_queries, QUERIES, block.next_rows, H);
-        attend_block(block, H, size->goes_on, queries.get(), panels.get(), rows.get(), scale, scores.get(),
+        attend_block(block, H, size->accumulate, queries.get(), panels.get(), rows.get(), scale, scores.get(),
                      out->from(b, block.first_query, n, H), logs + row);
       });
     }
@@ -203,7 +203,7 @@ extern "C" int32_t attend_backward(const Tensor* grad, const Tensor* q, const Te
       for (int64_t n = kv * groups; n < (kv + 1) * groups; ++n)
         for_each_block(*size, b, n, starts, ends, QUERIES, PANEL, [&](const Block& block, int64_t row) {
           const auto of_block = [&](const Tensor* x) { return x->from(b, block.first_query, n, H); };
-          attend_block_backward(block, H, size->goes_on, of_block(grad), of_block(q), of_block(out), logs + row, scale,
+          attend_block_backward(block, H, size->accumulate, of_block(grad), of_block(q), of_block(out), logs + row, scale,
                                 scratch, of_block(q_grad));
         });
       for (int64_t s = 0; s < S; ++s) {

@@ -4,7 +4,8 @@
 //   logarithms of sums of exponentials [B, N, T],
 //   starts [B, T]: the first key that each query sees, or null if that is the first of the row,
 //   ends [B, T]: the one after its last key, or null if that is the one after itself, where S is T.
-// H is a multiple of LANES, N one of K.
+// H is a multiple of LANES, N one of K. attend() and attend_backward() return whether starts and ends are such indices;
+// if not, they write nothing.
 
 #pragma once
 
@@ -22,18 +23,18 @@ typedef int32_t Integers __attribute__((vector_size(LANES * sizeof(int32_t)), al
 
 struct Sizes {
   int64_t B, T, S, N, K, H;
-  int64_t goes_on;  // whether results, and the gradient by queries, are added to those over other keys; in fp32 only
+  int64_t accumulate;  // whether to add to results, and to the gradient by queries, over other keys; in fp32 only
 };
 
 // A tensor [B, T, heads, H] whose heads are consecutive, with the strides of the others, in elements.
 template <class T>
 struct Heads {
   T* data;
-  int64_t row_stride, token_stride;
+  int64_t batch_stride, token_stride;
 
   // The rows [T, H] of a head from a token on.
   Heads from(int64_t b, int64_t t, int64_t head, int64_t H) const {
-    return {data + b * row_stride + t * token_stride + head * H, row_stride, token_stride};
+    return {data + b * batch_stride + t * token_stride + head * H, batch_stride, token_stride};
   }
   T* operator[](int64_t token) const { return data + token * token_stride; }
 };
@@ -127,7 +128,7 @@ void for_each_block(const Sizes& size, int64_t b, int64_t n, const int32_t* star
 struct Softmax {
   float maximum = MASKED, total = 0.0f;
 
-  // Goes on from a logarithm of a sum.
+  // Starts from the logarithm of a sum over other keys.
   void add(float log, float scale) {
     if (log <= NO_KEYS) return;
     maximum = log / scale;

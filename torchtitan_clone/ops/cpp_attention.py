@@ -58,7 +58,7 @@ def use_cpp(model: nn.Module) -> None:
 class _Heads(ctypes.Structure):
     """What cpp_attention.h declares: a tensor [B, T, heads, H] whose heads are consecutive."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
+    _fields_ = (("data", ctypes.c_void_p), ("batch_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
 
 
 def _consecutive(x: Tensor) -> Tensor:
@@ -77,14 +77,16 @@ class Kernel:
         self._library = library
         self._dtype = dtype
 
-    def attend(self, *inputs: Tensor | None, onto: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, *inputs: Tensor | None, accumulate_into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Returns what attend() does, in the dtype of the library.
 
-        With `onto`, attention over other keys in fp32, this is of them all, in the same memory.
+        `accumulate_into` is attention over other keys, in fp32: it becomes attention over those and these keys.
         """
-        assert onto is None or self._dtype == torch.float32
-        B, T, _, N, *_ = sizes = _sizes(*inputs, goes_on=onto is not None)
-        out_BTNH, lse_BNT = onto or (self._empty_like(inputs[0]), torch.empty(B, N, T, dtype=torch.float32))
+        assert accumulate_into is None or self._dtype == torch.float32
+        B, T, _, N, *_ = sizes = _sizes(*inputs, accumulate=accumulate_into is not None)
+        out_BTNH, lse_BNT = accumulate_into or (self._empty_like(inputs[0]), torch.empty(B, N, T, dtype=torch.float32))
         self._call("attend", *inputs, results=(out_BTNH, lse_BNT), sizes=sizes)
         return out_BTNH, lse_BNT
 
@@ -96,7 +98,7 @@ class Kernel:
         Adds to `q_grad`, in fp32, and writes to `kv_grads` where these are given.
         """
         *inputs, _out, _lse = saved
-        sizes = _sizes(*inputs, goes_on=q_grad is not None)
+        sizes = _sizes(*inputs, accumulate=q_grad is not None)
         q_grad = self._empty_like(inputs[0]) if q_grad is None else q_grad
         results = [q_grad, *(kv_grads or map(self._empty_like, inputs[1:3]))]
         self._call("attend_backward", grad_BTNH, *saved, results=results, sizes=sizes)
@@ -135,7 +137,7 @@ def kernel_for(q_BTNH: Tensor) -> Kernel:
     return Kernel(loaded_library(), torch.float32)
 
 
-def _sizes(*inputs: Tensor | None, goes_on: bool) -> ctypes.Array[ctypes.c_int64]:
+def _sizes(*inputs: Tensor | None, accumulate: bool) -> ctypes.Array[ctypes.c_int64]:
     """Returns the library's Sizes; ValueError if it would read other memory than that of these tensors."""
     q_BTNH, k_BSKH, v_BSKH = cast("Sequence[Tensor]", inputs[:3])
     ranges = inputs[3:]
@@ -147,7 +149,7 @@ def _sizes(*inputs: Tensor | None, goes_on: bool) -> ctypes.Array[ctypes.c_int64
     if not (fits and are_ranges and kinds <= _TAKEN):
         shapes = [tuple(x.shape) for x in (q_BTNH, k_BSKH, v_BSKH, *given)]
         raise ValueError(f"attention by C++ does not take these tensors: {kinds}, {shapes}")
-    return (ctypes.c_int64 * 7)(B, T, S, N, K, H, goes_on)
+    return (ctypes.c_int64 * 7)(B, T, S, N, K, H, accumulate)
 
 
 @torch.library.custom_op("torchtitan_clone::attend", mutates_args=())

@@ -138,7 +138,7 @@ def start_all_to_all(
     received = [part if source == rank else torch.empty_like(parts[rank], memory_format=torch.contiguous_format)
                 for source, part in enumerate(parts)]  # fmt: skip
     sent = [(target, part.contiguous()) for target, part in others(parts, group=group)]
-    arguments = {"group": group, "collective": collective, "own": parts[rank : rank + 1], "is_awaited": is_awaited}
+    arguments = {"group": group, "collective": collective, "own": [parts[rank]], "is_awaited": is_awaited}
     return received, start_exchange(sent, others(received, group=group), **arguments)
 
 

@@ -1,7 +1,8 @@
 """Context parallelism: shards each sequence over the `cp` axis, with exact attention across the shards.
 
 "allgather" gathers the keys and values of all ranks, "ring" passes them around a ring; a rank holds a chunk of tokens
-from the front and the mirrored one from the back, since late tokens cost more. "alltoall" is in head_exchange.py.
+from the front and the mirrored one from the back, since late tokens cost more. "alltoall" exchanges heads for tokens:
+head_exchange.py.
 
 Legend: B batch, T tokens of this rank, N heads, K kv heads, H head dim; R ranks of the axis.
 Source: arXiv 2411.01783 (gathered, balanced), 2310.01889 (ring).
@@ -173,10 +174,10 @@ class _Rows:
     """
 
     def __init__(
-        self, of_rank: torch.Size, *, dtype: torch.dtype, pieces: Sequence[Pieces], group: dist.ProcessGroup
+        self, shape: torch.Size, *, dtype: torch.dtype, pieces: Sequence[Pieces], group: dist.ProcessGroup
     ) -> None:
-        """`of_rank` is the shape [B, T, K, H] of the keys of one rank."""
-        self._of_rank = B, T, K, H = of_rank
+        """`shape` is that of the keys of one rank [B, T, K, H]."""
+        self._shape = B, T, K, H = shape
         memory = torch.empty(T * group.size(), 2, B, K, H, dtype=dtype)
         self.k_BSKH, self.v_BSKH = memory.transpose(0, 2).unbind(1)
         self._by_rank = [[memory[x.start : x.stop] for x in of_rank] for of_rank in pieces]
@@ -196,7 +197,7 @@ class _Rows:
         by_rank = [self._own if x is self._own else [*map(torch.empty_like, self._own)] for x in self._by_rank]
         sent, received = (others(x, group=self._group) for x in (self._by_rank, by_rank))
         self._exchange(sent, received, collective="reduce_scatter")
-        sums = [self.k_BSKH.new_empty(self._of_rank) for _ in range(2)]
+        sums = [self.k_BSKH.new_empty(self._shape) for _ in range(2)]
         for index, total_BTKH in enumerate(sums):
             for out, *parts in zip(total_BTKH.transpose(0, 1).chunk(2), *by_rank, strict=True):
                 messages.sum_parts([part[:, index] for part in parts], out=out)
@@ -224,16 +225,18 @@ def context_attention(
     group = process_group_of(group_name)
     pieces = _pieces(q_BTNH, group)
     queries = pieces[group.rank()]
-    attention = None if by_cpp and sinks_N is None else blockwise.empty_attention(q_BTNH, sinks_N)
     if by_cpp:
-        by_heads = None if attention is None else (attention[0], attention[1].transpose(1, 2).contiguous())
-        q = q_BTNH.float()  # in fp32, as it is merged
+        by_heads = None
+        if sinks_N is not None:
+            out_BTNH, lse_BTN = blockwise.empty_attention(q_BTNH, sinks_N)
+            by_heads = out_BTNH, lse_BTN.transpose(1, 2).contiguous()
+        q = q_BTNH.float()  # in fp32, in which results accumulate
         for keys, kv in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=True):
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
-            by_heads = kernel_for(q).attend(q, *kv, *ranges, onto=by_heads)
+            by_heads = kernel_for(q).attend(q, *kv, *ranges, accumulate_into=by_heads)
         assert by_heads is not None
         return by_heads[0].to(q_BTNH.dtype).contiguous(), by_heads[1].transpose(1, 2).contiguous()
-    assert attention is not None
+    attention = blockwise.empty_attention(q_BTNH, sinks_N)
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=False):
         qkv = (q_BTNH, k, v)

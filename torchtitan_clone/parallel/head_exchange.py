@@ -58,7 +58,7 @@ def gather_heads(x_BSnH: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Either of both, of several tensors; the gradient is the other one."""
+    """gather_tokens(), or gather_heads() of several tensors: each computes the gradients of the other."""
 
     @staticmethod
     def forward(ctx, group_name: str, ranks: int, gathers_tokens: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ from torchtitan_clone.ops.shared_memory import close_streams, connect
 from torchtitan_clone.torch_compat import process_group_of
 
 _numbers = count(1)
-_name_alone = ""
+_singleton_name = ""
+"""torch's name of the process group that _singleton_group() has created."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -101,25 +102,25 @@ def _coordinate(degrees: Degrees, *, rank: int) -> dict[str, int]:
     return coordinate
 
 
-def _group_alone() -> dist.ProcessGroup:
-    """Returns the process group that has this rank alone, one for all meshes, which do not destroy it."""
-    global _name_alone
+def _singleton_group() -> dist.ProcessGroup:
+    """Returns the process group of this rank only, which all meshes share and none destroys."""
+    global _singleton_name
     with suppress(RuntimeError):  # there is none yet, or it was destroyed with all others
-        return process_group_of(_name_alone)
-    alone = cast("dist.ProcessGroup", dist.new_group([dist.get_rank()], use_local_synchronization=True))
-    _name_alone = alone.group_name
-    return alone
+        return process_group_of(_singleton_name)
+    singleton = cast("dist.ProcessGroup", dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    _singleton_name = singleton.group_name
+    return singleton
 
 
 def _mesh_of_gloo(
-    device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...], alone: dist.ProcessGroup
+    device_type: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...], singleton: dist.ProcessGroup
 ) -> DeviceMesh:
-    """Creates a mesh as init_device_mesh() does, but `alone` is the process group of all axes with one rank.
+    """Creates a mesh as init_device_mesh() does, but `singleton` is the process group of all axes with one rank.
 
     Each group of gloo has two threads, of which one wakes up a hundred times a second.
     """
     sizes = {name: size for name, size in zip(mesh_dim_names, shape, strict=True) if size > 1}
-    groups = dict.fromkeys(mesh_dim_names, alone)
+    groups = dict.fromkeys(mesh_dim_names, singleton)
     if sizes:
         shared = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         groups |= {name: shared.get_group(name) for name in sizes}
@@ -136,10 +137,10 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         return tuple(f"{axis}.{number}" if number > 1 else axis for axis in axes)
 
     sizes = {axis: getattr(degrees, axis) for axis in AXES}
-    build, alone = init_device_mesh, dist.group.WORLD
+    build, singleton = init_device_mesh, dist.group.WORLD
     if dist.get_backend() == "gloo" and dist.get_world_size() > 1:
-        alone = _group_alone()
-        build = partial(_mesh_of_gloo, alone=alone)
+        singleton = _singleton_group()
+        build = partial(_mesh_of_gloo, singleton=singleton)
     world = build(device_type, tuple(sizes.values()), mesh_dim_names=names(*sizes))
     coordinate = _coordinate(degrees, rank=world.get_rank())
     # A second mesh with dp_shard and cp as one axis: slicing an axis that was flattened later is deprecated in torch.
@@ -163,7 +164,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         ep=experts[names("ep")] if experts is not None else None,
         expert_fsdp=experts[names(*expert_axes)] if experts is not None else None,
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
-        groups=tuple(dict.fromkeys(group for group in groups if group not in (dist.group.WORLD, alone))),
+        groups=tuple(dict.fromkeys(group for group in groups if group not in (dist.group.WORLD, singleton))),
     )
     axes = (mesh.fsdp, mesh.cp, mesh.tp, mesh.pp, mesh.expert_fsdp, mesh.ep)
     used = [axis.get_group(axis.ndim - 1) for axis in axes if axis is not None]
