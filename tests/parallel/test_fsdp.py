@@ -1,4 +1,6 @@
-"""FSDP gathers the parameters of as many blocks ahead as the options ask for."""
+"""FSDP gathers the parameters of as many blocks ahead, and at once, as the options ask for."""
+
+from itertools import groupby
 
 import pytest
 
@@ -37,10 +39,48 @@ def gathers_before_each_block(argv):
 def test_parameters_are_gathered_as_many_blocks_ahead_as_asked(corpus, tmp_path, ahead):
     changes = {
         "model__args__n_layers": 5, "parallelism__fsdp_prefetch_blocks": ahead,
-        "training__local_batch_size": 4,
+        "parallelism__fsdp_blocks_per_group": 1, "training__local_batch_size": 4,
     }  # fmt: skip
     first, *others = run_ranks(gathers_before_each_block, 2, options(corpus, tmp_path, **changes))[0]
     embedding_and_own = 2
     assert first == embedding_and_own + ahead
     # One more with each block, until none is left.
     assert others == [min(first + index, embedding_and_own + 4) for index in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "started"),
+    [
+        (2, [3, 4, 4, 4, 4]),  # groups of one, two and two blocks; the embedding's comes first
+        (-1, [2, 2, 2, 2, 2]),  # a CPU gathers small blocks together
+    ],
+)
+def test_blocks_of_a_group_are_gathered_at_once(corpus, tmp_path, blocks, started):
+    changes = {"model__args__n_layers": 5, "parallelism__fsdp_blocks_per_group": blocks}
+    assert run_ranks(gathers_before_each_block, 2, options(corpus, tmp_path, **changes))[0] == started
+
+
+def fsdp_groups_of(argv):
+    """Returns the names of the modules of each group of blocks that FSDP shards together."""
+    with open_trainer(argv) as trainer:
+        layers = trainer.engine.model_parts[0].layers
+        states = groupby(layers.items(), key=lambda item: id(item[1]._get_fsdp_state()))
+        return ["".join(name for name, _ in items) for _, items in states]
+
+
+@pytest.mark.parametrize(
+    ("frozen", "blocks", "names"),
+    [
+        (0, 1, ["0", "1", "2", "3", "4"]),
+        (0, 2, ["0", "12", "34"]),
+        (0, 4, ["01", "234"]),
+        (0, 5, ["01234"]),
+        (1, 9, ["0", "1234"]),
+        (3, 2, ["0", "12", "34"]),
+    ],
+)
+def test_groups_are_of_one_size_and_all_frozen_or_none(corpus, tmp_path, frozen, blocks, names):
+    changes = {"model__args__n_layers": 5, "parallelism__fsdp_blocks_per_group": blocks}
+    if frozen:
+        changes["training__freeze_schedule"] = f"[{{step = 1, layers = {frozen}}}]"
+    assert run_ranks(fsdp_groups_of, 2, options(corpus, tmp_path, **changes)) == [names, names]

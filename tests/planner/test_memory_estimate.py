@@ -19,10 +19,11 @@ CASES = {
     "first blocks": (1, FULL | {"activation_checkpoint.first_blocks": 2, "training.local_batch_size": 8}),
     "tensor, none, several micro-batches": (8, NONE | degree(tensor=2) | {"training.global_batch_size": 16}),
     "per operation": (8, PER_OPERATION),
+    "blocks in pairs": (8, FULL | {"parallelism.fsdp_blocks_per_group": 2}),
     "pipeline, full": (8, FULL | PIPELINE),
     "pipeline, none": (8, NONE | PIPELINE),
 }
-SLOW = list(CASES)[4:]
+SLOW = list(CASES)[5:]
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])

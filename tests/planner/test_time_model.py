@@ -44,6 +44,17 @@ def test_products_take_their_flops(recompute, passes):
     assert seconds == pytest.approx(2e-12 * weights * plan.tokens_per_step, rel=1e-6)
 
 
+def test_blocks_that_are_gathered_together_wait_for_the_network_once():
+    hardware = Hardware(products=[[1, 1.0]], memory_gbps=1e12, link_us=1e6)
+    options = {"model.args.n_layers": 8, **NONE}
+    alone, together = (
+        predict_step_time(plan_of(2, **options, **{"parallelism.fsdp_blocks_per_group": size}), hardware=hardware)
+        for size in (1, 4)
+    )
+    # Each of eight groups, or two, is gathered twice and reduced, at a second of latency.
+    assert alone.parts["fsdp"] - together.parts["fsdp"] == pytest.approx(3 * 8 - 3 * 2)
+
+
 def test_frozen_layers_have_no_backward_and_no_optimizer():
     fitted = Fitted(products=1.0, eager_passes=0.0, attention=1e9)
     one_tflops = Hardware(products=[[1, 1.0]], memory_gbps=1e12, peak_tflops=1.0, fitted=fitted)

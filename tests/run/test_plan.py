@@ -13,7 +13,7 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, run_identity, write_config
-from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
@@ -63,6 +63,23 @@ def test_chunks_of_the_loss_follow_the_device(device_type, options, expected):
     """On a GPU logits take at most 256 MiB, or are of 1,024 tokens; on a CPU at most 128 MiB, of 512 to 1,024."""
     plan = plan_of("--training.mixed_precision_param=bfloat16", *options, device_type=device_type)
     assert loss_chunk_tokens(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("device_type", "options", "expected"),
+    [
+        ("cpu", [], 5),  # a block has 2.81 MiB in float32
+        ("cpu", ["--training.mixed_precision_param=bfloat16"], 11),
+        ("cpu", ["--parallelism.tensor_parallel_degree=2"], 11),
+        ("cpu", ["--model.args.dim=1024"], 1),
+        ("cpu", ["--parallelism.fsdp_blocks_per_group=3"], 3),
+        ("cuda", [], 1),
+        ("cuda", ["--parallelism.fsdp_blocks_per_group=3"], 3),
+    ],
+)
+def test_a_cpu_shards_small_blocks_together(device_type, options, expected):
+    plan = plan_of("--training.mixed_precision_param=float32", *options, device_type=device_type, world_size=2)
+    assert fsdp_blocks_per_group(plan) == expected
 
 
 def test_gradients_keep_their_type_on_gpus_without_replica_groups():

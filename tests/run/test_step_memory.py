@@ -153,7 +153,7 @@ MORE_MESHES = {
 def test_layers_that_are_not_simulated_repeat_others(mesh):
     """The events are those of all layers; but for the vector of all gradients' norms, which is shorter."""
     world_size, options = (MESHES | MORE_MESHES)[mesh]
-    plan = simulated(plan_of(world_size, **options))
+    plan = simulated(plan_of(world_size, **options, **{"parallelism.fsdp_blocks_per_group": 1}))
     few, all_layers = (named(trace(plan, pipeline_rank=0)) for trace in (extended_steps, simulate_steps))
     assert few == all_layers
 

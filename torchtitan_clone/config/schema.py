@@ -311,6 +311,9 @@ class Parallelism:
     """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
     fsdp_prefetch_blocks: Degree = 1
     """Number of blocks gathered ahead; 1 is FSDP2's implicit prefetch, more hide slow networks and use memory."""
+    fsdp_blocks_per_group: AutoOrSize = -1
+    """Maximum number of consecutive blocks that FSDP gathers and reduces together; where it is above 1,
+    fsdp_prefetch_blocks counts such groups. -1: 1, on a CPU as many small blocks as have 16 MiB of weights."""
     tensor_parallel_degree: Degree = 1
     """Tensor-parallel degree: number of ranks that shard each weight matrix."""
     enable_async_tensor_parallel: bool = False

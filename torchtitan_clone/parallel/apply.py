@@ -44,12 +44,12 @@ M = TypeVar("M", bound=ParallelModel)
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
     kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, keeps_gradients: bool,
-    parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint, compile: Compile,
+    blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint, compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
-    `frozen` get no gradients. Changes the model in place.
+    `frozen` get no gradients. FSDP shards at most `blocks_per_group` blocks together. Changes the model in place.
     """
     assert isinstance(model, nn.Module)
     modules = set(modules)
@@ -78,8 +78,9 @@ def apply_parallelism(
     for name in modules & set(frozen):
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
-        model, groups=model.fsdp_groups(), mesh=mesh.fsdp, parameter_mesh=mesh.parameters, experts=experts,
-        expert_mesh=mesh.expert_fsdp, training=training, keeps_gradients=keeps_gradients, parallelism=parallelism,
+        model, groups=model.fsdp_groups(), blocks_per_group=blocks_per_group, mesh=mesh.fsdp,
+        parameter_mesh=mesh.parameters, experts=experts, expert_mesh=mesh.expert_fsdp, training=training,
+        keeps_gradients=keeps_gradients, parallelism=parallelism,
     )  # fmt: skip
 
 

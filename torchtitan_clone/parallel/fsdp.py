@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,13 +34,14 @@ class FSDPGroup(Protocol):
 
 
 def apply_fsdp(
-    model: nn.Module, *, groups: Sequence[FSDPGroup], mesh: DeviceMesh, parameter_mesh: DeviceMesh,
-    experts: Sequence[nn.Module] = (), expert_mesh: DeviceMesh | None = None, training: Training,
-    keeps_gradients: bool, parallelism: Parallelism,
+    model: nn.Module, *, groups: Sequence[FSDPGroup], blocks_per_group: int, mesh: DeviceMesh,
+    parameter_mesh: DeviceMesh, experts: Sequence[nn.Module] = (), expert_mesh: DeviceMesh | None = None,
+    training: Training, keeps_gradients: bool, parallelism: Parallelism,
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
-    `keeps_gradients` leaves those of a single backward on a single rank in its data type.
+    At most `blocks_per_group` blocks become one group. `keeps_gradients` leaves those of a single backward on a single
+    rank in its data type.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
@@ -60,6 +63,7 @@ def apply_fsdp(
         shard(
             module, mesh=expert_mesh, reshard_after_forward=reshard, shard_placement_fn=_expert_placement(expert_mesh)
         )
+    groups = _joined(groups, most=blocks_per_group)
     for group in groups:
         # Weights that backward needs first would be gathered again at once.
         reshard_group = choice == "always" if group.starts_backward else reshard
@@ -80,6 +84,31 @@ def apply_fsdp(
             if not _is_trained(module):
                 # Else the backward of the block above prefetches frozen weights for nothing.
                 cast("FSDPModule", module).set_unshard_in_backward(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """Several blocks in one group."""
+
+    modules: Sequence[nn.Module]
+    is_block: bool = True
+    starts_backward: bool = False
+    is_lookup: bool = False
+
+
+def _joined(groups: Sequence[FSDPGroup], *, most: int) -> list[FSDPGroup]:
+    """Returns groups of at most so many consecutive blocks, all or none of them frozen; sizes differ by at most one."""
+    joined = list[FSDPGroup]()
+    for (is_block, _), run in groupby(groups, key=lambda group: (group.is_block, _is_trained(group.modules[0]))):
+        alike = list(run)
+        if not is_block:
+            joined += alike
+            continue
+        blocks = [module for group in alike for module in group.modules]
+        count = -(-len(blocks) // most)
+        bounds = pairwise(len(blocks) * index // count for index in range(count + 1))
+        joined += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
+    return joined
 
 
 def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:

@@ -32,7 +32,7 @@ SHARDS = (8, 16, 32, 64, 128, 256)
 """Data-parallel ranks that share one replica of the weights, where there are several."""
 PIPELINES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 KEPT = (
-    "context_parallel_rotate_method", "enable_async_tensor_parallel", "fsdp_prefetch_blocks",
+    "context_parallel_rotate_method", "enable_async_tensor_parallel", "fsdp_prefetch_blocks", "fsdp_blocks_per_group",
     "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
 )  # fmt: skip
 """Options of [parallelism] that are not searched."""

@@ -7,7 +7,7 @@ expert axes wait for each other. Times are in seconds.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from torchtitan_clone.planner.work import (
     sharded_groups,
 )
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.precision import fsdp_blocks_per_group
 
 OPTIMIZER_BYTES = 8
 """AdamW reads weight, gradient and both moments and writes three of them; the gradient norm reads the gradient."""
@@ -248,11 +249,14 @@ class Block:
     """Whether weights that were freed after forward are gathered again in backward."""
 
 
-def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int) -> Block:
-    """Returns the block of a layer."""
-    groups = sharded_groups(layer, degrees=machine.degrees)
+def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int, together: int) -> Block:
+    """Returns the block of a layer, of which FSDP gathers and reduces as many as `together` says at once."""
+    groups = [
+        replace(group, elements=together * group.elements) for group in sharded_groups(layer, degrees=machine.degrees)
+    ]
     passes = layer_passes(layer, shape=shape, machine=machine)
-    return _block(groups, passes=passes, machine=machine, reduce_itemsize=reduce_itemsize)
+    block = _block(groups, passes=passes, machine=machine, reduce_itemsize=reduce_itemsize)
+    return replace(block, gather=block.gather / together, reduce=block.reduce / together)
 
 
 def _block(
@@ -369,10 +373,8 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     )
     reduce_itemsize = getattr(torch, config.training.mixed_precision_reduce).itemsize
     work = model_work(plan)
-    known = {
-        str(id(layer)): layer_block(layer, shape=shape, machine=machine, reduce_itemsize=reduce_itemsize)
-        for layer in work.kinds
-    }
+    sizes = {"reduce_itemsize": reduce_itemsize, "together": fsdp_blocks_per_group(plan)}
+    known = {str(id(layer)): layer_block(layer, shape=shape, machine=machine, **sizes) for layer in work.kinds}
     embedding = [fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)]
     end = {"machine": machine, "reduce_itemsize": reduce_itemsize, "regathers": False}
     known["output"] = _block(embedding, passes=output_passes(shape, machine=machine), **end)

@@ -1,5 +1,6 @@
 """Data types and sizes of a step that follow from the device where the configuration leaves them open."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,6 +40,25 @@ def loss_chunk_tokens(plan: RunPlan) -> int:
     logits, least, most = _CHUNKS[plan.device_type]
     fitting = logits // (getattr(torch, training.mixed_precision_param).itemsize * plan.model_args.vocab_size)
     return min(max(least, 1 << max(0, fitting.bit_length() - 1)), most)
+
+
+_GROUP_BYTES = 16 << 20
+"""Bytes of weights of a group of blocks on a CPU, at most: of small ones, collectives cost more than their bytes do."""
+
+
+def fsdp_blocks_per_group(plan: RunPlan) -> int:
+    """Returns how many blocks FSDP shards together: parallelism.fsdp_blocks_per_group, or what suits the device."""
+    parallelism, training = plan.config.parallelism, plan.config.training
+    if parallelism.fsdp_blocks_per_group != -1:
+        return parallelism.fsdp_blocks_per_group
+    if plan.device_type != "cpu":
+        return 1
+    elements = Counter[str]()
+    for name, parameter in plan.parameters.items():
+        if name.startswith("layers."):
+            elements[name.split(".")[1]] += parameter.numel()
+    size = max(elements.values()) * getattr(torch, training.mixed_precision_param).itemsize
+    return max(1, _GROUP_BYTES * plan.degrees.tp // size)
 
 
 def keeps_gradients(plan: RunPlan) -> bool:

@@ -12,6 +12,7 @@ from torchtitan_clone.run.cuda_allocator import replay
 from torchtitan_clone.run.engine import Engine, parallelize_model_parts
 from torchtitan_clone.run.memory_trace import Event, MemoryTrace
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.precision import fsdp_blocks_per_group
 from torchtitan_clone.run.simulate import CPU, fake_batch, fake_ranks, simulated
 from torchtitan_clone.run.stretched_trace import Stretch, UnlikeError, stretch_trace
 from torchtitan_clone.torch_compat import fake_tensors, name_fsdp_modules
@@ -196,6 +197,7 @@ def extended_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     # Where a rank has several stages, what one of them keeps ends with what another one does.
     is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
     is_simple = is_simple and plan.config.activation_checkpoint.first_blocks == -1  # else later blocks differ
+    is_simple = is_simple and (plan.world_size == 1 or fsdp_blocks_per_group(plan) == 1)  # else fewer are grouped anew
     stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
     if stretch is None:
         raise UnlikeError

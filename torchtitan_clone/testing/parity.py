@@ -24,6 +24,7 @@ STEPS = 3  # with gradients of weights that were trained, and with a momentum
 COMMON: dict[str, object] = {
     "training__steps": STEPS, "training__seq_len": 64, "training__global_batch_size": 8, "training__max_norm": 1e9,
     "training__loss_chunk_tokens": 48, "checkpoint__enable": False, "optimizer__lr": 1e-3,
+    "parallelism__fsdp_blocks_per_group": 1,
 }  # fmt: skip
 # Options that change the mathematics; no other option may.
 MATHEMATICS = (

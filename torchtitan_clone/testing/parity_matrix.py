@@ -70,6 +70,7 @@ COMPILED: dict[str, object] = {"compile__enable": True, "compile__backend": "aot
 SELECTIVE: dict[str, object] = {
     "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"
 }  # fmt: skip
+PAIRS: dict[str, object] = {"parallelism__fsdp_blocks_per_group": 2}
 EXPERT_FEATURES: dict[str, dict[str, object]] = {
     "full ac": FEATURES["full ac"],
     "selective ac": SELECTIVE,
@@ -79,6 +80,7 @@ EXPERT_FEATURES: dict[str, dict[str, object]] = {
     "accumulated": {"training__local_batch_size": 1},
     "offloaded": {"training__enable_cpu_offload": True},
     "prefetch 2": {"model__args__n_layers": 4, "parallelism__fsdp_prefetch_blocks": 2},
+    "pairs of blocks": {"model__args__n_layers": 4, **PAIRS},
     "clipped": {"training__max_norm": 0.5},
     "shared": {"model__args__moe__num_shared_experts": 1},
     "groups": {
@@ -215,6 +217,7 @@ def all_cases() -> dict[str, Case]:
     cases["tensor, feed-forward 171"] = axes_case(("tensor",), **uneven)
     cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
     cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
+    cases["shard, pairs of blocks"] = axes_case(("shard",), model__args__n_layers=5, **PAIRS)
     cases["shard x tensor, clipped"] = axes_case(("shard", "tensor"), training__max_norm=0.5)
     three: dict[str, object] = {"training__global_batch_size": 6, "training__local_batch_size": 1}
     cases["shard 3"] = (3, three)
