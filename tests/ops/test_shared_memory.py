@@ -121,6 +121,16 @@ def test_messages_of_other_sizes_are_an_error(sent, expected):
         second.advance()
 
 
+@pytest.mark.parametrize(("sent", "expected"), [(64, 128), (None, 64), (64, None)])
+def test_a_message_in_another_place_is_an_error(sent, expected):
+    first, second = pair_of_streams(1 << 16)
+    first.send(torch.zeros(10), place=sent)
+    first.advance()
+    second.receive(torch.zeros(10), place=expected)
+    with pytest.raises(RuntimeError, match="the ranks do not run the same collectives"):
+        second.advance()
+
+
 @pytest.mark.parametrize("offset", [0, 100, 3 << 20, (5 << 20) + 777, (13 << 20) + 1, (15 << 20) + 99])
 def test_two_messages_have_a_place_wherever_they_start(offset):
     first, second = pair_of_streams(_BUFFER_BYTES)
@@ -306,7 +316,9 @@ def test_a_rank_of_another_version_is_an_error_and_leaves_no_descriptor():
 def test_a_rank_that_ends_while_ranks_connect_is_an_error():
     connection, other = socket.socketpair()
     other.close()
+    joint = os.memfd_create("joint")
     before = len(os.listdir("/proc/self/fd"))
     with connection, pytest.raises(RuntimeError, match=NO_MEMORY):
-        _open(connection, rank=0, seconds=1)
-    assert len(os.listdir("/proc/self/fd")) == before - 1  # the connection
+        _open(connection, rank=0, seconds=1, joint=joint)
+    os.close(joint)
+    assert len(os.listdir("/proc/self/fd")) == before - 2  # the connection and the joint memory

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops.messages import is_exchange
-from torchtitan_clone.ops.shared_memory import connect
+from torchtitan_clone.ops.shared_memory import connect, joint_memory_of
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
@@ -18,32 +18,43 @@ from torchtitan_clone.torch_compat import TorchDispatchMode
 
 
 def gathers_and_sums(size, dtypes, connects):
-    """Checks several gathers and sums at once, by exact sums of integers."""
+    """Checks several gathers and sums at once, by exact sums of integers; returns which tensors are in joint memory."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
         if connects:
             connect(group)
+        joint = joint_memory_of(group.group_name)
+        found = []
         for dtype in dtypes:
-            inputs = torch.arange(ranks * ranks * size).view(ranks, -1).to(dtype)  # a row of each rank
-            whole = [torch.zeros(ranks * ranks * size, dtype=dtype) for _ in range(2)]
-            whole[0].chunk(ranks)[rank].copy_(inputs[rank])  # as FSDP: a part of the output
-            works = [
-                GatherByMessages()(output_tensor=whole[0], input_tensor=whole[0].chunk(ranks)[rank], group=group),
-                GatherByMessages()(output_tensor=whole[1], input_tensor=inputs[rank], group=group),
-            ]
-            total = torch.zeros(size, dtype=dtype)
-            SumByMessages([], pending=PendingSums())(output_tensor=total, input_tensor=inputs[rank], group=group)
-            assert total.equal(inputs.sum(0).view(ranks, size)[rank])
+            memory = {"dtype": dtype, "device": torch.device("cpu")}
+            gather = GatherByMessages(group_name=group.group_name)
+            sums = SumByMessages([], group=group, pending=PendingSums())
+            values = torch.arange(ranks * ranks * size).view(ranks, -1).to(dtype)  # a row of each rank
+            whole = [gather.allocate((values.numel(),), **memory) for _ in range(2)]
+            works = []
+            for output in whole:
+                part = output.chunk(ranks)[rank].copy_(values[rank])
+                works.append(gather(output_tensor=output, input_tensor=part, group=group))
+            inputs = sums.allocate((ranks * size,), **memory).copy_(values[rank])
+            total = sums.allocate((size,), **memory)
+            sums(output_tensor=total, input_tensor=inputs, group=group)
+            assert total.equal(values.sum(0).view(ranks, size)[rank])
             assert all(work.wait() for work in [*reversed(works), *works])
-            assert all(each.equal(inputs.flatten()) for each in whole)
+            assert all(each.equal(values.flatten()) for each in whole)
+            found += [joint is not None and joint.place_of(x) is not None for x in (*whole, inputs, total)]
+            del output, part, whole, inputs
+        return found
 
 
 @pytest.mark.parametrize("connects", [True, False], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_gathers_and_sums_are_exact(ranks, connects):
-    run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16], connects)
-    run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64], connects)
+    small = run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16], connects)
+    assert small == [2 * [connects, connects, connects, False]] * ranks
+    # Of nine times 8 MiB one tensor has room; two of four times 8 MiB, and the inputs of both ranks, have.
+    large = run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64], connects)
+    assert large == [[connects, connects and ranks == 2, connects and ranks == 2, False]] * ranks
 
 
 def start_gather_before_the_other_rank(connects):
@@ -56,7 +67,8 @@ def start_gather_before_the_other_rank(connects):
         if launch.rank == 1:
             dist.recv(told, src=0)
         part = whole.chunk(2)[launch.rank].fill_(1.0)
-        gathered = GatherByMessages()(output_tensor=whole, input_tensor=part, group=dist.GroupMember.WORLD)
+        group = dist.GroupMember.WORLD
+        gathered = GatherByMessages(group_name=group.group_name)(output_tensor=whole, input_tensor=part, group=group)
         if launch.rank == 0:
             dist.send(told, dst=1)
         gathered.wait()
@@ -72,8 +84,9 @@ def gather_from_an_ended_rank():
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         if launch.rank == 0:
-            whole = torch.zeros(2 << 20)
-            GatherByMessages()(output_tensor=whole, input_tensor=whole[: 1 << 20], group=dist.GroupMember.WORLD).wait()
+            group, whole = dist.GroupMember.WORLD, torch.zeros(2 << 20)
+            gather = GatherByMessages(group_name=group.group_name)
+            gather(output_tensor=whole, input_tensor=whole[: 1 << 20], group=group).wait()
 
 
 def test_a_rank_that_has_ended_is_an_error_and_no_wait():
@@ -127,6 +140,7 @@ def two_backwards(argv):
 def test_gradients_are_summed_during_backward_unless_fsdp_reads_them(corpus, tmp_path, changes, during_backward):
     ranks = 2 * changes.get("parallelism__pipeline_parallel_degree", 1)
     changes = {"training__local_batch_size": 2, "model__args__n_layers": 3, "model__args__dim": 256} | changes
+    changes["parallelism__fsdp_blocks_per_group"] = 1
     argv = options(corpus, tmp_path, **changes)
     for (once, again), doubled in run_ranks(two_backwards, ranks, argv):
         one_by_one = "()" * (len(once) // 2)

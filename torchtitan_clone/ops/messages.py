@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.shared_memory import Stream, Transfer, streams_of, wait_for
+from torchtitan_clone.ops.shared_memory import Stream, Transfer, joint_memory_of, streams_of, wait_for
 from torchtitan_clone.torch_compat import (
     Operator,
     all_gather_single,
@@ -70,17 +70,17 @@ def _exchange(
     group_name: str, _own_bytes: int, _is_awaited: bool, _collective: str,
 ) -> int:  # fmt: skip
     group = process_group_of(group_name)
-    streams = streams_of(group_name)
+    streams, joint = streams_of(group_name), joint_memory_of(group_name)
     works: list[dist.Work | None] = []
     transfers: list[tuple[Stream, Transfer]] = []
     for source, tensor in zip(sources, received, strict=True):
         if (stream := streams.get(source)) is not None:
-            transfers.append((stream, stream.receive(tensor)))
+            transfers.append((stream, stream.receive(tensor, place=joint and joint.place_of(tensor))))
         else:
             works.append(dist.irecv(tensor, group=group, group_src=source, tag=_TAG))
     for target, tensor in zip(targets, sent, strict=True):
         if (stream := streams.get(target)) is not None:
-            transfers.append((stream, stream.send(tensor)))
+            transfers.append((stream, stream.send(tensor, place=joint and joint.place_of(tensor))))
             stream.advance()
         else:
             works.append(dist.isend(tensor, group=group, group_dst=target, tag=_TAG))

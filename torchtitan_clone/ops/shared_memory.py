@@ -16,7 +16,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_clone.ops.joint_memory import JOINT_BYTES, Frees, JointMemory
 from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import group_timeout
 
@@ -37,7 +40,13 @@ MOST_BYTES_AT_ONCE = _BUFFER_BYTES // 2 - 2 * _MIN_PIECE_BYTES
 _MAX_RANKS = 1024
 """Ranks on one machine that may connect at the same time."""
 _RECORD = struct.Struct("<qqq")
-"""Announces a piece by its start, its size and the size of its message; acknowledges by -1, the number of pieces, 0."""
+"""Announces a piece by its start, its size and the size of its message. Other records begin with a negative number:"""
+_ACKNOWLEDGED = -1
+"""The number of pieces that were copied; 0."""
+_IN_PLACE = -2
+"""A message that is in the joint memory: its place there and its size."""
+_FREED = -3
+"""The number of a tensor in the joint memory that the rank has freed; 0."""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
 _CREDENTIALS = struct.Struct("3i")
@@ -45,12 +54,24 @@ _CREDENTIALS = struct.Struct("3i")
 _HELLO = struct.Struct("<q")
 
 
-class Transfer:
-    """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`."""
+class Awaited(Protocol):
+    """What a rank can wait for."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.rest: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
-        self.size = self.rest.size
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Transfer:
+    """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`.
+
+    They stay where they are if they have a place in the joint memory, which a transfer does not keep from being freed.
+    """
+
+    def __init__(self, tensor: Tensor, *, place: int | None = None) -> None:
+        memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+        self.size = memory.size
+        self.rest = memory if place is None else np.empty(0, dtype=np.uint8)
+        self.place = place
         self._has_begun = False
 
     @property
@@ -76,7 +97,8 @@ class Stream:
         self._others = others
         self._pieces = deque[tuple[int, int]]()
         """Start and size of those in this rank's buffer that the other one has not acknowledged."""
-        self._arrived = deque[tuple[int, int, int]]()
+        self._arrived = deque[tuple[int | None, int, int, int]]()
+        """Place in the joint memory or None, and the record, of those of the other rank that this one has not read."""
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
@@ -85,6 +107,8 @@ class Stream:
         """Bytes of `_unsent` up to the end of the last record of a piece."""
         self._unacknowledged = 0
         """Number of pieces of the other rank that this one has copied since its last acknowledgement."""
+        self.frees = Frees()
+        self._is_sending = False
 
     @property
     def has_unsent_pieces(self) -> bool:
@@ -94,24 +118,38 @@ class Stream:
     @property
     def has_unsent_records(self) -> bool:
         """Whether the socket was full when a piece was to be announced or acknowledged."""
-        return bool(self._unsent or self._unacknowledged)
+        return bool(self._unsent or self._unacknowledged or self.frees.unannounced)
 
-    def send(self, tensor: Tensor) -> Transfer:
-        """Sends a contiguous tensor, which must not change before the transfer is done."""
-        transfer = Transfer(tensor)
+    def send(self, tensor: Tensor, *, place: int | None = None) -> Transfer:
+        """Sends a contiguous tensor, which must not change before the transfer is done.
+
+        The other rank finds it where it is if it has a `place` in the joint memory, and reads it until it frees it.
+        """
+        transfer = Transfer(tensor, place=place)
         self._sending.append(transfer)
         return transfer
 
-    def receive(self, tensor: Tensor) -> Transfer:
-        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one."""
-        transfer = Transfer(tensor)
+    def receive(self, tensor: Tensor, *, place: int | None = None) -> Transfer:
+        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one.
+
+        Both have the same `place`, or none.
+        """
+        transfer = Transfer(tensor, place=place)
         self._receiving.append(transfer)
         return transfer
 
+    def announce_free(self, number: int) -> None:
+        """Tells the other rank that this one has freed a tensor in the joint memory.
+
+        At once, since it may wait for that while this one waits in a collective of gloo.
+        """
+        self.frees.unannounced.append(number)
+        if not (self._is_sending or self.is_ended):  # else the garbage collector frees a tensor while records are sent
+            self._send_records()
+
     def advance(self) -> bool:
-        """Moves the bytes that can be moved without waiting; returns whether there were any."""
-        self._read_records()
-        has_moved = False
+        """Moves the bytes that can be moved without waiting; returns whether there is news that is waited for."""
+        has_moved = self._read_records()
         while self._push() | self._pull():
             self._send_records()
             has_moved = True
@@ -128,6 +166,11 @@ class Stream:
             self._sending.popleft()
         if not self._sending:
             return False
+        if (place := self._sending[0].place) is not None:
+            self._unsent += _RECORD.pack(_IN_PLACE, place, self._sending[0].size)
+            self._unsent_pieces = len(self._unsent)
+            self._sending.popleft().take(0)
+            return True
         wanted = min(self._sending[0].rest.size, _PIECE_BYTES)
         start, room = self._room(wanted)
         size = min(wanted, room)
@@ -158,18 +201,23 @@ class Stream:
             self._receiving.popleft()
         if not (self._receiving and self._arrived):
             return False
-        start, size, whole = self._arrived.popleft()
+        place, start, size, whole = self._arrived.popleft()
         transfer = self._receiving[0]
-        if whole != transfer.size or not (0 <= size <= transfer.rest.size and start <= len(self._others) - size):
+        is_there = 0 <= size <= transfer.rest.size and start <= len(self._others) - size
+        if whole != transfer.size or place != transfer.place or not is_there:
             raise RuntimeError(
                 f"rank {self.other} of the group sent a message of {whole:,} bytes where this rank expects one of "
                 f"{transfer.size:,}: the ranks do not run the same collectives; compare their versions and options"
             )
-        transfer.take(size)[:] = self._others[start : start + size]
-        self._unacknowledged += size > 0
+        piece = transfer.take(size)
+        if place is None:
+            piece[:] = self._others[start : start + size]
+            self._unacknowledged += size > 0
         return True
 
-    def _read_records(self) -> None:
+    def _read_records(self) -> bool:
+        """Returns whether the other rank has freed a tensor in the joint memory."""
+        freed = len(self.frees.announced)
         while not self.is_ended:
             try:
                 received = self.connection.recv(1 << 12)
@@ -182,29 +230,41 @@ class Stream:
         whole = len(self._unread) // _RECORD.size * _RECORD.size
         for start, size, message in _RECORD.iter_unpack(self._unread[:whole]):
             if start >= 0:
-                self._arrived.append((start, size, message))
+                self._arrived.append((None, start, size, message))
+            elif start == _IN_PLACE:
+                self._arrived.append((size, 0, 0, message))
+            elif start == _FREED:
+                self.frees.announced.add(size)
             else:
                 for _ in range(min(size, len(self._pieces))):
                     self._pieces.popleft()
         self._unread = self._unread[whole:]
+        return len(self.frees.announced) > freed
 
     def _send_records(self) -> None:
+        self._is_sending = True
         with suppress(BlockingIOError):
             try:
                 while self.has_unsent_records:
+                    while self.frees.unannounced:
+                        self._unsent += _RECORD.pack(_FREED, self.frees.unannounced.popleft(), 0)
                     if not self._unsent:  # one record for all pieces that have been copied since the last one
-                        self._unsent += _RECORD.pack(-1, self._unacknowledged, 0)
+                        self._unsent += _RECORD.pack(_ACKNOWLEDGED, self._unacknowledged, 0)
                         self._unacknowledged = 0
                     count = self.connection.send(self._unsent)
                     del self._unsent[:count]
                     self._unsent_pieces = max(0, self._unsent_pieces - count)
             except ConnectionError:  # what the other rank sent before it ended is still to be read
                 self._unsent.clear()
+                self.frees.unannounced.clear()
                 self._unsent_pieces = self._unacknowledged = 0
+        self._is_sending = False
 
 
 _streams: dict[str, dict[int, Stream]] = {}
 """Of each group by torch's name of it, by the other rank."""
+_joint: dict[str, JointMemory] = {}
+"""Of each group whose ranks are all on this machine."""
 
 
 def streams_of(group_name: str) -> Mapping[int, Stream]:
@@ -212,15 +272,21 @@ def streams_of(group_name: str) -> Mapping[int, Stream]:
     return _streams.get(group_name, {})
 
 
+def joint_memory_of(group_name: str) -> JointMemory | None:
+    """Returns the memory that all ranks of a group map, if it is connected and they are on one machine."""
+    return _joint.get(group_name)
+
+
 def close_streams(groups: Iterable[str]) -> None:
     """Closes the connections of groups that are destroyed, by torch's names of them."""
     for name in groups:
+        _joint.pop(name, None)
         for stream in _streams.pop(name, {}).values():
             stream.close()
 
 
-def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers are done and announced.
+def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> None:
+    """Moves bytes of all groups until the transfers, or what else streams bring, are done and announced.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
@@ -257,14 +323,20 @@ def connect(group: dist.ProcessGroup) -> None:
         on_machine = [other for other in range(rank) if all(own) and all(places[other]) and places[other][0] == own[0]]
         called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
+        joint = os.memfd_create("torchtitan_clone")
+        stack.callback(os.close, joint)
         opened = stack.enter_context(ExitStack())  # closes connections after an error
         connections = [opened.enter_context(connection) for connection in called.values()]
         if listener is not None:
             listener.settimeout(seconds)
             connections += [opened.enter_context(listener.accept()[0]) for others in calls if rank in others]
-        streams = dict(_open(each, rank=rank, seconds=seconds) for each in connections)
+        ends = [_open(each, rank=rank, seconds=seconds, joint=joint) for each in connections]
         opened.pop_all()
-        _streams[group.group_name] = streams
+        _streams[group.group_name] = streams = {stream.other: stream for stream, _ in ends}
+        memory = next((found for _, found in ends if found is not None), None)
+        if memory is not None and calls == [[*range(other)] for other in range(group.size())]:
+            wait = partial(wait_for, seconds=seconds)
+            _joint[group.group_name] = JointMemory(memory, peers=streams, wait=wait)
 
 
 def _listen(stack: ExitStack) -> socket.socket | None:
@@ -273,7 +345,7 @@ def _listen(stack: ExitStack) -> socket.socket | None:
         return None
     with suppress(OSError):
         with open(os.memfd_create("torchtitan_clone"), "wb") as memory:
-            memory.truncate(_BUFFER_BYTES)  # which a container or `ulimit -f` may forbid
+            memory.truncate(max(_BUFFER_BYTES, JOINT_BYTES))  # which a container or `ulimit -f` may forbid
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(os.path.join(folder, "socket"))  # an error if the path has over 107 characters
@@ -300,24 +372,31 @@ def _call(path: str) -> socket.socket | None:
     return None
 
 
-def _open(connection: socket.socket, *, rank: int, seconds: float) -> tuple[int, Stream]:
-    """Exchanges ranks and memory with the other end; returns its rank, and the stream."""
+def _open(connection: socket.socket, *, rank: int, seconds: float, joint: int) -> tuple[Stream, Bytes | None]:
+    """Exchanges ranks and memory with the other end; returns the stream, and the joint memory if one is rank 0.
+
+    `joint` is the descriptor of what it is if this rank is rank 0.
+    """
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
     hello, received = b"", list[int]()
     try:
         os.ftruncate(memory, _BUFFER_BYTES)
+        os.ftruncate(joint, JOINT_BYTES)
         with suppress(ConnectionError):
-            socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
-            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        if len(hello) != _HELLO.size or len(received) != 1 or os.fstat(received[0]).st_size != _BUFFER_BYTES:
+            socket.send_fds(connection, [_HELLO.pack(rank)], [memory, joint])
+            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
+        sizes = [os.fstat(descriptor).st_size for descriptor in received]
+        if len(hello) != _HELLO.size or sizes != [_BUFFER_BYTES, JOINT_BYTES]:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
-        return other, Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
+        stream = Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
+        return stream, _mapped({rank: joint, other: received[1]}[0]) if 0 in (rank, other) else None
     finally:
         for descriptor in (memory, *received):
             os.close(descriptor)
 
 
 def _mapped(descriptor: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(descriptor, _BUFFER_BYTES), dtype=np.uint8)
+    """Maps all of a memory, which lasts as long as what is returned."""
+    return np.frombuffer(mmap.mmap(descriptor, 0), dtype=np.uint8)

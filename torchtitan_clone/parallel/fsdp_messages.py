@@ -14,16 +14,19 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.ops.messages import Messages, others, start_all_to_all, start_exchange, sum_parts
-
-
-def _allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=dtype, device=device)
+from torchtitan_clone.ops.shared_memory import joint_memory_of
 
 
 class GatherByMessages:
-    """Gathers a tensor of each rank, as FSDP's weights."""
+    """Gathers a tensor of each rank of a group, as FSDP's weights."""
 
-    allocate = staticmethod(_allocate)
+    def __init__(self, *, group_name: str) -> None:
+        self._group_name = group_name
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for an output that all ranks map if they can: each writes its part, and sends nothing."""
+        found = _in_joint_memory(size, dtype=dtype, group_name=self._group_name)
+        return torch.empty(size, dtype=dtype, device=device) if found is None else found
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -38,18 +41,38 @@ class GatherByMessages:
 
 
 class SumByMessages:
-    """Sums the gradients of modules over ranks, in the order of ranks; `pending` completes the sums later."""
+    """Sums the gradients of modules over the ranks of a group, in their order; `pending` completes the sums later."""
 
-    allocate = staticmethod(_allocate)
-
-    def __init__(self, modules: Sequence[nn.Module], *, pending: "PendingSums | None") -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], *, group: dist.ProcessGroup, pending: "PendingSums | None"
+    ) -> None:
         self._modules = modules
+        self._group = group
         self._pending = pending
+        self._inputs: Tensor | None = None
+        """Those of all ranks, in joint memory."""
+        self._allocates_output = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for an input, that all ranks map if they can, and in the next call for the output."""
+        if not self._allocates_output:
+            ranks, name = self._group.size(), self._group.group_name
+            self._inputs = _in_joint_memory([ranks, *size], dtype=dtype, group_name=name)
+        is_input, self._allocates_output = not self._allocates_output, not self._allocates_output
+        if is_input and self._inputs is not None:
+            return self._inputs[self._group.rank()]
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Starts to sum the parts [n] of all ranks' inputs [ranks * n] that belong to this rank to the output [n]."""
         own = input_tensor.chunk(group.size())
-        parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter")
+        if self._inputs is None:
+            parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter")
+        else:
+            parts = [x.chunk(group.size())[group.rank()] for x in self._inputs]
+            arguments = {"group": group, "collective": "reduce_scatter", "own": [own[group.rank()]]}
+            messages = start_exchange(others(own, group=group), others(parts, group=group), **arguments)
+            self._inputs = None
 
         def complete() -> None:
             messages.wait()
@@ -59,6 +82,11 @@ class SumByMessages:
             complete()
         else:
             self._pending.add(complete, modules=self._modules)
+
+
+def _in_joint_memory(size: Sequence[int], *, dtype: torch.dtype, group_name: str) -> Tensor | None:
+    memory = joint_memory_of(group_name)
+    return None if memory is None else memory.allocate(size, dtype=dtype)
 
 
 class PendingSums:
