@@ -28,7 +28,7 @@ def gathers_and_sums(size, dtypes, connects):
         found = []
         for dtype in dtypes:
             memory = {"dtype": dtype, "device": torch.device("cpu")}
-            gather = GatherByMessages(group_name=group.group_name)
+            gather = GatherByMessages(group=group)
             sums = SumByMessages([], group=group, pending=PendingSums())
             values = torch.arange(ranks * ranks * size).view(ranks, -1).to(dtype)  # a row of each rank
             whole = [gather.allocate((values.numel(),), **memory) for _ in range(2)]
@@ -68,7 +68,7 @@ def start_gather_before_the_other_rank(connects):
             dist.recv(told, src=0)
         part = whole.chunk(2)[launch.rank].fill_(1.0)
         group = dist.GroupMember.WORLD
-        gathered = GatherByMessages(group_name=group.group_name)(output_tensor=whole, input_tensor=part, group=group)
+        gathered = GatherByMessages(group=group)(output_tensor=whole, input_tensor=part, group=group)
         if launch.rank == 0:
             dist.send(told, dst=1)
         gathered.wait()
@@ -85,7 +85,7 @@ def gather_from_an_ended_rank():
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         if launch.rank == 0:
             group, whole = dist.GroupMember.WORLD, torch.zeros(2 << 20)
-            gather = GatherByMessages(group_name=group.group_name)
+            gather = GatherByMessages(group=group)
             gather(output_tensor=whole, input_tensor=whole[: 1 << 20], group=group).wait()
 
 

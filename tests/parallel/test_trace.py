@@ -31,7 +31,7 @@ def total(found, **wanted):
 
 
 def test_fsdp_gathers_each_block_and_reduces_after_the_last_micro_batch(corpus, tmp_path):
-    changes = {"training__steps": 3, "debug__trace_collectives": True}
+    changes = {"training__steps": 3, "debug__trace_collectives": True, "parallelism__fsdp_blocks_per_group": 1}
     code, output = train(
         options(corpus, tmp_path, training__local_batch_size=2, **changes), world_size=2, log_folder=tmp_path
     )
@@ -75,11 +75,11 @@ def test_axes_of_the_same_ranks_keep_their_names(corpus, tmp_path, method):
     assert of_context == expected[method], output
     assert all(row["exposed"] == row["count"] for row in found if row["axis"] == "cp")
     assert {key[1:]: count for key, count in places.items() if key[0] == "fsdp"} == {
-        ("all_gather", "layers.*"): 4, ("all_gather", "norm, output"): 1, ("all_gather", "tok_embeddings"): 1,
-        ("reduce_scatter", "layers.*"): 2, ("reduce_scatter", "norm, output"): 1,
+        ("all_gather", "layers.*"): 2, ("all_gather", "norm, output"): 1, ("all_gather", "tok_embeddings"): 1,
+        ("reduce_scatter", "layers.*"): 1, ("reduce_scatter", "norm, output"): 1,
         ("reduce_scatter", "tok_embeddings"): 1,
     }  # fmt: skip
-    # The number of targets, the norm, and what the ranks tell one another.
+    # Both layers are one group of FSDP. The number of targets, the norm, and what the ranks tell one another.
     assert places.pop(("world", "all_reduce", "optimizer and loss")) == 3
     assert {axis for axis, _, _ in places} == {"cp", "fsdp"}
 

@@ -114,7 +114,8 @@ def start_exchange(
     """Sends tensors to other ranks of a group, and receives from others; all are contiguous, and on a CPU.
 
     Each rank that sends here must send as many bytes as its tensor here has, and several tensors in the order in which
-    they are received. Tensors can not be resized afterwards.
+    they are received. Tensors can not be resized afterwards. Parts of a joint_tensor() are not copied: both ranks give
+    the same part of it.
     The others are for traces: `collective` is what this is part of, `own` is the part of it that this rank keeps,
     `is_awaited` says that the caller waits at once.
     """
@@ -122,6 +123,12 @@ def start_exchange(
     own_bytes = sum(x.numel() * x.element_size() for x in own)
     ticket = torch.ops.torchtitan_clone.exchange(*tensors, group.group_name, own_bytes, is_awaited, collective)
     return _started.pop(ticket)
+
+
+def joint_tensor(shape: Sequence[int], *, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
+    """Returns a tensor in memory that all ranks of a group map, or None; see JointMemory.allocate()."""
+    memory = joint_memory_of(group.group_name)
+    return None if memory is None else memory.allocate(shape, dtype=dtype)
 
 
 def others(parts: Sequence[T], *, group: dist.ProcessGroup) -> list[tuple[int, T]]:

@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import Messages, others, start_all_to_all, start_exchange, sum_parts
-from torchtitan_clone.ops.shared_memory import joint_memory_of
+from torchtitan_clone.ops.messages import Messages, joint_tensor, others, start_all_to_all, start_exchange, sum_parts
 
 
 class GatherByMessages:
     """Gathers a tensor of each rank of a group, as FSDP's weights."""
 
-    def __init__(self, *, group_name: str) -> None:
-        self._group_name = group_name
+    def __init__(self, *, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for an output that all ranks map if they can: each writes its part, and sends nothing."""
-        found = _in_joint_memory(size, dtype=dtype, group_name=self._group_name)
+        found = joint_tensor(size, dtype=dtype, group=self._group)
         return torch.empty(size, dtype=dtype, device=device) if found is None else found
 
     def __call__(
@@ -56,8 +55,7 @@ class SumByMessages:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for an input, that all ranks map if they can, and in the next call for the output."""
         if not self._allocates_output:
-            ranks, name = self._group.size(), self._group.group_name
-            self._inputs = _in_joint_memory([ranks, *size], dtype=dtype, group_name=name)
+            self._inputs = joint_tensor([self._group.size(), *size], dtype=dtype, group=self._group)
         is_input, self._allocates_output = not self._allocates_output, not self._allocates_output
         if is_input and self._inputs is not None:
             return self._inputs[self._group.rank()]
@@ -82,11 +80,6 @@ class SumByMessages:
             complete()
         else:
             self._pending.add(complete, modules=self._modules)
-
-
-def _in_joint_memory(size: Sequence[int], *, dtype: torch.dtype, group_name: str) -> Tensor | None:
-    memory = joint_memory_of(group_name)
-    return None if memory is None else memory.allocate(size, dtype=dtype)
 
 
 class PendingSums:

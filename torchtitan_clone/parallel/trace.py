@@ -254,7 +254,8 @@ class CollectiveTrace(TorchDispatchMode):
         name = self._layers.current if modules is None else modules
         for wrapper in torch_compat.WRAPPER_NAMES:
             name = name.replace(f".{wrapper}", "")
-        return re.sub(r"\.\d+(?=[.,]|$)", ".*", name) or "optimizer and loss"
+        names = re.sub(r"\.\d+(?=[.,]|$)", ".*", name).split(", ")
+        return ", ".join(dict.fromkeys(names)) or "optimizer and loss"
 
 
 @contextmanager
