@@ -38,18 +38,18 @@ def test_tensors_are_aligned_and_have_what_they_are_asked_for():
     del tensors
 
 
-def test_what_was_freed_last_rests_while_there_is_room():
-    memory = memory_of_one_rank(5 * 64)
+def test_what_is_free_is_allocated_again_and_what_a_view_keeps_is_not():
+    memory = memory_of_one_rank(4 * 64)
     tensors, found = places(memory, [64, 64, 64])
     assert found == [0, 64, 128]
     view = tensors[0][:1]
-    del tensors[0]
-    assert places(memory, [64])[1] == [192]  # the view lives; the new tensor ends at once
+    del tensors[:2]
+    kept, found = places(memory, [100, 64, 64])
+    assert found == [None, 64, 192]  # two free places, which are not beside each other
     del view, tensors[0]
-    kept, found = places(memory, [64, 64, 64, 64])
-    assert found == [192, 256, 0, 64]  # first what did not end last, then what did
-    assert places(memory, [64])[1] == [None]
-    assert kept[0] is not None
+    assert places(memory, [65])[1] == [None]
+    assert places(memory, [64])[1] == [0]
+    assert kept[1] is not None
 
 
 def run_in_joint_memory(seed, steps, limit):

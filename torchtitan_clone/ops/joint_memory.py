@@ -21,8 +21,6 @@ from torch import Tensor
 JOINT_BYTES = 128 << 20
 """Size of the memory of a group. Pages that no tensor has used take no memory."""
 _ALIGNMENT = 64
-_RESTING = 2
-"""Tensors that this rank freed last: allocating theirs again would wait for ranks that are a little behind."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class JointMemory:
         """Of tensors by number, until their memory is allocated again."""
         self._own = set[int]()
         """Those that this rank has not freed."""
-        self._resting = deque[int](maxlen=_RESTING)
 
     def allocate(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor | None:
         """Returns a tensor without values, or None if there is too little memory; the same on all ranks.
@@ -77,7 +74,7 @@ class JointMemory:
         write again to what they have sent.
         """
         size = prod(shape) * dtype.itemsize
-        place = self._fitting(size, taken=self._own | {*self._resting}) or self._fitting(size, taken=self._own)
+        place = self._fitting(size)
         if place is None:
             return None
         before = {number for number, other in self._places.items() if _overlap(place, other)}
@@ -100,16 +97,13 @@ class JointMemory:
 
     def _free(self, number: int) -> None:
         self._own.discard(number)
-        self._resting.append(number)
         for peer in self._peers.values():
             peer.announce_free(number)
 
-    def _fitting(self, size: int, *, taken: Set[int]) -> range | None:
-        """Returns the first place of so many bytes that none of these tensors has."""
+    def _fitting(self, size: int) -> range | None:
+        """Returns the first place of so many bytes where this rank has no tensor."""
         start = 0
-        for place in sorted(
-            (self._places[number] for number in taken if number in self._places), key=attrgetter("start")
-        ):
+        for place in sorted((self._places[number] for number in self._own), key=attrgetter("start")):
             if start + size <= place.start:
                 break
             start = max(start, -(-place.stop // _ALIGNMENT) * _ALIGNMENT)
