@@ -1,5 +1,7 @@
 """Gathers and sums by messages equal gloo's collectives, run during backward, and add to gradients that exist."""
 
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,8 +111,9 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def two_backwards(argv):
+def two_backwards(argv, temporary):
     """Returns the events of two backwards of one batch, and whether the second doubled all gradients."""
+    tempfile.tempdir = temporary or tempfile.tempdir  # of the sockets by which ranks connect
     with open_trainer(argv) as trainer:
         engine = trainer.engine
         parameters = engine.parameters.values()
@@ -129,22 +132,25 @@ def two_backwards(argv):
 
 
 @pytest.mark.parametrize(
-    ("changes", "during_backward"),
+    ("changes", "connects", "expected"),
     [
-        ({}, True),
-        ({"training__mixed_precision_reduce": "bfloat16"}, False),
-        ({"parallelism__pipeline_parallel_degree": 2}, False),
+        # Embedding, blocks and output: one sum is in flight in joint memory, or two by messages.
+        ({}, True, "(()()()())"),
+        ({}, False, "((()()()))"),
+        ({"training__mixed_precision_reduce": "bfloat16"}, True, None),
+        ({"parallelism__pipeline_parallel_degree": 2}, True, None),
     ],
-    ids=["fp32", "reduced in bf16", "pipeline"],
+    ids=["fp32", "fp32, gloo", "reduced in bf16", "pipeline"],
 )
-def test_gradients_are_summed_during_backward_unless_fsdp_reads_them(corpus, tmp_path, changes, during_backward):
+def test_gradients_are_summed_during_backward_unless_fsdp_reads_them(corpus, tmp_path, changes, connects, expected):
     ranks = 2 * changes.get("parallelism__pipeline_parallel_degree", 1)
     changes = {"training__local_batch_size": 2, "model__args__n_layers": 3, "model__args__dim": 256} | changes
     changes["parallelism__fsdp_blocks_per_group"] = 1
     argv = options(corpus, tmp_path, **changes)
-    for (once, again), doubled in run_ranks(two_backwards, ranks, argv):
+    long = tmp_path / ("x" * 100)  # no socket has such a path
+    long.mkdir()
+    for (once, again), doubled in run_ranks(two_backwards, ranks, argv, None if connects else str(long)):
         one_by_one = "()" * (len(once) // 2)
-        # Embedding, blocks and output; at most two sums are in flight.
-        assert once == ("((()()()))" if during_backward else one_by_one)
+        assert once == (expected or one_by_one)
         assert again == one_by_one
         assert doubled

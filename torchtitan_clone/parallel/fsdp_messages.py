@@ -64,6 +64,7 @@ class SumByMessages:
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Starts to sum the parts [n] of all ranks' inputs [ranks * n] that belong to this rank to the output [n]."""
         own = input_tensor.chunk(group.size())
+        in_flight = 2 if self._inputs is None else 1  # what moves nothing gains little by waiting later
         if self._inputs is None:
             parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter")
         else:
@@ -79,24 +80,27 @@ class SumByMessages:
         if self._pending is None:
             complete()
         else:
-            self._pending.add(complete, modules=self._modules)
+            self._pending.add(complete, modules=self._modules, most=in_flight)
 
 
 class PendingSums:
-    """Sums of gradients that a backward completes when it ends: of two modules at most, since they take memory."""
+    """Sums of gradients that a backward completes when it ends."""
 
     def __init__(self) -> None:
         self._completions = deque[Callable[[], object]]()
 
-    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module]) -> None:
-        """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it."""
+    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module], most: int) -> None:
+        """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it.
+
+        Completes the first ones while there are more than `most`, since they take memory.
+        """
         parameters = (parameter for module in modules for parameter in _own_parameters(module))
         if not torch_compat.runs_backward() or any(parameter.grad is not None for parameter in parameters):
             complete()
             return
         torch_compat.after_backward(self._complete)
         self._completions.append(complete)
-        if len(self._completions) > 2:
+        while len(self._completions) > most:
             self._completions.popleft()()
 
     def _complete(self) -> None:
