@@ -1,8 +1,11 @@
 """Tensors in joint memory keep their values until this rank frees them, whatever other ranks allocate."""
 
+import os
 import random
+import resource
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.joint_memory import JOINT_BYTES, JointMemory
+from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK, Frees, JointMemory
 from torchtitan_clone.ops.messages import others, start_exchange
-from torchtitan_clone.ops.shared_memory import connect, joint_memory_of
+from torchtitan_clone.ops.shared_memory import Transfer, connect, joint_memory_of, streams_of
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.torch_compat import set_group_timeout
 
 
 def memory_of_one_rank(size):
@@ -52,6 +56,39 @@ def test_what_is_free_is_allocated_again_and_what_a_view_keeps_is_not():
     assert kept[1] is not None
 
 
+def test_a_transfer_does_not_keep_its_tensor():
+    """Else it would be freed when messages are, which differs between ranks."""
+    memory = memory_of_one_rank(64)
+    tensor = memory.allocate([64], dtype=torch.uint8)
+    transfer = Transfer(tensor, place=memory.place_of(tensor))
+    del tensor
+    assert places(memory, [64])[1] == [0]
+    assert transfer.size == 64
+
+
+def test_only_what_was_at_the_same_place_is_awaited():
+    awaited = []
+    peer = SimpleNamespace(frees=Frees(), announce_free=lambda number: None)
+    peers = {1: peer}
+
+    def wait(pairs):
+        [(_, freed)] = pairs
+        awaited.append(freed.is_done)
+        peer.frees.announced.update(range(10))
+
+    memory = JointMemory(np.zeros(256, dtype=np.uint8), peers=peers, wait=wait)
+    tensors, _ = places(memory, [64, 64])
+    assert awaited == [True, True]
+    del tensors
+    peer.frees.announced.clear()
+    peer.frees.announced.add(0)
+    assert places(memory, [64])[1] == [0]
+    assert awaited == [True, True, True]
+    peer.frees.announced.clear()
+    assert places(memory, [128])[1] == [0]
+    assert awaited == [True, True, True, False]
+
+
 def run_in_joint_memory(seed, steps, limit):
     """Checks random tensors, which a rank writes a part of, before they are freed; returns how many had no room."""
     launch = Launch.from_environment()
@@ -60,7 +97,7 @@ def run_in_joint_memory(seed, steps, limit):
     missing = 0
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
-        connect(group)
+        connect(group, is_joint=True)
         memory = joint_memory_of(group.group_name)
         live = []
         for number in range(steps):
@@ -82,26 +119,28 @@ def run_in_joint_memory(seed, steps, limit):
                     assert (tensor[other] == 1000 * number + other).all(), (number, other)
                 del tensor
         dist.barrier()
+        # What was allocated again is forgotten.
+        assert all(len(peer.frees.announced) < steps / 2 for peer in streams_of(group.group_name).values())
     return missing
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_keep_their_values_until_they_are_freed(ranks):
     assert run_ranks(run_in_joint_memory, ranks, 1, 400, 1 << 12) == [0] * ranks
-    of_rank = JOINT_BYTES // 4 // ranks
-    found = run_ranks(run_in_joint_memory, ranks, 2, 60, of_rank // 3)
+    found = run_ranks(run_in_joint_memory, ranks, 2, 60, JOINT_BYTES_PER_RANK // 4 // 3)
     assert found == [found[0]] * ranks
     assert 0 < found[0] < 50
 
 
 def allocate_again_without_the_other_rank(seconds):
-    """Returns the error of rank 0, which waits for what rank 1 does not free."""
+    """Returns the error of rank 0, which waits for what rank 1 does not free, as long as the group allows by then."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
-        connect(group)
+        group = dist.new_group([0, 1], timeout=timedelta(minutes=10))
+        connect(group, is_joint=True)
+        set_group_timeout(group, timedelta(seconds=seconds))
         memory = joint_memory_of(group.group_name)
-        large = [JOINT_BYTES // 2 + 1]
+        large = [JOINT_BYTES_PER_RANK + 1]
         tensor = memory.allocate(large, dtype=torch.uint8)
         if launch.rank == 1:
             time.sleep(2 * seconds)
@@ -116,3 +155,32 @@ def test_a_rank_that_frees_nothing_is_an_error_after_the_time():
     message, has_tensor = run_ranks(allocate_again_without_the_other_rank, 2, 3)
     assert has_tensor
     assert message == "timed out after 3 s: waited in a collective for rank 1 of the group"
+
+
+def connected_under_limits(limits):
+    """Returns how many ranks this one is connected with, and whether there is joint memory, under limits of files."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        if limits[launch.rank] == 0:
+            del os.memfd_create  # as on other systems than Linux
+        elif limits[launch.rank] is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[launch.rank], resource.RLIM_INFINITY))
+        found = []
+        for is_joint in (False, True):
+            group = dist.new_group([*range(launch.world_size)])
+            connect(group, is_joint=is_joint)
+            found += [len(streams_of(group.group_name)), joint_memory_of(group.group_name) is not None]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ([None] * 3, [[2, False, 2, True]] * 3),
+        ([None, 64 << 20, None], [[2, False, 2, False]] * 3),  # enough for messages
+        ([None, None, 0], [[1, False, 1, False]] * 2 + [[0, False, 0, False]]),
+        ([0, 0], [[0, False, 0, False]] * 2),
+    ],
+)
+def test_ranks_have_joint_memory_where_all_can(limits, expected):
+    assert run_ranks(connected_under_limits, len(limits), limits) == expected

@@ -27,6 +27,7 @@ from torchtitan_clone.ops.shared_memory import (
     _open,
     close_streams,
     connect,
+    joint_memory_of,
     streams_of,
     wait_for,
 )
@@ -70,20 +71,58 @@ def test_messages_of_any_size_arrive_in_order(size):
         end.close()
 
 
-def test_a_socket_that_is_full_delays_and_loses_nothing():
+@pytest.mark.parametrize("place", [None, 0])
+def test_a_socket_that_is_full_delays_and_loses_nothing(place):
     """Thousands of messages of a byte, of which the receiver reads none before the end."""
     first, second = pair_of_streams(1 << 16)
     sent = [torch.tensor([index % 256], dtype=torch.uint8) for index in range(20_000)]
     for tensor in sent:
-        first.send(tensor)
+        first.send(tensor, place=place)
         first.advance()
     assert first.has_unsent_pieces
     received = [torch.zeros(1, dtype=torch.uint8) for _ in sent]
-    for tensor in received:
-        second.receive(tensor)
+    transfers = [second.receive(tensor, place=place) for tensor in received]
     while any([first.advance(), second.advance()]) or first.has_unsent_pieces:
         pass
-    assert torch.cat(received).equal(torch.cat(sent))
+    assert all(transfer.is_done for transfer in transfers)
+    assert torch.cat(received).equal(torch.cat(sent) if place is None else torch.zeros(len(sent), dtype=torch.uint8))
+
+
+class FreesWhileItSends(socket.socket):
+    """A socket that frees a tensor of its stream when it sends first, as the garbage collector may."""
+
+    stream = None
+
+    def send(self, data):
+        if self.stream is not None:
+            stream, self.stream = self.stream, None
+            stream.announce_free(7)
+        return super().send(data)
+
+
+def test_a_tensor_that_ends_while_records_are_sent_is_announced_after_them():
+    first, second = pair_of_streams(1 << 16)
+    first.connection = FreesWhileItSends(fileno=first.connection.detach())
+    first.connection.setblocking(False)
+    first.connection.stream = first
+    sent = [torch.full((100,), float(number)) for number in range(3)]
+    received = [torch.zeros(100) for _ in sent]
+    for here, there in zip(sent, received, strict=True):
+        first.send(here)
+        second.receive(there)
+        first.advance()
+    second.advance()
+    assert all(map(torch.equal, received, sent))
+    assert second.frees.announced == {7}
+
+
+def test_frees_are_announced_at_once_unless_the_stream_has_ended():
+    first, second = pair_of_streams(1 << 16)
+    first.announce_free(3)
+    second.advance()
+    assert second.frees.announced == {3}
+    first.close()
+    first.announce_free(4)  # would be an error of the socket
 
 
 def test_what_a_rank_sent_before_it_ended_arrives():
@@ -154,7 +193,8 @@ def exchange_in_groups():
         groups = [dist.GroupMember.WORLD, dist.new_group([0, 1])]
         transfers = []
         for number, group in enumerate(groups):
-            connect(group)
+            connect(group, is_joint=True)
+            assert joint_memory_of(group.group_name) is not None
             stream = streams_of(group.group_name)[other]
             # More than a group's memory: the rest moves only while ranks wait.
             data = torch.full((10 << 20,), float(10 * launch.rank + number))
@@ -168,6 +208,7 @@ def exchange_in_groups():
             assert (arriving == 10 * other + number).all()
         names = [group.group_name for group in groups]
         close_streams(names)
+        assert not any(joint_memory_of(name) for name in names)
         return [dict(streams_of(name)) for name in names]
 
 
@@ -289,7 +330,7 @@ def connect_with_another_version():
             if launch.rank == 0:
                 listener.bind(os.path.join(folder, "socket"))
                 listener.listen()
-                all_gather_json([_machine(), listener.getsockname()], group=group)
+                all_gather_json([_machine(), listener.getsockname(), ""], group=group)
                 all_gather_json([], group=group)  # the ranks that this one has called
                 connection, _ = listener.accept()
                 connection.recv(8)
@@ -316,9 +357,7 @@ def test_a_rank_of_another_version_is_an_error_and_leaves_no_descriptor():
 def test_a_rank_that_ends_while_ranks_connect_is_an_error():
     connection, other = socket.socketpair()
     other.close()
-    joint = os.memfd_create("joint")
     before = len(os.listdir("/proc/self/fd"))
     with connection, pytest.raises(RuntimeError, match=NO_MEMORY):
-        _open(connection, rank=0, seconds=1, joint=joint)
-    os.close(joint)
-    assert len(os.listdir("/proc/self/fd")) == before - 2  # the connection and the joint memory
+        _open(connection, rank=0, seconds=1)
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # the connection

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops.messages import is_exchange
-from torchtitan_clone.ops.shared_memory import connect, joint_memory_of
+from torchtitan_clone.ops.shared_memory import connect, joint_memory_of, streams_of
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
@@ -25,7 +25,7 @@ def gathers_and_sums(size, dtypes, connects):
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
         if connects:
-            connect(group)
+            connect(group, is_joint=True)
         joint = joint_memory_of(group.group_name)
         found = []
         for dtype in dtypes:
@@ -46,6 +46,9 @@ def gathers_and_sums(size, dtypes, connects):
             assert all(each.equal(values.flatten()) for each in whole)
             found += [joint is not None and joint.place_of(x) is not None for x in (*whole, inputs, total)]
             del output, part, whole, inputs
+            if joint is not None and size < 10:
+                assert joint.place_of(gather.allocate((1,), **memory)) == 0  # all that was in joint memory is freed
+                assert not any(stream._own.any() for stream in streams_of(group.group_name).values())  # none was sent
         return found
 
 
@@ -54,9 +57,9 @@ def gathers_and_sums(size, dtypes, connects):
 def test_gathers_and_sums_are_exact(ranks, connects):
     small = run_ranks(gathers_and_sums, ranks, 5, [torch.float32, torch.bfloat16], connects)
     assert small == [2 * [connects, connects, connects, False]] * ranks
-    # Of nine times 8 MiB one tensor has room; two of four times 8 MiB, and the inputs of both ranks, have.
+    # Of nine times 8 MiB two tensors have room, the inputs of three ranks have not; all of two ranks' have.
     large = run_ranks(gathers_and_sums, ranks, 1 << 20, [torch.int64], connects)
-    assert large == [[connects, connects and ranks == 2, connects and ranks == 2, False]] * ranks
+    assert large == [[connects, connects, connects and ranks == 2, False]] * ranks
 
 
 def start_gather_before_the_other_rank(connects):

@@ -58,3 +58,17 @@ def test_a_tied_embedding_counts_once():
     weights = tied.model_args.vocab_size * tied.model_args.dim
     assert untied.parameter_count - tied.parameter_count == weights
     assert estimate_memory(untied).state - estimate_memory(tied).state == pytest.approx(3 * 4 * weights / 8, rel=1e-3)
+
+
+def test_weights_of_blocks_in_a_group_are_in_memory_at_once():
+    """Of two groups; no more than all blocks are, however many a group may have."""
+    found = {}
+    for size in (1, 2, 8, 32, 1000):
+        plan = plan_of(8, **LLAMA | FULL | {"parallelism.fsdp_blocks_per_group": size, "model.args.n_layers": 32})
+        block = sum(weight.numel() for name, weight in plan.parameters.items() if name.startswith("layers.0."))
+        found[size] = estimate_memory(plan).gathered
+    itemsize = 2
+    reduced = (4 + itemsize) * block
+    assert found[2] - found[1] == pytest.approx(2 * itemsize * block, abs=reduced)
+    assert found[8] > found[2] + 10 * itemsize * block
+    assert found[1000] == found[32] > found[8]

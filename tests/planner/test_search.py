@@ -77,6 +77,7 @@ def test_options_that_are_not_searched_stay():
     options = {
         "context_parallel_rotate_method": "alltoall",
         "fsdp_prefetch_blocks": 2,
+        "fsdp_blocks_per_group": 2,
         "enable_async_tensor_parallel": True,
     }
     of_run = [f"--parallelism.{key}={str(value).lower()}" for key, value in options.items()]
@@ -85,6 +86,7 @@ def test_options_that_are_not_searched_stay():
     meshes = [tomli.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
     assert {mesh["context_parallel_rotate_method"] for mesh in meshes} == {"alltoall"}
     assert {mesh["fsdp_prefetch_blocks"] for mesh in meshes} == {2}
+    assert {mesh["fsdp_blocks_per_group"] for mesh in meshes} == {2}
     is_async = {mesh.get("tensor_parallel_degree", 1) > 1: mesh.get("enable_async_tensor_parallel") for mesh in meshes}
     assert is_async == {True: True, False: False}
 

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import Fitted, Hardware, known_hardware, read_hardware
-from torchtitan_clone.planner.time_model import describe_step_time, predict_step_time
+from torchtitan_clone.planner.time_model import describe_step_time, plan_stages, predict_step_time
 from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.simulate import simulate
@@ -53,6 +53,27 @@ def test_blocks_that_are_gathered_together_wait_for_the_network_once():
     )
     # Each of eight groups, or two, is gathered twice and reduced, at a second of latency.
     assert alone.parts["fsdp"] - together.parts["fsdp"] == pytest.approx(3 * 8 - 3 * 2)
+
+
+@pytest.mark.parametrize(("layers", "most", "groups"), [(6, 5, 2), (8, 64, 1), (7, 3, 3), (5, 1, 5)])
+def test_groups_of_blocks_are_as_many_as_fsdp_makes(layers, most, groups):
+    """A tied embedding is in the group of the output, so that the first group is one of blocks."""
+    hardware = Hardware(products=[[1, 1.0]], memory_gbps=1e12, link_us=1e6)
+    options = {"model.args.n_layers": layers, "model.args.tied_embeddings": "true", **NONE}
+    plan = plan_of(2, **options, **{"parallelism.fsdp_blocks_per_group": most})
+    # The output is gathered once and reduced; nothing hides the first gather and the last reduction.
+    seconds = predict_step_time(plan, hardware=hardware).parts["fsdp"]
+    assert seconds == pytest.approx(3 * groups + 2 + 2, rel=0.01)
+
+
+def test_experts_of_blocks_in_a_group_are_gathered_apart():
+    """The rest of a block is gathered from four ranks, in three hops of a second, and its experts from two."""
+    hardware = Hardware(products=[[1, 1.0]], memory_gbps=1e12, link_us=1e6)
+    options = {"model.args.n_layers": 8, **MOE, **NONE, **degree(expert=2)}
+    plans = [plan_of(4, **options, **{"parallelism.fsdp_blocks_per_group": size}) for size in (1, 4)]
+    alone, together = (plan_stages(plan, hardware=hardware)[0].blocks[1][0] for plan in plans)
+    assert (alone.gather, alone.reduce) == pytest.approx((3 + 1, 3 + 1), rel=0.01)
+    assert (together.gather, together.reduce) == pytest.approx((3 / 4 + 1, 3 / 4 + 1), rel=0.01)
 
 
 def test_frozen_layers_have_no_backward_and_no_optimizer():

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-JOINT_BYTES = 128 << 20
-"""Size of the memory of a group. Pages that no tensor has used take no memory."""
+JOINT_BYTES_PER_RANK = 64 << 20
+"""Size of the memory of a group, for each rank. Pages that no tensor has used take no memory."""
 _ALIGNMENT = 64
 
 
@@ -68,7 +68,7 @@ class JointMemory:
         """Those that this rank has not freed."""
 
     def allocate(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor without values, or None if there is too little memory; the same on all ranks.
+        """Returns a tensor without values, or None if it is empty or there is too little memory; the same on all ranks.
 
         Waits until the other ranks have freed what was there. Ranks may write to different parts of it, and must not
         write again to what they have sent.
@@ -103,7 +103,7 @@ class JointMemory:
     def _fitting(self, size: int) -> range | None:
         """Returns the first place of so many bytes where this rank has no tensor."""
         start = 0
-        for place in sorted((self._places[number] for number in self._own), key=attrgetter("start")):
+        for place in sorted((self._places[number] for number in tuple(self._own)), key=attrgetter("start")):
             if start + size <= place.start:
                 break
             start = max(start, -(-place.stop // _ALIGNMENT) * _ALIGNMENT)

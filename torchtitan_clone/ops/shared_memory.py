@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.joint_memory import JOINT_BYTES, Frees, JointMemory
+from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK, Frees, JointMemory
 from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import group_timeout
 
@@ -98,7 +97,7 @@ class Stream:
         self._pieces = deque[tuple[int, int]]()
         """Start and size of those in this rank's buffer that the other one has not acknowledged."""
         self._arrived = deque[tuple[int | None, int, int, int]]()
-        """Place in the joint memory or None, and the record, of those of the other rank that this one has not read."""
+        """Those of the other rank that this one has not read: the place in the joint memory or None, and the record."""
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
@@ -148,7 +147,7 @@ class Stream:
             self._send_records()
 
     def advance(self) -> bool:
-        """Moves the bytes that can be moved without waiting; returns whether there is news that is waited for."""
+        """Moves the bytes that can be moved without waiting; returns whether anything has changed for who waits."""
         has_moved = self._read_records()
         while self._push() | self._pull():
             self._send_records()
@@ -243,22 +242,24 @@ class Stream:
 
     def _send_records(self) -> None:
         self._is_sending = True
-        with suppress(BlockingIOError):
-            try:
-                while self.has_unsent_records:
-                    while self.frees.unannounced:
-                        self._unsent += _RECORD.pack(_FREED, self.frees.unannounced.popleft(), 0)
-                    if not self._unsent:  # one record for all pieces that have been copied since the last one
-                        self._unsent += _RECORD.pack(_ACKNOWLEDGED, self._unacknowledged, 0)
-                        self._unacknowledged = 0
-                    count = self.connection.send(self._unsent)
-                    del self._unsent[:count]
-                    self._unsent_pieces = max(0, self._unsent_pieces - count)
-            except ConnectionError:  # what the other rank sent before it ended is still to be read
-                self._unsent.clear()
-                self.frees.unannounced.clear()
-                self._unsent_pieces = self._unacknowledged = 0
-        self._is_sending = False
+        try:
+            while self.has_unsent_records:
+                while self.frees.unannounced:
+                    self._unsent += _RECORD.pack(_FREED, self.frees.unannounced.popleft(), 0)
+                if not self._unsent:  # one record for all pieces that have been copied since the last one
+                    self._unsent += _RECORD.pack(_ACKNOWLEDGED, self._unacknowledged, 0)
+                    self._unacknowledged = 0
+                count = self.connection.send(self._unsent)
+                del self._unsent[:count]
+                self._unsent_pieces = max(0, self._unsent_pieces - count)
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # what the other rank sent before it ended is still to be read
+            self._unsent.clear()
+            self.frees.unannounced.clear()
+            self._unsent_pieces = self._unacknowledged = 0
+        finally:
+            self._is_sending = False
 
 
 _streams: dict[str, dict[int, Stream]] = {}
@@ -286,7 +287,7 @@ def close_streams(groups: Iterable[str]) -> None:
 
 
 def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers, or what else streams bring, are done and announced.
+    """Moves bytes of all groups until the transfers, or frees in joint memory, are done and announced.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
@@ -311,46 +312,67 @@ def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> 
         poll.poll(rest * 1000)
 
 
-def connect(group: dist.ProcessGroup) -> None:
-    """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective."""
+def connect(group: dist.ProcessGroup, *, is_joint: bool = False) -> None:
+    """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective.
+
+    With `is_joint` they get joint memory, if all are on one machine that allows it.
+    """
     if group.group_name in _streams:
         return
-    rank, seconds = group.rank(), group_timeout(group, device=torch.device("cpu")).total_seconds()
+    rank, size, seconds = group.rank(), JOINT_BYTES_PER_RANK * group.size(), _timeout_seconds(group)
     with ExitStack() as stack:
         listener = _listen(stack)
-        own = [_machine(), listener.getsockname() if listener else ""]
-        places = [[x.text() for x in place.items(count=2)] for place in all_gather_json(own, group=group)]
-        on_machine = [other for other in range(rank) if all(own) and all(places[other]) and places[other][0] == own[0]]
+        joint = _memory_to_share(stack, size) if is_joint and listener is not None else None
+        own = [_machine(), listener.getsockname() if listener else "", "joint" if joint is not None else ""]
+        places = [[x.text() for x in place.items(count=3)] for place in all_gather_json(own, group=group)]
+        on_machine = [
+            other for other in range(rank) if all(own[:2]) and all(places[other][:2]) and places[other][0] == own[0]
+        ]
         called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
-        joint = os.memfd_create("torchtitan_clone")
-        stack.callback(os.close, joint)
         opened = stack.enter_context(ExitStack())  # closes connections after an error
         connections = [opened.enter_context(connection) for connection in called.values()]
         if listener is not None:
             listener.settimeout(seconds)
             connections += [opened.enter_context(listener.accept()[0]) for others in calls if rank in others]
-        ends = [_open(each, rank=rank, seconds=seconds, joint=joint) for each in connections]
+        descriptors = [] if joint is None else [joint]
+        ends = [_open(each, rank=rank, seconds=seconds, joint=descriptors, joint_bytes=size) for each in connections]
         opened.pop_all()
         _streams[group.group_name] = streams = {stream.other: stream for stream, _ in ends}
-        memory = next((found for _, found in ends if found is not None), None)
-        if memory is not None and calls == [[*range(other)] for other in range(group.size())]:
-            wait = partial(wait_for, seconds=seconds)
+        if all(place[2] for place in places) and calls == [[*range(other)] for other in range(group.size())]:
+            assert joint is not None
+            memory = _mapped(joint) if rank == 0 else next(found for _, found in ends if found is not None)
+
+            def wait(awaited: Sequence[tuple[Stream, Awaited]]) -> None:
+                wait_for(awaited, seconds=_timeout_seconds(group))
+
             _joint[group.group_name] = JointMemory(memory, peers=streams, wait=wait)
+
+
+def _timeout_seconds(group: dist.ProcessGroup) -> float:
+    return group_timeout(group, device=torch.device("cpu")).total_seconds()
 
 
 def _listen(stack: ExitStack) -> socket.socket | None:
     """Returns a socket that ranks of the same user can find until the stack ends; None where that is impossible."""
-    if not hasattr(os, "memfd_create"):
+    if _memory_to_share(stack, _BUFFER_BYTES) is None:
         return None
     with suppress(OSError):
-        with open(os.memfd_create("torchtitan_clone"), "wb") as memory:
-            memory.truncate(max(_BUFFER_BYTES, JOINT_BYTES))  # which a container or `ulimit -f` may forbid
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(os.path.join(folder, "socket"))  # an error if the path has over 107 characters
         listener.listen(_MAX_RANKS)
         return listener
+    return None
+
+
+def _memory_to_share(stack: ExitStack, size: int) -> int | None:
+    """Returns the descriptor of a memory until the stack ends; None where the system, or `ulimit -f`, forbids it."""
+    with suppress(OSError, AttributeError):
+        descriptor = os.memfd_create("torchtitan_clone")
+        stack.callback(os.close, descriptor)
+        os.ftruncate(descriptor, size)
+        return descriptor
     return None
 
 
@@ -372,26 +394,27 @@ def _call(path: str) -> socket.socket | None:
     return None
 
 
-def _open(connection: socket.socket, *, rank: int, seconds: float, joint: int) -> tuple[Stream, Bytes | None]:
-    """Exchanges ranks and memory with the other end; returns the stream, and the joint memory if one is rank 0.
+def _open(
+    connection: socket.socket, *, rank: int, seconds: float, joint: Sequence[int] = (), joint_bytes: int = 0
+) -> tuple[Stream, Bytes | None]:
+    """Exchanges ranks and memory with the other end; returns the stream, and the joint memory if the other is rank 0.
 
-    `joint` is the descriptor of what it is if this rank is rank 0.
+    `joint` has the descriptor of what that is if this one is rank 0, and of which both have `joint_bytes`, or nothing.
     """
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
     hello, received = b"", list[int]()
     try:
         os.ftruncate(memory, _BUFFER_BYTES)
-        os.ftruncate(joint, JOINT_BYTES)
         with suppress(ConnectionError):
-            socket.send_fds(connection, [_HELLO.pack(rank)], [memory, joint])
+            socket.send_fds(connection, [_HELLO.pack(rank)], [memory, *joint])
             hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
         sizes = [os.fstat(descriptor).st_size for descriptor in received]
-        if len(hello) != _HELLO.size or sizes != [_BUFFER_BYTES, JOINT_BYTES]:
+        if len(hello) != _HELLO.size or sizes not in ([_BUFFER_BYTES], [_BUFFER_BYTES, joint_bytes]):
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
         stream = Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
-        return stream, _mapped({rank: joint, other: received[1]}[0]) if 0 in (rank, other) else None
+        return stream, _mapped(received[1]) if other == 0 and received[1:] else None
     finally:
         for descriptor in (memory, *received):
             os.close(descriptor)

@@ -1,7 +1,8 @@
 """FSDP's collectives on a CPU as messages that go on while a rank computes: FSDP2 waits for them without streams.
 
 All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
-1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring.
+1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring, or announces what it has written to
+joint memory.
 """
 
 from collections import deque

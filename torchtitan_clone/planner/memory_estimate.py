@@ -5,13 +5,23 @@ run/step_memory.py simulates a step instead, and verifies the best meshes.
 
 from collections import Counter
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 
 from torchtitan_clone.parallel.pipeline import most_in_flight
-from torchtitan_clone.planner.work import Layer, Shape, fsdp_group, model_work, reshards, shape_of, sharded_groups
+from torchtitan_clone.planner.work import (
+    Layer,
+    Shape,
+    blocks_together,
+    fsdp_group,
+    model_work,
+    reshards,
+    shape_of,
+    sharded_groups,
+)
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +61,11 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     ends = sum(name == "output" or (name == "tok_embeddings" and not args.tied_embeddings) for name in modules)
     groups = [(sharded_groups(layer, degrees=degrees), count) for layer, count in layers.items()] + [([end], ends)]
     complete = sum(count * group.elements for each, count in groups for group in each)
-    largest = max((sum(group.elements for group in each) for each, _ in groups[:-1]), default=0.0)
-    largest *= min(fsdp_blocks_per_group(plan), sum(layers.values()))  # of these are gathered together
+    together = blocks_together(plan, layers=sum(layers.values()) // len(plan.stages.of_rank(rank)))
+    blocks = [
+        [group.elements * (ceil(together) if group.axis == "fsdp" else 1) for group in each] for each, _ in groups[:-1]
+    ]
+    largest = max(map(sum, blocks), default=0.0)
     shards = sum(count * group.elements / group.axis_size for each, count in groups for group in each)
     tensor = shards * getattr(torch, config.training.dtype).itemsize
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize

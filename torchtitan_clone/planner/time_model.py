@@ -22,6 +22,7 @@ from torchtitan_clone.planner.work import (
     Sharded,
     Transfer,
     attention_flops,
+    blocks_together,
     fsdp_group,
     layer_products,
     layer_transfers,
@@ -31,7 +32,6 @@ from torchtitan_clone.planner.work import (
     sharded_groups,
 )
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import fsdp_blocks_per_group
 
 OPTIMIZER_BYTES = 8
 """AdamW reads weight, gradient and both moments and writes three of them; the gradient norm reads the gradient."""
@@ -247,28 +247,34 @@ class Block:
     """Sum of the gradients over the shards and over the replicas."""
     regathers: bool = True
     """Whether weights that were freed after forward are gathered again in backward."""
+    together: float = 1.0
+    """Number of blocks that are gathered and reduced at once."""
 
 
-def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int, together: int) -> Block:
+def layer_block(layer: Layer, *, shape: Shape, machine: Machine, reduce_itemsize: int, together: float) -> Block:
     """Returns the block of a layer, of which FSDP gathers and reduces as many as `together` says at once."""
-    groups = [
-        replace(group, elements=together * group.elements) for group in sharded_groups(layer, degrees=machine.degrees)
-    ]
+    groups = sharded_groups(layer, degrees=machine.degrees)
     passes = layer_passes(layer, shape=shape, machine=machine)
-    block = _block(groups, passes=passes, machine=machine, reduce_itemsize=reduce_itemsize)
-    return replace(block, gather=block.gather / together, reduce=block.reduce / together)
+    return _block(groups, passes=passes, machine=machine, reduce_itemsize=reduce_itemsize, together=together)
 
 
 def _block(
-    groups: Sequence[Sharded], *, passes: Passes, machine: Machine, reduce_itemsize: int, regathers: bool = True
-) -> Block:
+    groups: Sequence[Sharded], *, passes: Passes, machine: Machine, reduce_itemsize: int, regathers: bool = True,
+    together: float = 1.0,
+) -> Block:  # fmt: skip
     kinds = {"gather": ("all_gather", machine.itemsize), "reduce": ("reduce_scatter", reduce_itemsize)}
+    counts = [together if group.axis == "fsdp" else 1.0 for group in groups]  # each block's experts are a group
+    joined = [replace(group, elements=n * group.elements) for n, group in zip(counts, groups, strict=True)]
     seconds = {
-        name: sum(machine.shard_seconds(group, kind=kind, itemsize=size) for group in groups)
+        name: sum(
+            machine.shard_seconds(group, kind=kind, itemsize=size) / n for n, group in zip(counts, joined, strict=True)
+        )
         for name, (kind, size) in kinds.items()
     }
-    seconds["reduce"] += sum(machine.replica_seconds(group, itemsize=reduce_itemsize) for group in groups)
-    return Block(passes=passes, regathers=regathers, **seconds)
+    seconds["reduce"] += sum(
+        machine.replica_seconds(group, itemsize=reduce_itemsize) / n for n, group in zip(counts, joined, strict=True)
+    )
+    return Block(passes=passes, regathers=regathers, together=together, **seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,15 +286,16 @@ class Stage:
     reshards: bool
 
     def forward(self, *, gathers: bool) -> Seconds:
-        """Returns the time of forward; the first block waits for its weights."""
+        """Returns the time of forward; the first group of blocks waits for its weights."""
         parts = [
             self.machine.hidden(block.passes.forward, axis="fsdp", collectives=block.gather * gathers).times(count)
             for block, count in self.blocks
         ]
-        return sum(parts, Seconds({"fsdp": self.blocks[0][0].gather * gathers}))
+        first = self.blocks[0][0]
+        return sum(parts, Seconds({"fsdp": first.together * first.gather * gathers}))
 
     def backward(self, *, reduces: bool) -> Seconds:
-        """Returns the time of backward; the gradients of the first block are reduced after it."""
+        """Returns the time of backward; the gradients of the first group of blocks are reduced after it."""
         parts = [
             self.machine.hidden(
                 block.passes.backward,
@@ -297,7 +304,8 @@ class Stage:
             ).times(count)
             for block, count in self.blocks
         ]
-        return sum(parts, Seconds({"fsdp": self.blocks[0][0].reduce * reduces}))
+        first = self.blocks[0][0]
+        return sum(parts, Seconds({"fsdp": first.together * first.reduce * reduces}))
 
 
 def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seconds:
@@ -373,7 +381,8 @@ def plan_stages(plan: RunPlan, *, hardware: Hardware) -> list[Stage]:
     )
     reduce_itemsize = getattr(torch, config.training.mixed_precision_reduce).itemsize
     work = model_work(plan)
-    sizes = {"reduce_itemsize": reduce_itemsize, "together": fsdp_blocks_per_group(plan)}
+    layers = sum(name.startswith("layers.") for name in plan.stages.modules[0])
+    sizes = {"reduce_itemsize": reduce_itemsize, "together": blocks_together(plan, layers=layers)}
     known = {str(id(layer)): layer_block(layer, shape=shape, machine=machine, **sizes) for layer in work.kinds}
     embedding = [fsdp_group(args.vocab_size * args.dim / degrees.tp, degrees=degrees)]
     end = {"machine": machine, "reduce_itemsize": reduce_itemsize, "regathers": False}

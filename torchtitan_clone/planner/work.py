@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan_clone.config import Config, Degrees
 from torchtitan_clone.models import ModelArgs
 from torchtitan_clone.run.plan import RunPlan
+from torchtitan_clone.run.precision import fsdp_blocks_per_group
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention backward, in those of its forward: it computes the scores again. Source: arXiv 2307.08691."""
@@ -310,6 +311,11 @@ def sharded_groups(layer: Layer, *, degrees: Degrees) -> Sequence[Sharded]:
     apart = Sharded(elements=experts, axis="expert_fsdp", axis_size=size, stride=degrees.ep)
     dense = fsdp_group(layer.elements(experts=False, tp=degrees.tp), degrees=degrees)
     return [dense, apart] if experts else [dense]
+
+
+def blocks_together(plan: RunPlan, *, layers: int) -> float:
+    """Returns how many of so many layers of a stage FSDP gathers together, on average: sizes differ by at most one."""
+    return layers / -(-layers // fsdp_blocks_per_group(plan)) if layers else 1.0
 
 
 def fsdp_group(elements: float, *, degrees: Degrees) -> Sharded:

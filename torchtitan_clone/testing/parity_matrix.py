@@ -217,7 +217,8 @@ def all_cases() -> dict[str, Case]:
     cases["tensor, feed-forward 171"] = axes_case(("tensor",), **uneven)
     cases["pipeline, 5 layers"] = axes_case(("pipeline",), model__args__n_layers=5)
     cases["shard, prefetch 2"] = axes_case(("shard",), model__args__n_layers=4, parallelism__fsdp_prefetch_blocks=2)
-    cases["shard, pairs of blocks"] = axes_case(("shard",), model__args__n_layers=5, **PAIRS)
+    for axes in (("shard",), ("replicate", "shard"), ("shard", "pipeline"), ("shard", "tensor")):
+        cases[f"{' x '.join(axes)}, pairs of blocks"] = axes_case(axes, model__args__n_layers=5, **PAIRS)
     cases["shard x tensor, clipped"] = axes_case(("shard", "tensor"), training__max_norm=0.5)
     three: dict[str, object] = {"training__global_batch_size": 6, "training__local_batch_size": 1}
     cases["shard 3"] = (3, three)
