@@ -89,15 +89,16 @@ def test_a_socket_that_is_full_delays_and_loses_nothing(place):
 
 
 class FreesWhileItSends(socket.socket):
-    """A socket that frees a tensor of its stream when it sends first, as the garbage collector may."""
+    """A socket after whose first bytes a tensor of its stream is freed, as by the garbage collector."""
 
     stream = None
 
     def send(self, data):
+        count = super().send(data)
         if self.stream is not None:
             stream, self.stream = self.stream, None
             stream.announce_free(7)
-        return super().send(data)
+        return count
 
 
 def test_a_tensor_that_ends_while_records_are_sent_is_announced_after_them():

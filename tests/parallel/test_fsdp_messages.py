@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK
 from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.ops.shared_memory import connect, joint_memory_of, streams_of
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
@@ -47,7 +48,8 @@ def gathers_and_sums(size, dtypes, connects):
             found += [joint is not None and joint.place_of(x) is not None for x in (*whole, inputs, total)]
             del output, part, whole, inputs
             if joint is not None and size < 10:
-                assert joint.place_of(gather.allocate((1,), **memory)) == 0  # all that was in joint memory is freed
+                complete = [JOINT_BYTES_PER_RANK * ranks // dtype.itemsize]
+                assert joint.allocate(complete, dtype=dtype) is not None  # all that was there is freed
                 assert not any(stream._own.any() for stream in streams_of(group.group_name).values())  # none was sent
         return found
 
