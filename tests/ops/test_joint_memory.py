@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import time
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -184,3 +185,20 @@ def connected_under_limits(limits):
 )
 def test_ranks_have_joint_memory_where_all_can(limits, expected):
     assert run_ranks(connected_under_limits, len(limits), limits) == expected
+
+
+def descriptors_of_shared_memory():
+    """Returns how many descriptors of shared memory this rank has when connected: one for each map of a memory."""
+    launch = Launch.from_environment()
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        connect(dist.GroupMember.WORLD, is_joint=True)
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # that of the folder itself
+                found += "memfd:torchtitan_clone" in os.readlink(f"/proc/self/fd/{name}")
+        dist.barrier()
+        return found
+
+
+def test_connecting_leaves_no_descriptor_but_those_of_maps():
+    assert run_ranks(descriptors_of_shared_memory, 3) == [2 * 2 + 1] * 3
