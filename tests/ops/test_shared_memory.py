@@ -27,7 +27,7 @@ from torchtitan_clone.ops.shared_memory import (
     _open,
     close_streams,
     connect,
-    joint_memory_of,
+    shared_heap_of,
     streams_of,
     wait_for,
 )
@@ -71,21 +71,21 @@ def test_messages_of_any_size_arrive_in_order(size):
         end.close()
 
 
-@pytest.mark.parametrize("place", [None, 0])
-def test_a_socket_that_is_full_delays_and_loses_nothing(place):
+@pytest.mark.parametrize("offset", [None, 0])
+def test_a_socket_that_is_full_delays_and_loses_nothing(offset):
     """Thousands of messages of a byte, of which the receiver reads none before the end."""
     first, second = pair_of_streams(1 << 16)
     sent = [torch.tensor([index % 256], dtype=torch.uint8) for index in range(20_000)]
     for tensor in sent:
-        first.send(tensor, place=place)
+        first.send(tensor, offset=offset)
         first.advance()
     assert first.has_unsent_pieces
     received = [torch.zeros(1, dtype=torch.uint8) for _ in sent]
-    transfers = [second.receive(tensor, place=place) for tensor in received]
+    transfers = [second.receive(tensor, offset=offset) for tensor in received]
     while any([first.advance(), second.advance()]) or first.has_unsent_pieces:
         pass
     assert all(transfer.is_done for transfer in transfers)
-    assert torch.cat(received).equal(torch.cat(sent) if place is None else torch.zeros(len(sent), dtype=torch.uint8))
+    assert torch.cat(received).equal(torch.cat(sent) if offset is None else torch.zeros(len(sent), dtype=torch.uint8))
 
 
 class FreesWhileItSends(socket.socket):
@@ -156,18 +156,23 @@ def test_messages_of_other_sizes_are_an_error(sent, expected):
     first.send(torch.zeros(max(0, expected - sent)))
     first.advance()
     second.receive(torch.zeros(expected))
-    rule = f"sent a message of {4 * sent} bytes where this rank expects one of {4 * expected}: the ranks do not run"
+    rule = (
+        f"sent a message of {4 * sent} bytes where this rank expects one of {4 * expected} bytes: the ranks do not run"
+    )
     with pytest.raises(RuntimeError, match=rule):
         second.advance()
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(64, 128), (None, 64), (64, None)])
-def test_a_message_in_another_place_is_an_error(sent, expected):
+def test_a_message_at_another_offset_is_an_error(sent, expected):
     first, second = pair_of_streams(1 << 16)
-    first.send(torch.zeros(10), place=sent)
+    first.send(torch.zeros(10), offset=sent)
     first.advance()
-    second.receive(torch.zeros(10), place=expected)
-    with pytest.raises(RuntimeError, match="the ranks do not run the same collectives"):
+    second.receive(torch.zeros(10), offset=expected)
+    here, there = (f"40 bytes{f' at byte {x} of the shared heap' if x else ''}" for x in (sent, expected))
+    with pytest.raises(
+        RuntimeError, match=f"sent a message of {here} where this rank expects one of {there}: the ranks"
+    ):
         second.advance()
 
 
@@ -194,8 +199,8 @@ def exchange_in_groups():
         groups = [dist.GroupMember.WORLD, dist.new_group([0, 1])]
         transfers = []
         for number, group in enumerate(groups):
-            connect(group, is_joint=True)
-            assert joint_memory_of(group.group_name) is not None
+            connect(group, has_heap=True)
+            assert shared_heap_of(group.group_name) is not None
             stream = streams_of(group.group_name)[other]
             # More than a group's memory: the rest moves only while ranks wait.
             data = torch.full((10 << 20,), float(10 * launch.rank + number))
@@ -209,7 +214,7 @@ def exchange_in_groups():
             assert (arriving == 10 * other + number).all()
         names = [group.group_name for group in groups]
         close_streams(names)
-        assert not any(joint_memory_of(name) for name in names)
+        assert not any(shared_heap_of(name) for name in names)
         return [dict(streams_of(name)) for name in names]
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from torchtitan_clone.models.decoder import FSDPGroup
 from torchtitan_clone.ops.messages import is_exchange
-from torchtitan_clone.parallel.fsdp import _joined
+from torchtitan_clone.parallel.fsdp import _merged
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
@@ -92,6 +92,6 @@ def test_groups_are_of_one_size_and_all_frozen_or_none(corpus, tmp_path, frozen,
 def test_layers_of_multi_token_prediction_have_groups_of_their_own():
     modules = [nn.Linear(1, 1) for _ in range(5)]
     groups = [FSDPGroup(modules=(module,), is_block=index < 3) for index, module in enumerate(modules)]
-    joined = _joined(groups, most=9)
-    assert [[modules.index(module) for module in group.modules] for group in joined] == [[0, 1, 2], [3], [4]]
-    assert [group.is_block for group in joined] == [True, False, False]
+    merged = _merged(groups, max_blocks=9)
+    assert [[modules.index(module) for module in group.modules] for group in merged] == [[0, 1, 2], [3], [4]]
+    assert [group.is_block for group in merged] == [True, False, False]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK
 from torchtitan_clone.ops.messages import is_exchange
-from torchtitan_clone.ops.shared_memory import connect, joint_memory_of, streams_of
+from torchtitan_clone.ops.shared_heap import HEAP_BYTES_PER_RANK
+from torchtitan_clone.ops.shared_memory import connect, shared_heap_of, streams_of
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
@@ -21,13 +21,13 @@ from torchtitan_clone.torch_compat import TorchDispatchMode
 
 
 def gathers_and_sums(size, dtypes, connects):
-    """Checks several gathers and sums at once, by exact sums of integers; returns which tensors are in joint memory."""
+    """Checks several gathers and sums at once, by exact sums of integers; returns which tensors are in a heap."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
         if connects:
-            connect(group, is_joint=True)
-        joint = joint_memory_of(group.group_name)
+            connect(group, has_heap=True)
+        heap = shared_heap_of(group.group_name)
         found = []
         for dtype in dtypes:
             memory = {"dtype": dtype, "device": torch.device("cpu")}
@@ -45,11 +45,11 @@ def gathers_and_sums(size, dtypes, connects):
             assert total.equal(values.sum(0).view(ranks, size)[rank])
             assert all(work.wait() for work in [*reversed(works), *works])
             assert all(each.equal(values.flatten()) for each in whole)
-            found += [joint is not None and joint.place_of(x) is not None for x in (*whole, inputs, total)]
+            found += [heap is not None and heap.offset_of(x) is not None for x in (*whole, inputs, total)]
             del output, part, whole, inputs
-            if joint is not None and size < 10:
-                complete = [JOINT_BYTES_PER_RANK * ranks // dtype.itemsize]
-                assert joint.allocate(complete, dtype=dtype) is not None  # all that was there is freed
+            if heap is not None and size < 10:
+                complete = [HEAP_BYTES_PER_RANK * ranks // dtype.itemsize]
+                assert heap.allocate(complete, dtype=dtype) is not None  # all that was there is freed
                 assert not any(stream._own.any() for stream in streams_of(group.group_name).values())  # none was sent
         return found
 
@@ -139,7 +139,7 @@ def two_backwards(argv, temporary):
 @pytest.mark.parametrize(
     ("changes", "connects", "expected"),
     [
-        # Embedding, blocks and output: one sum is in flight in joint memory, or two by messages.
+        # Embedding, blocks and output: one sum is in flight in the shared heap, or two by messages.
         ({}, True, "(()()()())"),
         ({}, False, "((()()()))"),
         ({"training__mixed_precision_reduce": "bfloat16"}, True, None),

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK, Frees, JointMemory
 from torchtitan_clone.ops.json_collectives import all_gather_json
+from torchtitan_clone.ops.shared_heap import HEAP_BYTES_PER_RANK, Frees, SharedHeap
 from torchtitan_clone.torch_compat import group_timeout
 
 _BUFFER_BYTES = 16 << 20
@@ -42,12 +42,13 @@ _RECORD = struct.Struct("<qqq")
 """Announces a piece by its start, its size and the size of its message. Other records begin with a negative number:"""
 _ACKNOWLEDGED = -1
 """The number of pieces that were copied; 0."""
-_IN_PLACE = -2
-"""A message that is in the joint memory: its place there and its size."""
+_IN_HEAP = -2
+"""A message that is in the shared heap: its offset there and its size."""
 _FREED = -3
-"""The number of a tensor in the joint memory that the rank has freed; 0."""
+"""The number of a tensor in the shared heap that the rank has freed; 0."""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
+_NOTHING = np.empty(0, dtype=np.uint8)
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
 _HELLO = struct.Struct("<q")
@@ -63,14 +64,13 @@ class Awaited(Protocol):
 class Transfer:
     """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`.
 
-    They stay where they are if they have a place in the joint memory, which a transfer does not keep from being freed.
+    Nothing is moved if the tensor is in the shared heap, at `offset`; a transfer does not keep it from being freed.
     """
 
-    def __init__(self, tensor: Tensor, *, place: int | None = None) -> None:
-        memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
-        self.size = memory.size
-        self.rest = memory if place is None else np.empty(0, dtype=np.uint8)
-        self.place = place
+    def __init__(self, tensor: Tensor, *, offset: int | None = None) -> None:
+        self.size = tensor.nbytes
+        self.rest: Bytes = _NOTHING if offset is not None else tensor.detach().view(-1).view(torch.uint8).numpy()
+        self.offset = offset
         self._has_begun = False
 
     @property
@@ -97,7 +97,7 @@ class Stream:
         self._pieces = deque[tuple[int, int]]()
         """Start and size of those in this rank's buffer that the other one has not acknowledged."""
         self._arrived = deque[tuple[int | None, int, int, int]]()
-        """Those of the other rank that this one has not read: the place in the joint memory or None, and the record."""
+        """Those of the other rank that this one has not read: the offset in the shared heap or None, and the record."""
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
@@ -116,29 +116,26 @@ class Stream:
 
     @property
     def has_unsent_records(self) -> bool:
-        """Whether the socket was full when a piece was to be announced or acknowledged."""
+        """Whether the socket was full when a record was to be sent."""
         return bool(self._unsent or self._unacknowledged or self.frees.unannounced)
 
-    def send(self, tensor: Tensor, *, place: int | None = None) -> Transfer:
+    def send(self, tensor: Tensor, *, offset: int | None = None) -> Transfer:
         """Sends a contiguous tensor, which must not change before the transfer is done.
 
-        The other rank finds it where it is if it has a `place` in the joint memory, and reads it until it frees it.
+        With an `offset` in the shared heap nothing is copied: the other rank reads it there until that frees it.
         """
-        transfer = Transfer(tensor, place=place)
+        transfer = Transfer(tensor, offset=offset)
         self._sending.append(transfer)
         return transfer
 
-    def receive(self, tensor: Tensor, *, place: int | None = None) -> Transfer:
-        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one.
-
-        Both have the same `place`, or none.
-        """
-        transfer = Transfer(tensor, place=place)
+    def receive(self, tensor: Tensor, *, offset: int | None = None) -> Transfer:
+        """Receives the next tensor of the other rank, of as many bytes and with this offset, into a contiguous one."""
+        transfer = Transfer(tensor, offset=offset)
         self._receiving.append(transfer)
         return transfer
 
     def announce_free(self, number: int) -> None:
-        """Tells the other rank that this one has freed a tensor in the joint memory.
+        """Tells the other rank that this one has freed a tensor in the shared heap.
 
         At once, since it may wait for that while this one waits in a collective of gloo.
         """
@@ -147,7 +144,7 @@ class Stream:
             self._send_records()
 
     def advance(self) -> bool:
-        """Moves the bytes that can be moved without waiting; returns whether anything has changed for who waits."""
+        """Moves what can be moved without waiting; returns whether it did, or the other rank freed a tensor."""
         has_moved = self._read_records()
         while self._push() | self._pull():
             self._send_records()
@@ -165,8 +162,8 @@ class Stream:
             self._sending.popleft()
         if not self._sending:
             return False
-        if (place := self._sending[0].place) is not None:
-            self._unsent += _RECORD.pack(_IN_PLACE, place, self._sending[0].size)
+        if (offset := self._sending[0].offset) is not None:
+            self._unsent += _RECORD.pack(_IN_HEAP, offset, self._sending[0].size)
             self._unsent_pieces = len(self._unsent)
             self._sending.popleft().take(0)
             return True
@@ -200,22 +197,23 @@ class Stream:
             self._receiving.popleft()
         if not (self._receiving and self._arrived):
             return False
-        place, start, size, whole = self._arrived.popleft()
+        offset, start, size, whole = self._arrived.popleft()
         transfer = self._receiving[0]
         is_there = 0 <= size <= transfer.rest.size and start <= len(self._others) - size
-        if whole != transfer.size or place != transfer.place or not is_there:
+        if whole != transfer.size or offset != transfer.offset or not is_there:
             raise RuntimeError(
-                f"rank {self.other} of the group sent a message of {whole:,} bytes where this rank expects one of "
-                f"{transfer.size:,}: the ranks do not run the same collectives; compare their versions and options"
+                f"rank {self.other} of the group sent a message of {_described(whole, offset)} where this rank expects "
+                f"one of {_described(transfer.size, transfer.offset)}: the ranks do not run the same collectives; "
+                "compare their versions and options"
             )
         piece = transfer.take(size)
-        if place is None:
+        if offset is None:
             piece[:] = self._others[start : start + size]
             self._unacknowledged += size > 0
         return True
 
     def _read_records(self) -> bool:
-        """Returns whether the other rank has freed a tensor in the joint memory."""
+        """Returns whether the other rank has freed a tensor in the shared heap."""
         freed = len(self.frees.announced)
         while not self.is_ended:
             try:
@@ -230,7 +228,7 @@ class Stream:
         for start, size, message in _RECORD.iter_unpack(self._unread[:whole]):
             if start >= 0:
                 self._arrived.append((None, start, size, message))
-            elif start == _IN_PLACE:
+            elif start == _IN_HEAP:
                 self._arrived.append((size, 0, 0, message))
             elif start == _FREED:
                 self.frees.announced.add(size)
@@ -262,9 +260,13 @@ class Stream:
             self._is_sending = False
 
 
+def _described(size: int, offset: int | None) -> str:
+    return f"{size:,} bytes" if offset is None else f"{size:,} bytes at byte {offset:,} of the shared heap"
+
+
 _streams: dict[str, dict[int, Stream]] = {}
 """Of each group by torch's name of it, by the other rank."""
-_joint: dict[str, JointMemory] = {}
+_heaps: dict[str, SharedHeap] = {}
 """Of each group whose ranks are all on this machine."""
 
 
@@ -273,21 +275,21 @@ def streams_of(group_name: str) -> Mapping[int, Stream]:
     return _streams.get(group_name, {})
 
 
-def joint_memory_of(group_name: str) -> JointMemory | None:
-    """Returns the memory that all ranks of a group map, if it is connected and they are on one machine."""
-    return _joint.get(group_name)
+def shared_heap_of(group_name: str) -> SharedHeap | None:
+    """Returns the shared heap of a group; None if it is not connected, or its ranks are not all on one machine."""
+    return _heaps.get(group_name)
 
 
 def close_streams(groups: Iterable[str]) -> None:
     """Closes the connections of groups that are destroyed, by torch's names of them."""
     for name in groups:
-        _joint.pop(name, None)
+        _heaps.pop(name, None)
         for stream in _streams.pop(name, {}).values():
             stream.close()
 
 
 def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers, or frees in joint memory, are done and announced.
+    """Moves bytes of all groups until the transfers, or frees in a shared heap, are done and announced.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
@@ -312,41 +314,39 @@ def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> 
         poll.poll(rest * 1000)
 
 
-def connect(group: dist.ProcessGroup, *, is_joint: bool = False) -> None:
+def connect(group: dist.ProcessGroup, *, has_heap: bool = False) -> None:
     """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective.
 
-    With `is_joint` they get joint memory, if all are on one machine that allows it.
+    With `has_heap` they also get a shared heap, if all are on one machine that allows it.
     """
     if group.group_name in _streams:
         return
-    rank, size, seconds = group.rank(), JOINT_BYTES_PER_RANK * group.size(), _timeout_seconds(group)
+    rank, seconds = group.rank(), _timeout_seconds(group)
     with ExitStack() as stack:
         listener = _listen(stack)
-        joint = _memory_to_share(stack, size) if is_joint and listener is not None else None
-        own = [_machine(), listener.getsockname() if listener else "", "joint" if joint is not None else ""]
-        places = [[x.text() for x in place.items(count=3)] for place in all_gather_json(own, group=group)]
-        on_machine = [
-            other for other in range(rank) if all(own[:2]) and all(places[other][:2]) and places[other][0] == own[0]
-        ]
-        called = {other: found for other in on_machine if (found := _call(places[other][1])) is not None}
+        heap = (
+            _memory_to_share(stack, HEAP_BYTES_PER_RANK * group.size()) if has_heap and listener is not None else None
+        )
+        own = [_machine(), listener.getsockname() if listener else "", "heap" if heap is not None else ""]
+        found = [[x.text() for x in place.items(count=3)] for place in all_gather_json(own, group=group)]
+        on_machine = [other for other in range(rank) if all(own[:2]) and found[other][0] == own[0] and found[other][1]]
+        called = {other: end for other in on_machine if (end := _call(found[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
         opened = stack.enter_context(ExitStack())  # closes connections after an error
         connections = [opened.enter_context(connection) for connection in called.values()]
         if listener is not None:
             listener.settimeout(seconds)
             connections += [opened.enter_context(listener.accept()[0]) for others in calls if rank in others]
-        descriptors = [] if joint is None else [joint]
-        ends = [_open(each, rank=rank, seconds=seconds, joint=descriptors, joint_bytes=size) for each in connections]
+        shares_heap = all(each[2] for each in found) and calls == [[*range(other)] for other in range(group.size())]
+        heap = heap if shares_heap else None
+        ends = [_open(each, rank=rank, seconds=seconds, heap=heap) for each in connections]
         opened.pop_all()
         _streams[group.group_name] = streams = {stream.other: stream for stream, _ in ends}
-        if all(place[2] for place in places) and calls == [[*range(other)] for other in range(group.size())]:
-            assert joint is not None
-            memory = _mapped(joint) if rank == 0 else next(found for _, found in ends if found is not None)
-
-            def wait(awaited: Sequence[tuple[Stream, Awaited]]) -> None:
-                wait_for(awaited, seconds=_timeout_seconds(group))
-
-            _joint[group.group_name] = JointMemory(memory, peers=streams, wait=wait)
+        if heap is not None:
+            memory = _mapped(heap) if rank == 0 else next(each for _, each in ends if each is not None)
+            _heaps[group.group_name] = SharedHeap(
+                memory, peers=streams, wait=lambda awaited: wait_for(awaited, seconds=_timeout_seconds(group))
+            )
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:
@@ -395,29 +395,33 @@ def _call(path: str) -> socket.socket | None:
 
 
 def _open(
-    connection: socket.socket, *, rank: int, seconds: float, joint: Sequence[int] = (), joint_bytes: int = 0
+    connection: socket.socket, *, rank: int, seconds: float, heap: int | None = None
 ) -> tuple[Stream, Bytes | None]:
-    """Exchanges ranks and memory with the other end; returns the stream, and the joint memory if the other is rank 0.
+    """Exchanges ranks and memory with the other end; returns the stream, and the shared heap if the other is rank 0.
 
-    `joint` has the descriptor of what that is if this one is rank 0, and of which both have `joint_bytes`, or nothing.
+    `heap` is the descriptor of a memory that becomes the shared heap if this is rank 0; None if the group has none.
     """
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
     hello, received = b"", list[int]()
     try:
         os.ftruncate(memory, _BUFFER_BYTES)
+        sent = [memory] if heap is None else [memory, heap]
         with suppress(ConnectionError):
-            socket.send_fds(connection, [_HELLO.pack(rank)], [memory, *joint])
-            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
-        sizes = [os.fstat(descriptor).st_size for descriptor in received]
-        if len(hello) != _HELLO.size or sizes not in ([_BUFFER_BYTES], [_BUFFER_BYTES, joint_bytes]):
+            socket.send_fds(connection, [_HELLO.pack(rank)], sent)
+            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, len(sent))
+        if len(hello) != _HELLO.size or [*map(_size_of, received)] != [*map(_size_of, sent)]:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
         stream = Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
-        return stream, _mapped(received[1]) if other == 0 and received[1:] else None
+        return stream, _mapped(received[1]) if heap is not None and other == 0 else None
     finally:
         for descriptor in (memory, *received):
             os.close(descriptor)
+
+
+def _size_of(descriptor: int) -> int:
+    return os.fstat(descriptor).st_size
 
 
 def _mapped(descriptor: int) -> Bytes:

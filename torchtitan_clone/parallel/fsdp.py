@@ -63,7 +63,7 @@ def apply_fsdp(
         shard(
             module, mesh=expert_mesh, reshard_after_forward=reshard, shard_placement_fn=_expert_placement(expert_mesh)
         )
-    groups = _joined(groups, most=blocks_per_group)
+    groups = _merged(groups, max_blocks=blocks_per_group)
     for group in groups:
         # Weights that backward needs first would be gathered again at once.
         reshard_group = choice == "always" if group.starts_backward else reshard
@@ -96,19 +96,22 @@ class _Blocks:
     is_lookup: bool = False
 
 
-def _joined(groups: Sequence[FSDPGroup], *, most: int) -> list[FSDPGroup]:
-    """Returns groups of at most so many consecutive blocks, all or none of them frozen; sizes differ by at most one."""
-    joined = list[FSDPGroup]()
+def _merged(groups: Sequence[FSDPGroup], *, max_blocks: int) -> list[FSDPGroup]:
+    """Returns the groups with up to so many consecutive blocks in one, all or none of them frozen.
+
+    Sizes of groups of blocks differ by at most one.
+    """
+    merged = list[FSDPGroup]()
     for (is_block, _), run in groupby(groups, key=lambda group: (group.is_block, _is_trained(group.modules[0]))):
         alike = list(run)
         if not is_block:
-            joined += alike
+            merged += alike
             continue
         blocks = [module for group in alike for module in group.modules]
-        count = -(-len(blocks) // most)
+        count = -(-len(blocks) // max_blocks)
         bounds = pairwise(len(blocks) * index // count for index in range(count + 1))
-        joined += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
-    return joined
+        merged += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
+    return merged
 
 
 def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:

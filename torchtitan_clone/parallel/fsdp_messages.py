@@ -2,7 +2,7 @@
 
 All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
 1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring, or announces what it has written to
-joint memory.
+a shared heap.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import Messages, joint_tensor, others, start_all_to_all, start_exchange, sum_parts
+from torchtitan_clone.ops.messages import Messages, heap_tensor, others, start_all_to_all, start_exchange, sum_parts
 
 
 class GatherByMessages:
@@ -24,8 +24,8 @@ class GatherByMessages:
         self._group = group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for an output that all ranks map if they can: each writes its part, and sends nothing."""
-        found = joint_tensor(size, dtype=dtype, group=self._group)
+        """Returns memory for an output, in the shared heap if it has room: each rank writes its part."""
+        found = heap_tensor(size, dtype=dtype, group=self._group)
         return torch.empty(size, dtype=dtype, device=device) if found is None else found
 
     def __call__(
@@ -50,29 +50,26 @@ class SumByMessages:
         self._group = group
         self._pending = pending
         self._inputs: Tensor | None = None
-        """Those of all ranks, in joint memory."""
+        """Those of all ranks, in the shared heap."""
         self._allocates_output = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for an input, that all ranks map if they can, and in the next call for the output."""
-        if not self._allocates_output:
-            self._inputs = joint_tensor([self._group.size(), *size], dtype=dtype, group=self._group)
+        """Returns memory for the input of a sum, in the shared heap if that has room, and next for its output."""
         is_input, self._allocates_output = not self._allocates_output, not self._allocates_output
-        if is_input and self._inputs is not None:
-            return self._inputs[self._group.rank()]
+        if is_input:
+            self._inputs = heap_tensor([self._group.size(), *size], dtype=dtype, group=self._group)
+            if self._inputs is not None:
+                return self._inputs[self._group.rank()]
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Starts to sum the parts [n] of all ranks' inputs [ranks * n] that belong to this rank to the output [n]."""
+        received = None if self._inputs is None else [x.chunk(group.size())[group.rank()] for x in self._inputs]
+        self._inputs = None
         own = input_tensor.chunk(group.size())
-        in_flight = 2 if self._inputs is None else 1  # what moves nothing gains little by waiting later
-        if self._inputs is None:
-            parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter")
-        else:
-            parts = [x.chunk(group.size())[group.rank()] for x in self._inputs]
-            arguments = {"group": group, "collective": "reduce_scatter", "own": [own[group.rank()]]}
-            messages = start_exchange(others(own, group=group), others(parts, group=group), **arguments)
-            self._inputs = None
+        parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter", received=received)
+        # Sums that move nothing gain little by waiting later.
+        max_in_flight = 2 if received is None else 1
 
         def complete() -> None:
             messages.wait()
@@ -81,7 +78,7 @@ class SumByMessages:
         if self._pending is None:
             complete()
         else:
-            self._pending.add(complete, modules=self._modules, most=in_flight)
+            self._pending.add(complete, modules=self._modules, max_in_flight=max_in_flight)
 
 
 class PendingSums:
@@ -90,10 +87,10 @@ class PendingSums:
     def __init__(self) -> None:
         self._completions = deque[Callable[[], object]]()
 
-    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module], most: int) -> None:
+    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module], max_in_flight: int) -> None:
         """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it.
 
-        Completes the first ones while there are more than `most`, since they take memory.
+        Completes the first ones while more than `max_in_flight` are incomplete, since they take memory.
         """
         parameters = (parameter for module in modules for parameter in _own_parameters(module))
         if not torch_compat.runs_backward() or any(parameter.grad is not None for parameter in parameters):
@@ -101,7 +98,7 @@ class PendingSums:
             return
         torch_compat.after_backward(self._complete)
         self._completions.append(complete)
-        while len(self._completions) > most:
+        while len(self._completions) > max_in_flight:
             self._completions.popleft()()
 
     def _complete(self) -> None:

@@ -174,5 +174,5 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     of_fsdp = [axis.get_group(axis.ndim - 1) for axis in (mesh.fsdp, mesh.expert_fsdp) if axis is not None]
     for group in used:
         if group.size() > 1 and dist.get_backend(group) == "gloo":
-            connect(group, is_joint=group in of_fsdp)
+            connect(group, has_heap=group in of_fsdp)
     return mesh

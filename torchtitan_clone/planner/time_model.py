@@ -263,17 +263,14 @@ def _block(
     together: float = 1.0,
 ) -> Block:  # fmt: skip
     kinds = {"gather": ("all_gather", machine.itemsize), "reduce": ("reduce_scatter", reduce_itemsize)}
-    counts = [together if group.axis == "fsdp" else 1.0 for group in groups]  # each block's experts are a group
-    joined = [replace(group, elements=n * group.elements) for n, group in zip(counts, groups, strict=True)]
+    # The experts of each block are a group of their own.
+    counts = [together if group.axis == "fsdp" else 1.0 for group in groups]
+    sized = [(n, replace(group, elements=n * group.elements)) for n, group in zip(counts, groups, strict=True)]
     seconds = {
-        name: sum(
-            machine.shard_seconds(group, kind=kind, itemsize=size) / n for n, group in zip(counts, joined, strict=True)
-        )
+        name: sum(machine.shard_seconds(group, kind=kind, itemsize=size) / n for n, group in sized)
         for name, (kind, size) in kinds.items()
     }
-    seconds["reduce"] += sum(
-        machine.replica_seconds(group, itemsize=reduce_itemsize) / n for n, group in zip(counts, joined, strict=True)
-    )
+    seconds["reduce"] += sum(machine.replica_seconds(group, itemsize=reduce_itemsize) / n for n, group in sized)
     return Block(passes=passes, regathers=regathers, together=together, **seconds)
 
 

@@ -197,7 +197,7 @@ def extended_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
     # Where a rank has several stages, what one of them keeps ends with what another one does.
     is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
     is_simple = is_simple and plan.config.activation_checkpoint.first_blocks == -1  # else later blocks differ
-    is_simple = is_simple and (plan.world_size == 1 or fsdp_blocks_per_group(plan) == 1)  # else fewer are grouped anew
+    is_simple = is_simple and (plan.world_size == 1 or fsdp_blocks_per_group(plan) == 1)  # else groups differ
     stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
     if stretch is None:
         raise UnlikeError

@@ -1,8 +1,8 @@
-"""Tensors in memory that all ranks of a group map: what one rank writes to them, the others read where it is.
+"""A heap in memory that all ranks of a group map: what one rank writes to a tensor, the others read where it is.
 
-All ranks of a group allocate the same sizes in the same order, and free tensors in the same order in relation to that.
-So each knows where a tensor of the others is, which no message has to say. A rank writes to memory that it allocates
-again when all others have freed what they had there.
+As in a symmetric heap, all ranks allocate the same sizes in the same order, and free tensors in the same order in
+relation to that. So each knows where a tensor of the others is, which no message has to say. A rank writes to memory
+that it allocates again when all others have freed what they had there.
 """
 
 import weakref
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-JOINT_BYTES_PER_RANK = 64 << 20
-"""Size of the memory of a group, for each rank. Pages that no tensor has used take no memory."""
+HEAP_BYTES_PER_RANK = 64 << 20
+"""Size of the heap of a group, for each rank. Pages that no tensor has used take no memory."""
 _ALIGNMENT = 64
 
 
@@ -51,8 +51,8 @@ class _Freed:
         return self._numbers <= self._peer.frees.announced
 
 
-class JointMemory:
-    """The memory of a group; `wait` takes pairs of a peer and what is awaited of it."""
+class SharedHeap:
+    """The heap of a group; `wait` takes pairs of a peer and what is awaited of it."""
 
     def __init__(
         self, memory: npt.NDArray[np.uint8], *, peers: Mapping[int, Peer], wait: Callable[..., object]
@@ -90,10 +90,10 @@ class JointMemory:
         weakref.finalize(memory, self._free, number).atexit = False  # when the tensor and its views are freed
         return torch.from_numpy(memory).view(dtype).view(*shape)
 
-    def place_of(self, tensor: Tensor) -> int | None:
-        """Returns the index of the first byte of a tensor in the memory; None if it is elsewhere."""
-        place = tensor.data_ptr() - self._start
-        return place if 0 <= place < self._memory.size else None
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Returns the offset of a tensor in the heap, in bytes; None if it is elsewhere."""
+        offset = tensor.data_ptr() - self._start
+        return offset if 0 <= offset < self._memory.size else None
 
     def _free(self, number: int) -> None:
         self._own.discard(number)

@@ -1,4 +1,4 @@
-"""Tensors in joint memory keep their values until this rank frees them, whatever other ranks allocate."""
+"""Tensors in a shared heap keep their values until this rank frees them, whatever other ranks allocate."""
 
 import os
 import random
@@ -14,37 +14,37 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.joint_memory import JOINT_BYTES_PER_RANK, Frees, JointMemory
 from torchtitan_clone.ops.messages import others, start_exchange
-from torchtitan_clone.ops.shared_memory import Transfer, connect, joint_memory_of, streams_of
+from torchtitan_clone.ops.shared_heap import HEAP_BYTES_PER_RANK, Frees, SharedHeap
+from torchtitan_clone.ops.shared_memory import Transfer, connect, shared_heap_of, streams_of
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.torch_compat import set_group_timeout
 
 
-def memory_of_one_rank(size):
-    return JointMemory(np.zeros(size, dtype=np.uint8), peers={}, wait=lambda pairs: None)
+def heap_of_one_rank(size):
+    return SharedHeap(np.zeros(size, dtype=np.uint8), peers={}, wait=lambda pairs: None)
 
 
 def places(memory, sizes):
     """Returns the tensors and their places."""
     tensors = [memory.allocate([size], dtype=torch.uint8) for size in sizes]
-    return tensors, [None if x is None else memory.place_of(x) for x in tensors]
+    return tensors, [None if x is None else memory.offset_of(x) for x in tensors]
 
 
 def test_tensors_are_aligned_and_have_what_they_are_asked_for():
-    memory = memory_of_one_rank(1 << 12)
+    memory = heap_of_one_rank(1 << 12)
     tensors, found = places(memory, [100, 1, 64])
     assert found == [0, 128, 192]
     x = memory.allocate([3, 5], dtype=torch.bfloat16)
-    assert (x.shape, x.dtype, memory.place_of(x), memory.place_of(x[1])) == ((3, 5), torch.bfloat16, 256, 266)
-    assert memory.place_of(torch.zeros(3)) is None
+    assert (x.shape, x.dtype, memory.offset_of(x), memory.offset_of(x[1])) == ((3, 5), torch.bfloat16, 256, 266)
+    assert memory.offset_of(torch.zeros(3)) is None
     assert memory.allocate([0], dtype=torch.uint8) is None
     del tensors
 
 
 def test_what_is_free_is_allocated_again_and_what_a_view_keeps_is_not():
-    memory = memory_of_one_rank(4 * 64)
+    memory = heap_of_one_rank(4 * 64)
     tensors, found = places(memory, [64, 64, 64])
     assert found == [0, 64, 128]
     view = tensors[0][:1]
@@ -59,9 +59,9 @@ def test_what_is_free_is_allocated_again_and_what_a_view_keeps_is_not():
 
 def test_a_transfer_does_not_keep_its_tensor():
     """Else it would be freed when messages are, which differs between ranks."""
-    memory = memory_of_one_rank(64)
+    memory = heap_of_one_rank(64)
     tensor = memory.allocate([64], dtype=torch.uint8)
-    transfer = Transfer(tensor, place=memory.place_of(tensor))
+    transfer = Transfer(tensor, offset=memory.offset_of(tensor))
     del tensor
     assert places(memory, [64])[1] == [0]
     assert transfer.size == 64
@@ -77,7 +77,7 @@ def test_only_what_was_at_the_same_place_is_awaited():
         awaited.append(freed.is_done)
         peer.frees.announced.update(range(10))
 
-    memory = JointMemory(np.zeros(256, dtype=np.uint8), peers=peers, wait=wait)
+    memory = SharedHeap(np.zeros(256, dtype=np.uint8), peers=peers, wait=wait)
     tensors, _ = places(memory, [64, 64])
     assert awaited == [True, True]
     del tensors
@@ -90,7 +90,7 @@ def test_only_what_was_at_the_same_place_is_awaited():
     assert awaited == [True, True, True, False]
 
 
-def run_in_joint_memory(seed, steps, limit):
+def run_in_shared_heap(seed, steps, limit):
     """Checks random tensors, which a rank writes a part of, before they are freed; returns how many had no room."""
     launch = Launch.from_environment()
     chance = random.Random(seed)  # the same on all ranks
@@ -98,8 +98,8 @@ def run_in_joint_memory(seed, steps, limit):
     missing = 0
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group, ranks, rank = dist.GroupMember.WORLD, launch.world_size, launch.rank
-        connect(group, is_joint=True)
-        memory = joint_memory_of(group.group_name)
+        connect(group, has_heap=True)
+        memory = shared_heap_of(group.group_name)
         live = []
         for number in range(steps):
             tensor = memory.allocate([ranks, chance.randrange(1, limit)], dtype=torch.int32)
@@ -127,8 +127,8 @@ def run_in_joint_memory(seed, steps, limit):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_keep_their_values_until_they_are_freed(ranks):
-    assert run_ranks(run_in_joint_memory, ranks, 1, 400, 1 << 12) == [0] * ranks
-    found = run_ranks(run_in_joint_memory, ranks, 2, 60, JOINT_BYTES_PER_RANK // 4 // 3)
+    assert run_ranks(run_in_shared_heap, ranks, 1, 400, 1 << 12) == [0] * ranks
+    found = run_ranks(run_in_shared_heap, ranks, 2, 60, HEAP_BYTES_PER_RANK // 4 // 3)
     assert found == [found[0]] * ranks
     assert 0 < found[0] < 50
 
@@ -138,10 +138,10 @@ def allocate_again_without_the_other_rank(seconds):
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         group = dist.new_group([0, 1], timeout=timedelta(minutes=10))
-        connect(group, is_joint=True)
+        connect(group, has_heap=True)
         set_group_timeout(group, timedelta(seconds=seconds))
-        memory = joint_memory_of(group.group_name)
-        large = [JOINT_BYTES_PER_RANK + 1]
+        memory = shared_heap_of(group.group_name)
+        large = [HEAP_BYTES_PER_RANK + 1]
         tensor = memory.allocate(large, dtype=torch.uint8)
         if launch.rank == 1:
             time.sleep(2 * seconds)
@@ -159,7 +159,7 @@ def test_a_rank_that_frees_nothing_is_an_error_after_the_time():
 
 
 def connected_under_limits(limits):
-    """Returns how many ranks this one is connected with, and whether there is joint memory, under limits of files."""
+    """Returns how many ranks this one is connected with, and whether there is a shared heap, under limits of files."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
         if limits[launch.rank] == 0:
@@ -167,10 +167,10 @@ def connected_under_limits(limits):
         elif limits[launch.rank] is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limits[launch.rank], resource.RLIM_INFINITY))
         found = []
-        for is_joint in (False, True):
+        for has_heap in (False, True):
             group = dist.new_group([*range(launch.world_size)])
-            connect(group, is_joint=is_joint)
-            found += [len(streams_of(group.group_name)), joint_memory_of(group.group_name) is not None]
+            connect(group, has_heap=has_heap)
+            found += [len(streams_of(group.group_name)), shared_heap_of(group.group_name) is not None]
         return found
 
 
@@ -183,7 +183,7 @@ def connected_under_limits(limits):
         ([0, 0], [[0, False, 0, False]] * 2),
     ],
 )
-def test_ranks_have_joint_memory_where_all_can(limits, expected):
+def test_ranks_have_a_shared_heap_where_all_can(limits, expected):
     assert run_ranks(connected_under_limits, len(limits), limits) == expected
 
 
@@ -191,7 +191,7 @@ def descriptors_of_shared_memory():
     """Returns how many descriptors of shared memory this rank has when connected: one for each map of a memory."""
     launch = Launch.from_environment()
     with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
-        connect(dist.GroupMember.WORLD, is_joint=True)
+        connect(dist.GroupMember.WORLD, has_heap=True)
         found = 0
         for name in os.listdir("/proc/self/fd"):
             with suppress(FileNotFoundError):  # that of the folder itself
