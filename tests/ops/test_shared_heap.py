@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import tempfile
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -185,6 +186,25 @@ def connected_under_limits(limits):
 )
 def test_ranks_have_a_shared_heap_where_all_can(limits, expected):
     assert run_ranks(connected_under_limits, len(limits), limits) == expected
+
+
+def connected_from(folders):
+    """Returns the ranks that this one is connected with, and whether there is a heap, where ranks see other files."""
+    launch = Launch.from_environment()
+    os.chdir(folders[launch.rank])
+    tempfile.tempdir = "/proc/self/cwd"  # another folder for each rank
+    with process_group(load_config([]).comm, launch=launch, device=pick_device(launch)):
+        group = dist.GroupMember.WORLD
+        connect(group, has_heap=True)
+        return sorted(streams_of(group.group_name)), shared_heap_of(group.group_name) is not None
+
+
+def test_ranks_that_see_other_files_have_no_heap(tmp_path):
+    """As those of containers on one machine."""
+    folders = [tmp_path / name for name in ("first", "second", "first")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    assert run_ranks(connected_from, 3, folders) == [([2], False), ([], False), ([0], False)]
 
 
 def descriptors_of_shared_memory():
