@@ -110,7 +110,8 @@ def _gradients_of_keys_are_not_returned(_: object, parts: Sequence[Tensor], *, o
 
 @_mistake("context", messages, "start_exchange")
 def _keys_change_their_sign_on_the_way(start: Replacement, sent: messages.Addressed, *more: object, **others: object):
-    return start([(rank, -x) for rank, x in sent], *more, **others)
+    are_keys = others["collective"] != "reduce_scatter"
+    return start([(rank, -x) for rank, x in sent] if are_keys else sent, *more, **others)
 
 
 @_mistake("context, alltoall, masked", head_exchange, "exchange_parts")
