@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.checkpoint.commit import corrupt_steps, purge
 from torchtitan_clone.checkpoint.summary import describe_step, table_of_steps
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone.observe.outputs import reports_errors
 
 
+@reports_errors
 def main() -> int:
     """Parses the command line and runs the action; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -41,11 +42,7 @@ def main() -> int:
         parser.error(f"{options.folder}: has no step-N folder; give that of the checkpoints, as outputs/RUN/checkpoint")
     if options.action == "prune" and options.keep_latest_k < 1:
         parser.error(f"--keep_latest_k={options.keep_latest_k}: must be at least 1, so that the newest step is kept")
-    try:
-        return run(options)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run(options)
 
 
 def run(options: argparse.Namespace) -> int:

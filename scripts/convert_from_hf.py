@@ -24,6 +24,7 @@ from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.models import ModelSpec, find_model
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 
@@ -57,6 +58,7 @@ def model_table(model: Model) -> str:
     return "\n".join(["[model]", *(f"{key} = {toml_like(value)}" for key, value in values.items())]) + "\n"
 
 
+@reports_errors
 def main() -> int:
     """Parses the command line, converts, and prints how to start training; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,13 +67,9 @@ def main() -> int:
     parser.add_argument("--model", default="llama3", help="as model.name")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="as training.dtype")
     options = parser.parse_args()
-    try:
-        spec = find_model(Model(name=options.model))
-        model = convert(options.source, options.folder, spec=spec, dtype=getattr(torch, options.dtype))
-        write_atomically(options.folder / "model.toml", model_table(model).encode())
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    spec = find_model(Model(name=options.model))
+    model = convert(options.source, options.folder, spec=spec, dtype=getattr(torch, options.dtype))
+    write_atomically(options.folder / "model.toml", model_table(model).encode())
     print(f"wrote {options.folder / 'step-0'} and {options.folder / 'model.toml'}")
     return 0
 

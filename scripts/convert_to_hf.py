@@ -21,8 +21,8 @@ from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.models import find_model
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
 from torchtitan_clone.run.trained_model import args_at_step
@@ -57,6 +57,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     )
 
 
+@reports_errors
 def main() -> int:
     """Parse, convert, say where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,12 +66,8 @@ def main() -> int:
     parser.add_argument("--export_dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--hf_assets_path", help="the tokenizer's folder, where it is not where the run found it")
     options = parser.parse_args()
-    try:
-        dtype = getattr(torch, options.export_dtype)
-        convert(options.checkpoint, options.folder, dtype=dtype, hf_assets_path=options.hf_assets_path)
-    except (ConfigError, DocumentError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    dtype = getattr(torch, options.export_dtype)
+    convert(options.checkpoint, options.folder, dtype=dtype, hf_assets_path=options.hf_assets_path)
     print(f"wrote {options.folder}")
     return 0
 

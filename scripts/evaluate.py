@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.observe.outputs import print_error
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run.trained_model import open_trained_model
 
 
@@ -42,6 +42,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict[str, object]]:
     return simple_evaluate(model=model, tasks=names, task_manager=manager, limit=options.limit)["results"]
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and evaluates; returns the exit code."""
     form = argparse.RawDescriptionHelpFormatter
@@ -58,18 +59,14 @@ def main(words: list[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.batch_size < 1:
         parser.error(f"--batch_size={options.batch_size}: must be at least 1")
-    try:
-        if options.json and not options.json.parent.is_dir():
-            raise ConfigError(f"--json={options.json}: there is no folder {options.json.parent}; create it first")
-        results = evaluate(options)
-        for task, metrics in results.items():
-            values = {name: value for name, value in metrics.items() if isinstance(value, float)}
-            print("\n".join(f"{task}  {name} {value:.6f}" for name, value in values.items()))
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
-    except (ConfigError, OSError) as error:
-        print_error(error)
-        return 2
+    if options.json and not options.json.parent.is_dir():
+        raise ConfigError(f"--json={options.json}: there is no folder {options.json.parent}; create it first")
+    results = evaluate(options)
+    for task, metrics in results.items():
+        values = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        print("\n".join(f"{task}  {name} {value:.6f}" for name, value in values.items()))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
     return 0
 
 

@@ -8,7 +8,6 @@ A prompt starts a document; its continuation ends with the document, or after --
 """
 
 import argparse
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.observe.outputs import print_error
+from torchtitan_clone.observe.outputs import print_error, reports_errors
 from torchtitan_clone.run.generation import Generator, Sampling, read_prompts
 from torchtitan_clone.run.trained_model import open_trained_model
 
@@ -44,9 +43,9 @@ def converse(generator: Generator) -> None:
             print_error(error)
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and generates; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="a run's folder, a step-N folder, or a Hugging Face folder")
@@ -63,16 +62,12 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--hf_assets_path", help="the tokenizer's folder, where it is not where the run found it")
     parser.add_argument("--no_cache", action="store_true", help="compute every token again for each new one")
     options = parser.parse_args(words)
-    try:
-        sampling = Sampling(**{name: getattr(options, name) for name in vars(Sampling())})
-        prompts = options.prompt + (read_prompts(options.prompt_file) if options.prompt_file else [])
-        dtype, device = getattr(torch, options.dtype), torch.device(options.device)
-        trained = open_trained_model(options.folder, dtype=dtype, device=device, hf_assets_path=options.hf_assets_path)
-        generator = Generator(trained, sampling=sampling, use_cache=not options.no_cache)
-        generate(generator, prompts) if prompts else converse(generator)
-    except (ConfigError, OSError, UnicodeDecodeError) as error:
-        print_error(error)
-        return 2
+    sampling = Sampling(**{name: getattr(options, name) for name in vars(Sampling())})
+    prompts = options.prompt + (read_prompts(options.prompt_file) if options.prompt_file else [])
+    dtype, device = getattr(torch, options.dtype), torch.device(options.device)
+    trained = open_trained_model(options.folder, dtype=dtype, device=device, hf_assets_path=options.hf_assets_path)
+    generator = Generator(trained, sampling=sampling, use_cache=not options.no_cache)
+    generate(generator, prompts) if prompts else converse(generator)
     return 0
 
 

@@ -27,6 +27,10 @@ PYTHON="${PYTHON:-python3}"
 case "$PYTHON" in */*) PYTHON="$(realpath -s "$PYTHON")" ;; esac # no link is followed: an environment's Python is one
 FOLDER="${1:-$here/outputs/gpu_suite}"
 SECTIONS=(tests layers model attention peers long experts float8 memory checkpoint parallel)
+for section in "${@:2}"; do
+    [[ " ${SECTIONS[*]} " == *" $section "* ]] ||
+        { echo "error: no section $section; choose from: ${SECTIONS[*]}" >&2 && exit 2; }
+done
 [ $# -lt 2 ] || SECTIONS=("${@:2}")
 mkdir -p "$FOLDER" && FOLDER="$(readlink -e "$FOLDER")" || exit 2
 if [ -n "${WHEELS:-}" ]; then
@@ -104,10 +108,6 @@ run_section() {
             return
         fi
         run parallel 360 benchmarks/parallel.py -- "${WIDE[@]}" --training.seq_len=2048 --training.local_batch_size=2
-        ;;
-    *)
-        echo "error: no section $1; the sections are listed in $0" >&2
-        exit 2
         ;;
     esac
 }

@@ -14,10 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run.inspection import inspect_run
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and prints; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -28,15 +29,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--step", type=int, default=1, help="rows: the optimizer step, from 1")
     parser.add_argument("--row", type=int, action="append", default=[], help="rows: index in the global batch, from 0")
     options, words = parser.parse_known_args(words)
-    try:
-        run = inspect_run(options.folder, words=words)
-        tables = {"documents": run.describe_documents, "plan": run.describe_plan}
-        table = tables.get(options.action, lambda: run.describe_rows(options.step, rows=options.row))
-        for line in table():
-            print(line)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    run = inspect_run(options.folder, words=words)
+    tables = {"documents": run.describe_documents, "plan": run.describe_plan}
+    table = tables.get(options.action, lambda: run.describe_rows(options.step, rows=options.row))
+    for line in table():
+        print(line)
     return 0
 
 

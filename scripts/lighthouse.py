@@ -18,11 +18,12 @@ from torchtitan_clone.config import ConfigError, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.network import LOOPBACK
+from torchtitan_clone.observe.outputs import reports_errors
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     """Serves until it is interrupted with Ctrl-C or killed."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -34,14 +35,10 @@ def main(argv: list[str]) -> int:
         "several machines, its address in their private network: who reaches the lighthouse can disturb the run",
     )
     own, options = parser.parse_known_args(argv)
-    try:
-        config = load_run_config(options)
-        if errors := [*find_range_errors(config, at="")]:
-            raise ConfigError(errors)
-        lighthouse = start_lighthouse(config.fault_tolerance, port=own.port, bind=own.bind)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    config = load_run_config(options)
+    if errors := [*find_range_errors(config, at="")]:
+        raise ConfigError(errors)
+    lighthouse = start_lighthouse(config.fault_tolerance, port=own.port, bind=own.bind)
     print(f"TORCHFT_LIGHTHOUSE={lighthouse.url}", flush=True)
     while True:
         signal.pause()

@@ -9,13 +9,12 @@ resharding. Prints the ten fastest that fit, with their lines of TOML, and the m
 """
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.search import describe_plans
 
@@ -30,9 +29,9 @@ def count_tokens(text: str) -> int:
     return int(number) * unit
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and prints the plans; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -42,13 +41,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tokens-per-step", type=count_tokens, help="tokens of a global batch; default: the file's")
     parser.add_argument("--count", type=count_tokens, default=10, help="number of meshes to print")
     options, words = parser.parse_known_args(words)
-    try:
-        argv = [f"--job.config_file={options.config}", *words]
-        tokens, hardware = options.tokens_per_step, read_hardware(options.hardware)
-        print(describe_plans(argv, gpus=options.gpus, hardware=hardware, tokens=tokens, count=options.count), end="")
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    argv = [f"--job.config_file={options.config}", *words]
+    tokens, hardware = options.tokens_per_step, read_hardware(options.hardware)
+    print(describe_plans(argv, gpus=options.gpus, hardware=hardware, tokens=tokens, count=options.count), end="")
     return 0
 
 

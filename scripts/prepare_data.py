@@ -24,6 +24,7 @@ from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
 from torchtitan_clone.data.preparation import PART_BYTES
+from torchtitan_clone.observe.outputs import reports_errors
 
 
 def array_task() -> tuple[int, int]:
@@ -35,6 +36,7 @@ def array_task() -> tuple[int, int]:
     return (task - first) // step, (last - first) // step + 1
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Parses the command line and prepares the data; returns the exit code."""
     task, tasks = array_task()
@@ -52,23 +54,19 @@ def main(words: list[str] | None = None) -> int:
     if not 0 < options.part_mib < math.inf:
         parser.error(f"--part_mib={options.part_mib}: must be a number above 0")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        config = load_run_config(words)
-        if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
-            raise ConfigError(errors)
-        part_bytes = max(1, int(options.part_mib * 2**20))
-        choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
-        if not (local := find_sources(training=config.training, data=config.data)):
-            raise ConfigError("every source is streamed, and tokenized while it trains; nothing is prepared.")
-        tokenizer = build_tokenizer(config.model.hf_assets_path)
-        task = {"task": options.task, "tasks": options.tasks}
-        if options.tasks > 1 and not prepare_share(**choices, **task, tokenizer=tokenizer):
-            print(f"task {options.task} of {options.tasks} is done; others are not")
-            return 0
-        stores = prepare_sources(**choices, tokenizer=tokenizer)
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_run_config(words)
+    if errors := [*find_range_errors(config, at=""), *find_data_errors(config.data, training=config.training)]:
+        raise ConfigError(errors)
+    part_bytes = max(1, int(options.part_mib * 2**20))
+    choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
+    if not (local := find_sources(training=config.training, data=config.data)):
+        raise ConfigError("every source is streamed, and tokenized while it trains; nothing is prepared.")
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    task = {"task": options.task, "tasks": options.tasks}
+    if options.tasks > 1 and not prepare_share(**choices, **task, tokenizer=tokenizer):
+        print(f"task {options.task} of {options.tasks} is done; others are not")
+        return 0
+    stores = prepare_sources(**choices, tokenizer=tokenizer)
     for name, store in stores.items():
         print(f"{local[name].name}: {sum(store.meta.tokens.values()):,} tokens in {store.folder}")
     return 0

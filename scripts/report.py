@@ -13,12 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.config import ConfigError
 from torchtitan_clone.files import format_bytes, write_atomically
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.observe.report import build_report
 from torchtitan_clone.observe.report_server import serve
 
 
+@reports_errors
 def main() -> int:
     """Parses the command line and writes or serves the page; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -32,13 +33,9 @@ def main() -> int:
     if not 0 <= options.port < 2**16:
         parser.error(f"--port={options.port}: must be from 0 to {2**16 - 1}")
     output = options.output or options.folders[0] / "report.html"
-    try:
-        if options.serve:
-            return serve(options.folders, port=options.port)
-        write_atomically(output, build_report(options.folders).encode())
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.serve:
+        return serve(options.folders, port=options.port)
+    write_atomically(output, build_report(options.folders).encode())
     print(f"{output}: {format_bytes(output.stat().st_size)}")
     return 0
 

@@ -23,6 +23,7 @@ from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.tokenizer import CONFIG_FILE, MAX_ID, SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.files import write_atomically
+from torchtitan_clone.observe.outputs import reports_errors
 
 EOS_TOKEN = "<|end_of_text|>"
 MIN_VOCAB_SIZE = 257
@@ -42,6 +43,7 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+@reports_errors
 def main() -> int:
     """Trains a tokenizer and writes its files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,19 +57,15 @@ def main() -> int:
     if not MIN_VOCAB_SIZE <= options.vocab_size <= MAX_ID + 1:
         rule = f"must be from {MIN_VOCAB_SIZE} (the bytes and {EOS_TOKEN}) to {MAX_ID + 1}"
         parser.error(f"--vocab_size={options.vocab_size}: {rule}")
-    try:
-        source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
-        texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
-        if (first := next(texts, None)) is None:
-            raise ConfigError(f"no text in {source.root}; set --dataset_path to text files.")
-        tokenizer = train(chain([first], texts), vocab_size=options.vocab_size)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
-        config = json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n"
-        write_atomically(options.folder / CONFIG_FILE, config.encode())
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
+    texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
+    if (first := next(texts, None)) is None:
+        raise ConfigError(f"no text in {source.root}; set --dataset_path to text files.")
+    tokenizer = train(chain([first], texts), vocab_size=options.vocab_size)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
+    config = json.dumps({"eos_token": EOS_TOKEN}, indent=2) + "\n"
+    write_atomically(options.folder / CONFIG_FILE, config.encode())
     print(f"wrote {options.folder / TOKENIZER_FILE}")
     return 0
 

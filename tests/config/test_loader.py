@@ -216,6 +216,17 @@ def test_error_names_the_file_of_the_chain_that_set_the_value(write) -> None:
     ]
 
 
+def test_error_names_the_entry_of_an_array_of_tables(write) -> None:
+    text = '[[data.sources]]\nname = "a"\n[[data.sources]]\nname = "b"\nweight = "x"\n\n[[data.stages]]\nseq_len = 8\n'
+    assert messages(write("a.toml", text), "--data.skip_steps=[[1, 2], [3, 'x']]") == [
+        'a.toml:5: data.sources.1.weight = "x": must be a number',
+        "a.toml:7: data.stages.0: missing required key first_step",
+        'command line: data.skip_steps = "x": must be an integer',
+    ]
+    inline = '[data]\n\nstages = [{first_step = 1}, {first_step = "b"}]\n'
+    assert message(write("b.toml", inline)) == 'b.toml:3: data.stages.1.first_step = "b": must be an integer'
+
+
 def test_long_error_lists_are_truncated(write) -> None:
     text = "[training]\n" + "".join(f"wrong{i} = {i}\n" for i in range(40))
     with pytest.raises(ConfigError) as caught:

@@ -21,7 +21,10 @@ BROKEN = [
     ({"sources": '[{name = "web", path = "a", weight = -0.5}]'}, 'name "web": weight = -0.5 must be from 0 to 1e+12'),
     ({"sources": '[{name = "web", path = "a", weight = nan}]'}, 'name "web": weight = nan must be'),
     ({"sources": '[{name = "web", path = "a", weight = 0}]'}, "the weight of every source is 0; set at least one"),
-    ({"sources": '[{name = "web", path = "a", max_epochs = 0}]'}, 'name "web": max_epochs = 0.0 must be above 0'),
+    (
+        {"sources": '[{name = "web", path = "a", max_epochs = 1e-323}]'},
+        "max_epochs = 1e-323 must be from 1e-06 to 1e+06",
+    ),
     ({"sources": f"[{CODE}, {CODE}]"}, 'name "code": an earlier source has this name; choose another'),
     ({"sources": '[{name = "a/b", path = "a"}]'}, 'name "a/b": names a column of the metrics: printable characters'),
     ({"sources": '[{name = "web"}]'}, 'name "web": set either path, to local files, or dataset'),

@@ -8,13 +8,15 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
-from tests.programs import load_program
+from tests.programs import ROOT, load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
@@ -199,6 +201,25 @@ def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monk
     assert contents(tmp_path / "cache") == contents(tmp_path / "fresh")
     (store,) = (tmp_path / "cache" / "stores").iterdir()
     assert str(store) in outputs[1]
+
+
+def test_ctrl_c_ends_the_script_and_its_processes(tmp_path, script):
+    """The terminal sends the signal to all of them. The same command continues."""
+    files = {f"{number}.txt": text for number, text in enumerate(texts(20, words=20_000))}
+    corpus, cache = write(tmp_path / "corpus", files), tmp_path / "cache"
+    words = [f"--training.dataset_path={corpus}", f"--data.cache_folder={cache}", "--part_mib=0.001"]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / SCRIPT, *words, "--data.prepare_processes=2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None and not finished(cache):
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, "Traceback" in errors) == (130, "", False), errors
+    assert script.main(words) == 0
+    prepare(corpus, cache=tmp_path / "fresh")
+    assert contents(cache) == contents(tmp_path / "fresh")
 
 
 def test_the_script_reads_the_file_of_the_environment(tmp_path, corpus, script, monkeypatch):

@@ -1,9 +1,12 @@
 """Outputs that are closed, or whose disk is full."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PATH = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
@@ -54,3 +57,61 @@ print("x" * 1_000_000)
     command = ["sh", "-c", '"$@" | { sleep 0.2; cat; }', "sh", sys.executable, "-c", program]
     done = subprocess.run(command, env=PATH, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("x" * 1_000_000 + "\n", "")
+
+
+SCRIPT = """
+import sys, time
+from torchtitan_clone.config import ConfigError
+from torchtitan_clone.observe.outputs import reports_errors
+
+@reports_errors
+def main():
+    print("started", flush=True)
+    {body}
+    return 0
+
+sys.exit(main())
+"""
+
+
+def start_script(body: str) -> subprocess.Popen[str]:
+    """Starts a script whose main function has this body, and waits until it runs."""
+    command = [sys.executable, "-c", SCRIPT.format(body=body)]
+    process = subprocess.Popen(command, env=PATH, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "error"),
+    [
+        ("pass", 0, ""),
+        ("open('no/file')", 2, "error: no/file: No such file or directory\n"),
+        ("raise OSError('disk on fire')", 2, "error: disk on fire\n"),
+        ("raise ConfigError('a = 1: too small')", 2, "error: a = 1: too small\n"),
+        ("b'\\xff'.decode()", 2, "error: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte\n"),
+    ],
+)
+def test_a_script_reports_errors_in_one_line(body, code, error):
+    process = start_script(body)
+    assert process.communicate(timeout=60)[1] == error
+    assert process.returncode == code
+
+
+def test_ctrl_c_ends_a_script_without_a_traceback():
+    process = start_script("time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("body", ["print('x' * 100_000, flush=True)", "time.sleep(0.5); print('buffered')"])
+def test_a_script_whose_output_is_not_read_ends_without_a_traceback(body):
+    process = start_script(body)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+    process.stderr.close()

@@ -227,7 +227,16 @@ BROKEN = [
         {},
         "takes sequences of up to",
     ),
-    ([{"first_step": 5, "rope_scaling": {"rope_type": "long"}}], {}, "rope_scaling.rope_type"),
+    (
+        [{"first_step": 5, "rope_scaling": {"rope_type": "long"}}],
+        {},
+        "data.stages, with the options of its entry at step 5: model.args.rope_scaling.rope_type",
+    ),
+    (
+        [{"first_step": 5, "rope_theta": 0.5, "rope_scaling": {"rope_type": "yarn"}}],
+        {},
+        "data.stages, with the options of its entry at step 5: model.args.rope_theta = 0.5",
+    ),
     (
         [EXTENSION],
         {"training__freeze_schedule": "[{step = 3, layers = 1, local_batch_size = 2}]"},

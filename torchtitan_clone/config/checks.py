@@ -217,6 +217,8 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
     for name, value in folders.items():
         if "://" in value:  # pathlib would create a local folder named like the URL
             yield f"{name} = {shown(value)}: object stores are not supported; set it to a local or mounted folder."
+        if len(value.splitlines()) > 1:  # would end a line of a batch script
+            yield f"{name} = {shown(value)}: a folder has a name of one line; choose another."
 
 
 PATHS = (

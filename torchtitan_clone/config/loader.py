@@ -45,8 +45,8 @@ def read_config(argv: list[str]) -> Loaded:
     foreign = _drop_foreign_keys(settings)
 
     def report(path: Key, text: str) -> None:  # the origin of a table is that of its first key
-        origin = next(setting.origin for key, setting in settings.items() if key[: len(path)] == path[: len(key)])
-        problems.append(f"{origin}: {'.'.join(path)}{text}")
+        key, setting = next(item for item in settings.items() if item[0][: len(path)] == path[: len(item[0])])
+        problems.append(f"{setting.origin_of(max(key, path, key=len))}: {'.'.join(path)}{text}")
 
     config = overlay_reporting(Config(), _nested(settings), at=(), report=report)
     problems += find_path_errors(config)

@@ -123,7 +123,10 @@ def _convert(value: object, annotation: object, *, current: object, at: Key, rep
     if _is_table(annotation) and isinstance(value, Mapping):
         return _convert_table(cast("Mapping[str, object]", value), annotation, current=current, at=at, report=report)
     if origin is list and isinstance(value, list):
-        items = [_convert(item, args[0], current=None, at=at, report=report) for item in cast("list[object]", value)]
+        items = [
+            _convert(item, args[0], current=None, at=(*at, str(place)) if _is_table(args[0]) else at, report=report)
+            for place, item in enumerate(cast("list[object]", value))
+        ]
         return _REJECTED if _REJECTED in items else items
     if origin is dict and isinstance(value, dict):
         entries = cast("dict[str, object]", value)

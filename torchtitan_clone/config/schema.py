@@ -178,7 +178,7 @@ class DataSource:
     """Field or column that holds the text, as training.text_key."""
     weight: Weight = 1.0
     """Share of the tokens, relative to the sum over all sources; 0: none, except where a stage gives another."""
-    max_epochs: AboveZero | None = None
+    max_epochs: Annotated[float, Range(1e-6, 1e6)] | None = None
     """Maximum number of times that the source may be read in the run, an error before the start if exceeded. Unset: no
     limit."""
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Setting:
 
     value: object
     origin: str
+    origin_of: Callable[[Key], str]
+    """Returns the origin of a key within the value, for example data.sources.1.name."""
 
 
 Settings = dict[Key, Setting]
@@ -193,13 +196,18 @@ _KEY = rf"(?:{_KEY_SEGMENT})(?:\s*\.\s*(?:{_KEY_SEGMENT}))*"
 
 
 def _key_lines(text: str) -> dict[Key, int]:
-    """Returns the line of each key and [table], which the TOML parser does not report."""
+    """Returns the line of each key, [table] and [[table]], which the TOML parser does not report."""
     lines: dict[Key, int] = {(): 1}
+    counts: Counter[Key] = Counter()
     table: Key = ()
     for number, line in enumerate(text.split("\n"), start=1):
-        if header := re.match(rf"\s*\[+\s*({_KEY})\s*\]", line):
-            table = _key_segments(header[1])
+        if header := re.match(rf"\s*(\[+)\s*({_KEY})\s*\]", line):
+            table = _key_segments(header[2])
             lines.setdefault(table, number)
+            if len(header[1]) > 1:
+                counts[table] += 1
+                table = (*table, str(counts[table] - 1))
+                lines[table] = number
         elif key := re.match(rf"\s*({_KEY})\s*=", line):
             lines.setdefault((*table, *_key_segments(key[1])), number)
     return lines
@@ -216,7 +224,7 @@ def _flatten(value: object, *, path: Key, origin_of: Callable[[Key], str]) -> It
         for key, item in value.items():
             yield from _flatten(item, path=(*path, key), origin_of=origin_of)
     elif path:
-        yield path, Setting(value=value, origin=origin_of(path))
+        yield path, Setting(value=value, origin=origin_of(path), origin_of=origin_of)
 
 
 def flat(table: Mapping[str, object], *, prefix: str = "") -> dict[str, object]:

@@ -4,15 +4,19 @@ import contextlib
 import io
 import os
 import select
+import signal
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TextIO
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import escape
+from torchtitan_clone.documents import DocumentError, escape
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+P = ParamSpec("P")
 STDOUT, STDERR = 1, 2
 _NAMES = {STDOUT: "standard output", STDERR: "standard error"}
 
@@ -57,6 +61,32 @@ def print_error(error: Exception | str) -> None:
     """Prints an error to stderr, one line per message: control characters in names and values are escaped."""
     text = str(error) if isinstance(error, ConfigError) else escape(str(error))  # ConfigError escapes its messages
     sys.stderr.write(f"error: {text}\n")
+
+
+def reports_errors(main: Callable[P, int]) -> Callable[P, int]:
+    """Makes the main function of a script print errors that the user can correct, and return the exit code 2 for them.
+
+    It returns 130 after Ctrl-C, and 141 if nothing reads its output any more, for example after `head`.
+    """
+
+    @wraps(main)
+    def run(*args: P.args, **options: P.kwargs) -> int:
+        try:
+            code = main(*args, **options)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # Python writes what is left when it exits
+            return 128 + signal.SIGPIPE
+        except OSError as error:
+            print_error(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error)
+        except (ConfigError, DocumentError, UnicodeDecodeError) as error:
+            print_error(error)
+        return 2
+
+    return run
 
 
 def _is_open(descriptor: int) -> bool:

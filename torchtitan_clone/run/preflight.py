@@ -43,7 +43,7 @@ from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
 from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_phases, plan_after, run_identity
 from torchtitan_clone.run.precision import resolved_precision
-from torchtitan_clone.run.rules import find_pipeline_schedule_errors, find_run_errors
+from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
 from torchtitan_clone.run.run_folder import RunFolder
 from torchtitan_clone.run.samples import encode_prompts
 
@@ -96,9 +96,11 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
         check_metrics(config.metrics)
     if found or spec is None or model_args is None or tokenizer is None:
         raise ConfigError(found)
-    with _collected(found):
-        for phase in phases(config, world_size):
-            found += spec.resolve_args(phase.config.model).violations()
+    for phase in phases(config, world_size):
+        of_phase: list[str] = []
+        with _collected(of_phase):
+            of_phase += spec.resolve_args(phase.config.model).violations()
+        found += [f"{describe_entry(phase)}: {message}" for message in of_phase]
     if found:
         raise ConfigError(found)
     plan = build_plan(

@@ -45,7 +45,7 @@ def find_run_errors(
         of_phase = _mesh_errors(phase.config, world_size=world_size, args=args)
         if phase.config.training.seq_len != config.training.seq_len:
             of_phase += _model_limits(phase.config, args, tokenizer_vocab_size=None)
-        found += [f"{_describe_entry(phase)}: {message}" for message in of_phase]
+        found += [f"{describe_entry(phase)}: {message}" for message in of_phase]
     return [*found, *_data_stages(config, world_size)]
 
 
@@ -58,7 +58,8 @@ def _streamed_validation(config: Config) -> Iterator[str]:
         yield f"validation.steps = -1: {rule}; set it to a number of batches, or validation.enable to false."
 
 
-def _describe_entry(phase: Phase) -> str:
+def describe_entry(phase: Phase) -> str:
+    """Describes the entry of data.stages or training.freeze_schedule with which a phase begins, for errors."""
     is_stage = any(stage.first_step == phase.first_batch for stage in phase.config.data.stages)
     if not is_stage or phase.first_batch < phase.first_step:
         return f"training.freeze_schedule, with the options of its entry at step {phase.first_step}"
