@@ -36,7 +36,7 @@ def test_ledger_books_time_that_is_not_progress():
     assert (row["saving_seconds"], row["thrown_away_seconds"], row["steps_thrown_away"]) == (20, 30, 3)
     assert row["progress_seconds"] + 50 >= 100
     assert row["goodput_percent"] == pytest.approx(100 * row["progress_seconds"] / (row["progress_seconds"] + 57))
-    assert "over 1 starts" in describe_goodput(row)
+    assert "over 1 start;" in describe_goodput(row)
 
 
 def test_new_run_starts_an_empty_ledger(tmp_path):

@@ -58,9 +58,10 @@ def describe_goodput(row: Mapping[str, float]) -> str:
     """Returns the columns of a ledger's row as one line."""
     total = row["progress_seconds"] + sum(row[f"{kind}_seconds"] for kind in KINDS)
     shares = [f"{kind.replace('_', ' ')} {row[f'{kind}_seconds']:.1f} s" for kind in KINDS]
+    starts = "1 start" if row["starts"] == 1 else f"{row['starts']} starts"
     return (
         f"goodput {row['goodput_percent']:.1f} %: {row['progress_seconds']:.1f} s of {total:.1f} s were progress, "
-        f"over {row['starts']} starts; {', '.join(shares)} ({row['steps_thrown_away']} steps)"
+        f"over {starts}; {', '.join(shares)} ({row['steps_thrown_away']} steps)"
     )
 
 
