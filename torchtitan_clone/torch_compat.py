@@ -4,22 +4,29 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 """
 
 import hashlib
+import inspect
 import json
 import os
 import platform
+import re
 import struct
 import subprocess
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import cache, partial
 from importlib import import_module
+from io import BytesIO
+from operator import attrgetter
 from pathlib import Path
 from threading import Lock, Thread
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,6 +39,8 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     import torchft
+    from torch._dynamo.aot_compile import AOTCompiledFunction as GuardedCode
+    from torch._dynamo.types import GuardFilterEntry
     from torch._inductor.cpp_builder import CppBuilder
     from torch._inductor.cpu_vec_isa import VecISA
     from torch.distributed.pipelining import PipelineStage
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torchft.coordination import ManagerClient
 else:
-    PipelineStage = object
+    PipelineStage = GuardedCode = object
 
 TORCH = Path(torch.__file__).parent
 
@@ -323,27 +332,201 @@ def _imported_as(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
 
 
 @cache
-def import_inductor() -> None:
-    """Imports what torch.compile calls on a CPU, and skips what a start with a full cache does not use.
+def import_code_cache() -> None:
+    """Imports what loads compiled code on a CPU, and skips what a start with a full cache does not use.
 
     Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s), nor Triton, which would stay
-    in memory (75 MiB). networkx is imported when it is used (0.06 s). Sizes and modification times of torch's sources
-    identify it in the cache, not their content (0.2 s). Sources are not tokenized for the names of functions in a log
-    (0.1 s).
+    in memory (75 MiB). Sizes and modification times of torch's sources identify it in the cache, not their content
+    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s).
     """
     from torch._dynamo import funcname_cache
 
     funcname_cache._add_file = lambda path: funcname_cache.cache.update({path: {}})
+    with _imported_as({"jinja2": None, "triton": None}):
+        from torch._functorch._aot_autograd import aot_autograd_result  # noqa: F401
+        from torch._inductor import codecache, cpp_builder  # noqa: F401
+    with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
+        cast("Any", codecache.torch_key).set(identify_torch(TORCH))
+
+
+@cache
+def import_inductor() -> None:
+    """Imports what compiles on a CPU, as import_code_cache() does; networkx is imported when it is used (0.06 s)."""
+    import_code_cache()
     networkx = ModuleType("networkx")
     vars(networkx)["DiGraph"] = object  # in annotations, which are evaluated
     with _imported_as({"jinja2": None, "triton": None, "networkx": networkx}):
-        from torch._inductor import codecache, compile_fx, cpp_builder  # noqa: F401
+        from torch._inductor import compile_fx  # noqa: F401
         from torch._inductor.codegen.common import jinja2_env
     del vars(networkx)["DiGraph"]
     networkx.__getattr__ = lambda name: getattr(import_module("networkx"), name)
     jinja2_env.cache_clear()
-    with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
-        cast("Any", codecache.torch_key).set(identify_torch(TORCH))
+
+
+# There is a public name for loading code that is compiled ahead of time only: torch.compile's own caches are looked up
+# after tracing, by modules that can also compile.
+
+
+def compiler_settings() -> str:
+    """Returns hashes of the settings of torch.compile on which code depends."""
+    from torch._functorch import config as of_gradients
+    from torch._inductor import config as of_code
+
+    return repr([config.get_hash() for config in (of_gradients, of_code)])
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling a module runs more than its forward; hooks of modules in it are guarded, but not global ones."""
+    from torch.nn.modules.module import _has_any_global_hook
+
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks) or bool(_has_any_global_hook())
+
+
+def is_eager_forced() -> bool:
+    """Whether torch.compiler.set_stance() asks that compiled modules run without their code."""
+    from torch._dynamo import eval_frame
+
+    return eval_frame._stance.stance != "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedCode:
+    """Compiled code as bytes, and what has to be equal in a process that loads it, besides torch and this package."""
+
+    data: bytes
+    constants: dict[str, str]
+    """Values of global variables as text, by Dynamo's names for them."""
+    sources: dict[str, str]
+    """Hash of the source by module."""
+
+
+def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[GuardedCode, SavedCode]":
+    """Compiles the forward of a block for inputs like these, and returns the code, to call with the block first.
+
+    ValueError if it depends on what cannot be compared in another process, as on an object in a global variable.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.guards import CheckFunctionManager
+
+    unsaved = {*CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES}
+    others: dict[str, object] = {}
+
+    def are_saved(guards: "Sequence[GuardFilterEntry]") -> list[bool]:
+        saved = [not (guard.is_global or unsaved & {guard.guard_type, *guard.derived_guard_types}) for guard in guards]
+        others.update((guard.name, guard.value) for guard, is_saved in zip(guards, saved, strict=True) if not is_saved)
+        return saved
+
+    with config.patch(enable_aot_compile=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute")  # guards copy the inputs
+        compiled = torch.compile(block.forward, fullgraph=True, options={"guard_filter_fn": are_saved})
+        code = cast("Any", compiled).aot_compile((tuple(inputs), {}))
+    traced = code.source_info().inlined_sources
+    modules = {source.module for source in traced}
+    traced.clear()  # hundreds of KiB
+    constants: dict[str, str] = {}
+    for name, value in others.items():
+        if isinstance(value, _CONSTANTS):
+            constants[name] = repr(value)
+        elif module := _module_of_code(value, name=name):
+            modules.add(module)
+    sources = {name: _hash_source(name) for name in modules if name.split(".")[0] not in _IDENTIFIED}
+    saved = SavedCode(data=type(code).serialize(code).serialized_data, constants=constants, sources=sources)
+    if not load_forward(block, saved).guard_check(block, *inputs):
+        raise ValueError("its guards do not accept the same inputs after they are loaded")
+    return code, saved
+
+
+class StaleCodeError(Exception):
+    """Saved code was compiled of other sources or constants than this process has."""
+
+
+class _ExternKernels:
+    """The products that compiled code calls."""
+
+    mm, bmm, addmm = torch.mm, torch.bmm, torch.addmm
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(_compiler_module("select_algorithm").extern_kernels, name)
+
+
+def _compiler_module(name: str) -> ModuleType:
+    import_inductor()
+    return import_module(f"torch._inductor.{name}")
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Replaces modules that loading code imports for a few names, and that import the compiler."""
+    names: dict[str, dict[str, object]] = {
+        "select_algorithm": {"extern_kernels": _ExternKernels()},
+        "codegen.memory_planning": {"_align": lambda size: _compiler_module("codegen.memory_planning")._align(size)},
+        "graph": {"GraphLowering": SimpleNamespace(save_output_code=None)},  # for torch's own tests
+    }
+    modules: dict[str, ModuleType | None] = {"jinja2": None, "triton": None}
+    for name, values in names.items():
+        modules[f"torch._inductor.{name}"] = module = ModuleType(name)
+        vars(module).update(values)
+    if not hasattr(torch._inductor, "debug"):  # read at each call of compiled code
+        cast("Any", torch._inductor).debug = SimpleNamespace(RECORD_GRAPH_EXECUTION=False)
+    with _imported_as(modules):
+        yield
+
+
+def load_forward(block: nn.Module, saved: SavedCode) -> "GuardedCode":
+    """Returns the code of compile_forward(); StaleCodeError if it was made of other sources or constants."""
+    import_code_cache()
+    for name, digest in saved.sources.items():
+        if name not in sys.modules or _hash_source(name) != digest:
+            raise StaleCodeError(f"the source of {name} is another one")
+    for name, value in saved.constants.items():
+        if (found := repr(_value_of(name, block))) != value:
+            raise StaleCodeError(f"{name} is {found} and was {value}")
+    with _without_compiler():
+        code = torch.compiler.load_compiled_function(BytesIO(saved.data), f_globals=_globals_of(block))
+    return cast("GuardedCode", code)
+
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, Enum, NoneType)
+_IDENTIFIED = ("builtins", "torch", __name__.split(".")[0])
+"""Packages whose sources the names of files of saved code identify."""
+
+
+def _module_of_code(value: object, *, name: str) -> str | None:
+    """Returns the module that defines a function, class or operator, None for an object of torch; else ValueError."""
+    match value:
+        case ModuleType():
+            return value.__name__
+        case torch.library.CustomOpDef():
+            return value._init_fn.__module__
+        case type() | FunctionType() | BuiltinFunctionType() | torch._ops.OpOverload():
+            return value.__module__
+        case _ if name.startswith("G['__import_torch_dot_"):
+            return None
+        case _:
+            raise ValueError(f"{name} = {value!r} cannot be compared in another process")
+
+
+def _value_of(name: str, block: nn.Module) -> object:
+    """Returns the value of Dynamo's name of a global variable or an attribute; ValueError if it is neither."""
+    found = re.fullmatch(r"(?:G\['(__import_)?(\w+)'\]|self)((?:\.\w+)*)", name)
+    if not found:
+        raise ValueError(f"{name} is no variable of a module")
+    is_imported, root, attributes = found.groups()
+    value: object = block
+    if is_imported:
+        value = sys.modules[root.replace("_dot_", ".")]
+    elif root:
+        value = _globals_of(block)[root]
+    return attrgetter(attributes[1:])(value) if attributes else value
+
+
+def _globals_of(block: nn.Module) -> dict[str, object]:
+    return cast("FunctionType", cast("MethodType", block.forward).__func__).__globals__
+
+
+def _hash_source(module: str) -> str:
+    return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
 
 
 @cache

@@ -238,9 +238,11 @@ def test_names_cannot_forge_lines_of_an_error(capfd):
 
 
 def test_names_cannot_forge_lines_of_a_dry_run(capfd, corpus, tmp_path):
-    argv = options(corpus, tmp_path / FORGED, job__description=FORGED)
+    folder = re.sub("[\n\r]", "\t", FORGED)  # with a line break it is an error
+    argv = options(corpus, tmp_path / folder, job__description=FORGED)
     assert main([*argv, "--dry-run"]) == 0
     lines = capfd.readouterr().out.split("\n")
     assert all(line.isprintable() for line in lines)
     assert not any(line.startswith("2026") for line in lines)
-    assert f"run folder        {tmp_path}/{ESCAPED}/run" in lines
+    escaped = re.sub(r"\\[nr]", r"\\t", ESCAPED)
+    assert f"run folder        {tmp_path}/{escaped}/run" in lines

@@ -205,6 +205,7 @@ def test_the_script_prepares_as_an_array_of_tasks(tmp_path, corpus, script, monk
 
 def test_ctrl_c_ends_the_script_and_its_processes(tmp_path, script):
     """The terminal sends the signal to all of them. The same command continues."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a job in the background ignore it
     files = {f"{number}.txt": text for number, text in enumerate(texts(20, words=20_000))}
     corpus, cache = write(tmp_path / "corpus", files), tmp_path / "cache"
     words = [f"--training.dataset_path={corpus}", f"--data.cache_folder={cache}", "--part_mib=0.001"]

@@ -100,6 +100,7 @@ def test_a_script_reports_errors_in_one_line(body, code, error):
 
 
 def test_ctrl_c_ends_a_script_without_a_traceback():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a job in the background ignore it
     process = start_script("time.sleep(60)")
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60) == ("", "")

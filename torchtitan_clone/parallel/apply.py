@@ -5,7 +5,7 @@ Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.0519
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtitan_clone.parallel.compiled_code import compile_blocks
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
 from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
@@ -70,11 +71,12 @@ def apply_parallelism(
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
     if compile.compiles_model:
-        # Block by block: equal blocks share one compilation.
-        for name, block in list(model.layers.items()):
-            # The exchange of tokens is not in the graph.
-            compiled = torch.compile(block, backend=compile.backend, fullgraph=not experts)
-            model.layers[name] = cast("nn.Module", compiled)
+        is_local = not experts and mesh.tp.size() == mesh.cp.size() == 1
+        compile_blocks(
+            model.layers, backend=compile.backend, device_type=mesh.world.device_type,
+            fullgraph=not experts,  # the exchange of tokens is not in the graph
+            can_be_saved=is_local and not _is_per_operation(activation_checkpoint),
+        )  # fmt: skip
     for name in modules & set(frozen):
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
@@ -84,12 +86,16 @@ def apply_parallelism(
     )  # fmt: skip
 
 
+def _is_per_operation(config: ActivationCheckpoint) -> bool:
+    return config.mode == "selective" and config.selective_ac_option == "op"
+
+
 def _checkpoint_activations(
     layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, preserve_rng_state: bool
 ) -> None:
     if config.mode == "none":
         return
-    per_op = config.mode == "selective" and config.selective_ac_option == "op"
+    per_op = _is_per_operation(config)
     every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
     options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
     first = len(layers) if config.first_blocks == -1 else config.first_blocks

@@ -26,7 +26,7 @@ from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
 from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
     default_compile_cache,
-    import_inductor,
+    import_code_cache,
     keep_compiler_checks,
     keep_precompiled_headers,
     log_compilation,
@@ -213,7 +213,7 @@ def set_up_compile(options: Compile, *, device_type: str) -> None:
     if is_cpu:
         recompute_inputs_of_products()
         if options.backend == "inductor":
-            import_inductor()
+            import_code_cache()
     set_compile_cache(options.backend, device_type=device_type)
 
 

@@ -1,0 +1,233 @@
+"""Compiled code that later starts load: it must be that of these blocks, inputs, sources and settings."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtitan_clone.parallel.compiled_code import CodeFolder, CompiledBlock
+from torchtitan_clone.testing.runs import options, read_json_lines
+
+SHAPE = (4, 8)
+
+
+class Scale(nn.Module):
+    """A block with a weight and a number."""
+
+    def __init__(self, factor: float = 3.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SHAPE[1]))
+        self.factor = factor
+
+    def forward(self, x: Tensor, shifts: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        y = torch.tanh(x * self.weight) * self.factor
+        return y if shifts is None else y + shifts[0] - shifts[1]
+
+
+class Start:
+    """What a start computes by a block with the code of a folder, and whether it has called torch.compile's."""
+
+    def __init__(self, folder: Path, *, environment: str = "this one"):
+        torch.compiler.reset()  # remembers numbers that have changed
+        self.folder = CodeFolder(folder, environment=environment)
+        self.traced: list[tuple[int, ...]] = []
+
+    def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
+        class Compiled(nn.Module):
+            def forward(_, x: Tensor, *more: object) -> object:
+                self.traced.append(tuple(x.shape))
+                return block(x, *more)
+
+        found = CompiledBlock(block, compiled=lambda _: Compiled(), folder=self.folder)(*inputs)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def times(folder: Path) -> dict[str, int]:
+    """Returns when each file of a folder was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def check(start: Start, block: nn.Module, *inputs: Tensor) -> None:
+    """Compares results and gradients with those of the block itself; the code of a folder must have been used."""
+    found, wanted = [], []
+    for results, run in ((found, start), (wanted, lambda block, *inputs: block(*inputs))):
+        block.zero_grad()
+        y = run(block, *inputs)
+        y.sum().backward()
+        results += [y.detach(), *(weight.grad for weight in block.parameters())]
+    torch.testing.assert_close(found, wanted)
+    assert not start.traced
+
+
+def test_a_later_start_loads_the_code_of_an_earlier_one(tmp_path):
+    x = torch.randn(SHAPE)
+    check(Start(tmp_path), Scale(), x)
+    before = times(tmp_path)
+    assert len(before) == 1
+    start = Start(tmp_path)
+    check(start, Scale(), x)
+    check(start, Scale(), x + 1)
+    assert times(tmp_path) == before
+
+
+@pytest.mark.parametrize("change", ["number in the block", "environment", "threads", "dtype", "frozen", "no gradients"])
+def test_what_the_code_depends_on_is_compiled_for(tmp_path, change):
+    x = torch.randn(SHAPE)
+    check(Start(tmp_path), Scale(), x)
+    before = times(tmp_path)
+    block = Scale(factor=5.0 if change == "number in the block" else 3.0)
+    start = Start(tmp_path, environment="another" if change == "environment" else "this one")
+    threads = torch.get_num_threads()
+    try:
+        if change == "threads":
+            torch.set_num_threads(threads + 1)
+        if change == "dtype":
+            block, x = block.double(), x.double()
+        if change == "frozen":
+            block.weight.requires_grad_(False)
+        if change == "no gradients":
+            with torch.no_grad():
+                torch.testing.assert_close(start(block, x), block(x))
+        elif change == "frozen":
+            torch.testing.assert_close(start(block, x), block(x))
+        else:
+            check(start, block, x)
+        assert not start.traced
+        assert times(tmp_path) != before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_inputs_of_other_shapes_are_left_to_torch_compile(tmp_path):
+    for _ in range(2):
+        start = Start(tmp_path)
+        for rows in (4, 6, 4, 8):
+            x = torch.randn(rows, SHAPE[1])
+            torch.testing.assert_close(start(Scale(), x), Scale()(x))
+        assert start.traced == [(6, 8), (8, 8)]
+    assert len(times(tmp_path)) == 1
+
+
+def test_hooks_and_a_stance_are_left_to_torch_compile(tmp_path):
+    x, block = torch.randn(SHAPE), Scale()
+    start = Start(tmp_path)
+    with torch.compiler.set_stance("force_eager"):
+        start(block, x)
+    handle = block.register_forward_hook(lambda _module, _inputs, output: output + 1)
+    torch.testing.assert_close(start(block, x), Scale()(x) + 1)
+    handle.remove()
+    assert len(start.traced) == 2
+    check(Start(tmp_path), block, x)
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "no code"])
+def test_a_damaged_file_is_written_again(tmp_path, damage):
+    x = torch.randn(SHAPE)
+    check(Start(tmp_path), Scale(), x)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    broken = {"cut": content[:-1], "bit": content[:-9] + b"\1" + content[-8:], "no code": b"0" * 64 + b"\n{}\n"}
+    path.write_bytes(broken[damage])
+    check(Start(tmp_path), Scale(), x)
+    assert path.read_bytes() != broken[damage]
+    before = times(tmp_path)
+    check(Start(tmp_path), Scale(), x)
+    assert times(tmp_path) == before
+
+
+MODULE = """
+import torch
+from torch import nn
+
+SCALE = 2.0
+TABLE = {"shift": 1.0}
+
+def scaled(x):
+    return x * SCALE
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return scaled(x * self.weight) + 1
+"""
+
+
+def own_block(folder: Path, text: str) -> nn.Module:
+    """Returns the block of a module with this text, as a process imports it that has not imported another version."""
+    (folder / "own_family.py").write_text(text)
+    sys.modules.pop("own_family", None)
+    importlib.invalidate_caches()
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        return importlib.import_module("own_family").Block()
+    finally:
+        sys.dont_write_bytecode = before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("+ 1", "+ 2"), ("SCALE = 2.0", "SCALE = 3.0"), ("x * SCALE", "x + SCALE"), ("", "")]
+)
+def test_a_changed_source_of_a_family_is_compiled_again(tmp_path, monkeypatch, old, new):
+    monkeypatch.syspath_prepend(tmp_path)
+    x, folder = torch.randn(SHAPE), tmp_path / "blocks"
+    check(Start(folder), own_block(tmp_path, MODULE), x)
+    before = times(folder)
+    check(Start(folder), own_block(tmp_path, MODULE.replace(old, new)), x)
+    assert (times(folder) != before) == (old != new)
+
+
+def test_a_global_variable_that_another_process_sets_is_compared(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    x, folder = torch.randn(SHAPE), tmp_path / "blocks"
+    check(Start(folder), own_block(tmp_path, MODULE), x)
+    block = own_block(tmp_path, MODULE)
+    monkeypatch.setattr(sys.modules["own_family"], "SCALE", 7.0)
+    check(Start(folder), block, x)
+
+
+def test_code_that_depends_on_an_object_is_left_to_torch_compile(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    x, folder = torch.randn(SHAPE), tmp_path / "blocks"
+    block = own_block(tmp_path, MODULE.replace("x * SCALE", 'x * TABLE["shift"]'))
+    for _ in range(2):
+        start = Start(folder)
+        torch.testing.assert_close(start(block, x), block(x))
+        assert start.traced == [SHAPE]
+        ((_, written),) = times(folder).items()
+        assert [path.stat().st_size for path in folder.iterdir()] == [0]
+        (path,) = folder.iterdir()
+        os.utime(path, ns=(written, written))
+
+
+PROGRAM = """
+import sys
+from torchtitan_clone.train import main
+code = main(sys.argv[1:])
+print("compiler:", *[name for name in ("torch._inductor.graph", "torch._inductor.lowering") if name in sys.modules])
+sys.exit(code)
+"""
+
+
+def test_a_run_starts_without_the_compiler(corpus, tmp_path):
+    """The first run compiles; its steps and those of the second have the same bits."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    outputs, losses = [], []
+    for name in ("first", "second"):
+        changes = {"compile__enable": True, "training__steps": 3, "checkpoint__enable": False, "job__run_name": name}
+        command = [sys.executable, "-c", PROGRAM, *options(corpus, tmp_path / "runs", **changes)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        outputs.append(done.stdout.splitlines()[-1])
+        rows = read_json_lines(tmp_path / "runs" / name / "metrics.jsonl")
+        losses.append([(row["loss"], row["grad_norm"]) for row in rows if "loss" in row])
+    assert outputs == ["compiler: torch._inductor.graph torch._inductor.lowering", "compiler:"]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3

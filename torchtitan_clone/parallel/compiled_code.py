@@ -1,0 +1,182 @@
+"""Code of compiled blocks that a later start loads, without tracing the blocks or importing the compiler.
+
+torch's caches are looked up with a traced graph, by modules that can also compile. This saves what tracing gives too:
+the code of the graph, and the guards that say for which blocks and inputs it holds.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import config as compiler_config
+
+from torchtitan_clone.files import write_atomically
+from torchtitan_clone.observe.logging import logger
+from torchtitan_clone.ops.cpp_library import has_tiles, is_loaded
+from torchtitan_clone.torch_compat import (
+    TORCH,
+    GuardedCode,
+    SavedCode,
+    StaleCodeError,
+    compile_forward,
+    compiler_settings,
+    has_hooks,
+    identify_torch,
+    import_inductor,
+    is_eager_forced,
+    load_forward,
+)
+
+
+def compile_blocks(
+    layers: nn.ModuleDict, *, backend: str, device_type: str, fullgraph: bool, can_be_saved: bool
+) -> None:  # fmt: skip
+    """Replaces each block by its compiled form in place; equal blocks share one compilation.
+
+    On a CPU inductor's code is saved where set_up_compile() keeps torch's, unless it depends on objects of this start,
+    as on process groups.
+    """
+    folder = None
+    if device_type == "cpu" and backend == "inductor":
+        folder = _code_folder() if can_be_saved else None
+        if folder is None:
+            import_inductor()
+
+    def compiled(block: nn.Module) -> nn.Module:
+        return cast("nn.Module", torch.compile(block, backend=backend, fullgraph=fullgraph))
+
+    for name, block in list(layers.items()):
+        layers[name] = compiled(block) if folder is None else CompiledBlock(block, compiled=compiled, folder=folder)
+
+
+def _code_folder() -> "CodeFolder | None":
+    """Returns a folder in torch's cache, None if the user has turned caches off, or none can be written."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is None or compiler_config.force_disable_caches:
+        return None
+    environment = f"{identify_torch(TORCH).hex()} {compiler_config.cache_key_tag}"
+    return CodeFolder(Path(folder, "blocks"), environment=environment)
+
+
+class CompiledBlock(nn.Module):
+    """A block that runs code of a folder, or what `compiled` makes of it where the folder has none for its inputs."""
+
+    def __init__(self, block: nn.Module, *, compiled: Callable[[nn.Module], nn.Module], folder: "CodeFolder"):
+        super().__init__()
+        self._orig_mod = block  # as torch.compile names it
+        self._compiled = cache(lambda: compiled(block))  # not a child of this module: it has the same one
+        self._folder = folder
+        self._kind = repr((block, [_describe(weight) for weight in block.parameters()]))
+
+    def forward(self, *inputs: object) -> object:
+        """Returns what the block returns."""
+        block = self._orig_mod
+        code = None if has_hooks(block) or is_eager_forced() else self._folder.find(block, inputs, kind=self._kind)
+        if code is not None:
+            return code.fn(block, *inputs)
+        import_inductor()
+        return self._compiled()(*inputs)
+
+
+class CodeFolder:
+    """The compiled code of the blocks of a model, and the folder where later starts find it.
+
+    A file is named by what no guard covers: torch, this package, the processor (`environment`), and the compiler's
+    settings.
+    """
+
+    def __init__(self, folder: Path, *, environment: str) -> None:
+        self._folder, self._environment = folder, environment
+        self._codes: list[GuardedCode] = []
+        self._tried: set[str] = set()
+
+    def find(self, block: nn.Module, inputs: Sequence[object], *, kind: str) -> GuardedCode | None:
+        """Returns code whose guards accept the block and its inputs, loaded or compiled, or None.
+
+        Only the first inputs of blocks of a kind get code, with gradients and without: torch.compile makes code that
+        takes any sizes of all others.
+        """
+        for code in self._codes:
+            if code.guard_check(block, *inputs):
+                return code
+        kind += f" {torch.is_grad_enabled()} {[weight.requires_grad for weight in block.parameters()]}"
+        if kind in self._tried:
+            return None
+        self._tried.add(kind)
+        settings = f"{self._environment} {compiler_settings()} {is_loaded()} {has_tiles()}"
+        name = f"{settings} {kind} {_numbers_of(block)} {_describe(inputs)}"
+        path = self._folder / blake2b(name.encode(), digest_size=16).hexdigest()
+        try:
+            code = _load(path, block=block, inputs=inputs) if path.exists() else None
+            if code is None and not _is_left_to_torch(path):
+                code = _compile(path, block=block, inputs=inputs)
+        except Exception as error:  # noqa: BLE001, whatever it is: torch.compile compiles the block, or raises it
+            logger.debug("no compiled code in %s: %s", path, error)
+            _write(path, b"")
+            return None
+        if code is not None:
+            self._codes.append(code)
+        return code
+
+
+def _numbers_of(block: nn.Module) -> list[tuple[str, object]]:
+    """Returns the attributes that name code: guards would refuse it for another number, and it would be replaced."""
+    return [
+        (f"{path}.{name}", value)
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | None)
+    ]
+
+
+def _describe(value: object) -> object:
+    """Returns what code depends on of an input, for the name of a file."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, value.requires_grad)
+    return [_describe(each) for each in cast("Sequence[object]", value)] if isinstance(value, tuple) else repr(value)
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=32).hexdigest().encode()
+
+
+def _is_left_to_torch(path: Path) -> bool:
+    """Whether an earlier start found that code cannot be saved or loaded."""
+    return path.exists() and not path.stat().st_size
+
+
+def _load(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode | None:
+    """Returns the code of a file, None if it is damaged, or of other sources or numbers."""
+    digest, _, content = path.read_bytes().partition(b"\n")
+    if digest != _digest(content):
+        return None
+    header, _, data = content.partition(b"\n")
+    try:
+        code = load_forward(block, SavedCode(data=data, **json.loads(header)))
+    except StaleCodeError as error:
+        logger.debug("compiled code in %s is stale: %s", path, error)
+        return None
+    return code if code.guard_check(block, *inputs) else None
+
+
+def _compile(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode:
+    """Compiles for these inputs and writes the file."""
+    import_inductor()
+    code, saved = compile_forward(block, inputs)
+    header = json.dumps({"constants": saved.constants, "sources": saved.sources}).encode()
+    content = b"\n".join((header, saved.data))
+    _write(path, b"\n".join((_digest(content), content)))
+    return code
+
+
+def _write(path: Path, content: bytes) -> None:
+    with suppress(OSError):  # as a full disk: a later start compiles again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
