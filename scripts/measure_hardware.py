@@ -1,11 +1,10 @@
 """Measures this machine and writes a hardware table for scripts/plan.py, in about three minutes.
 
     python scripts/measure_hardware.py my_machine.toml
-    python scripts/measure_hardware.py my_machine.toml --ranks=4
 
-Measures products of several sizes, attention, memory and, between `--ranks` processes (0: not), collectives; on a CPU
-also steps of small models, on one and on two ranks. Nothing else should run meanwhile. On GPUs the network between
-nodes counts as the links within one: edit network_us and network_gbps if they differ.
+Measures products, attention, memory and, between `--ranks` processes (0: not), collectives; on a CPU also steps of small
+models on one and two ranks. Nothing else should run meanwhile. On GPUs the network between nodes counts as the links
+within one: edit network_us and network_gbps if they differ.
 """
 
 import argparse
@@ -18,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.files import write_atomically
-from torchtitan_clone.observe.outputs import print_error
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.planner import measure
 from torchtitan_clone.testing.harness import run_ranks
 
@@ -56,6 +56,7 @@ def measure_round(ranks: int, *, warm_up: bool) -> measure.Round:
     return measured, [run_ranks(steps, count, warm_up, timeout=600)[0] for count in counts]
 
 
+@reports_errors
 def main(words: list[str] | None = None) -> int:
     """Measures and writes the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,8 +69,7 @@ def main(words: list[str] | None = None) -> int:
     problem = "is a folder; name a file" if args.table.is_dir() else problem
     if problem or args.rounds < 1 or args.ranks < 0:
         counts = f"--rounds={args.rounds} must be at least 1 and --ranks={args.ranks} at least 0"
-        print_error(f"{args.table}: {problem}" if problem else counts)
-        return 2
+        raise ConfigError(f"{args.table}: {problem}" if problem else counts)
     rounds = [measure_round(args.ranks, warm_up=args.rounds > 1) for _ in range(args.rounds)]
     print(text := measure.to_toml(measure.fit_rounds(rounds)), end="")
     write_atomically(args.table, text.encode())

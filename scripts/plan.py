@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
+from torchtitan_clone.config.environment import MAX_WORLD_SIZE
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.search import describe_plans
@@ -41,6 +42,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--tokens-per-step", type=count_tokens, help="tokens of a global batch; default: the file's")
     parser.add_argument("--count", type=count_tokens, default=10, help="number of meshes to print")
     options, words = parser.parse_known_args(words)
+    if options.gpus > MAX_WORLD_SIZE:
+        parser.error(f"--gpus={options.gpus}: at most {MAX_WORLD_SIZE:,} are planned for")
     argv = [f"--job.config_file={options.config}", *words]
     tokens, hardware = options.tokens_per_step, read_hardware(options.hardware)
     print(describe_plans(argv, gpus=options.gpus, hardware=hardware, tokens=tokens, count=options.count), end="")

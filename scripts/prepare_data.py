@@ -12,7 +12,6 @@ made again.
 import argparse
 import logging
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.opening import find_sources, prepare_share, prepare_sources
@@ -30,8 +30,8 @@ from torchtitan_clone.observe.outputs import reports_errors
 def array_task() -> tuple[int, int]:
     """Returns the index and the number of tasks of this Slurm array; one task where there is none."""
     first, last, step, task = (
-        int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", default))
-        for name, default in (("MIN", 0), ("MAX", 0), ("STEP", 1), ("ID", 0))
+        environment_integer(f"SLURM_ARRAY_TASK_{name}", default=low, low=low, high=2**31)
+        for name, low in (("MIN", 0), ("MAX", 0), ("STEP", 1), ("ID", 0))
     )
     return (task - first) // step, (last - first) // step + 1
 

@@ -46,7 +46,8 @@ def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 @reports_errors
 def main() -> int:
     """Trains a tokenizer and writes its files; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     parser.add_argument("--vocab_size", type=int, default=2048)
     parser.add_argument("--dataset_path", help="as training.dataset_path; default: the standard library's source")
     parser.add_argument("--text_key", default="text", help="as training.text_key")

@@ -223,6 +223,8 @@ def test_error_names_the_entry_of_an_array_of_tables(write) -> None:
         "a.toml:7: data.stages.0: missing required key first_step",
         'command line: data.skip_steps = "x": must be an integer',
     ]
+    nested = "[[data.stages]]\nfirst_step = 1\n[[data.stages]]\nfirst_step = 5\n[data.stages.weights]\na = 'x'\n"
+    assert message(write("c.toml", nested)) == 'c.toml:6: data.stages.1.weights.a = "x": must be a number'
     inline = '[data]\n\nstages = [{first_step = 1}, {first_step = "b"}]\n'
     assert message(write("b.toml", inline)) == 'b.toml:3: data.stages.1.first_step = "b": must be an integer'
 

@@ -262,3 +262,10 @@ def test_wrong_tasks_and_parts_are_one_error(script, capsys, words, complaint):
     with pytest.raises(SystemExit, match="2"):
         script.main(words)
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("ID", "x"), ("STEP", "0")])
+def test_wrong_variables_of_an_array_are_one_error(script, capsys, monkeypatch, name, value):
+    monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    assert script.main([]) == 2
+    assert capsys.readouterr().err.startswith(f'error: $SLURM_ARRAY_TASK_{name} = "{value}": must be an integer')

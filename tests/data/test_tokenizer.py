@@ -146,3 +146,12 @@ def test_added_tokens_that_are_text_have_its_bytes(tmp_path):
     (ids,) = tokenizer.encode_batch([text])
     lengths = tokenizer.byte_lengths()
     assert sum(lengths[token] for token in ids) == len(text.encode())
+
+
+def test_a_text_that_cannot_be_encoded_is_an_error(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(ConfigError, match=r"model\.hf_assets_path: .*UNK.*must encode any text"):
+        build_tokenizer(str(tmp_path)).encode_batch(["unknown"])

@@ -99,6 +99,22 @@ def test_a_script_reports_errors_in_one_line(body, code, error):
     assert process.returncode == code
 
 
+@pytest.mark.parametrize(
+    ("closed", "body", "code", "output"),
+    [
+        (">&-", "pass", 0, ""),
+        ("2>&-", "raise ConfigError('wrong')", 2, "started\n"),
+        ("<&-", "print(sys.stdin.read())", 0, "started\n\n"),
+        ("</dev/null", "print('\\u00e9')", 0, "started\n\\xe9\n"),
+    ],
+)
+def test_a_script_runs_without_a_stream_and_in_an_ascii_terminal(closed, body, code, output):
+    command = ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", SCRIPT.format(body=body)]
+    environment = PATH | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, output, "")
+
+
 def test_ctrl_c_ends_a_script_without_a_traceback():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # children of a job in the background ignore it
     process = start_script("time.sleep(60)")

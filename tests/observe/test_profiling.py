@@ -52,3 +52,19 @@ def test_peak_memory_of_the_process_includes_a_freed_buffer():
     buffer[:: 2**12] = b"x" * len(range(0, 2**28, 2**12))  # touches every page
     del buffer
     assert peak_memory_gib(torch.device("cpu")) > 0.25
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_the_end_of_a_run_writes_no_trace_without_a_step(tmp_path, steps):
+    profiling = Profiling(enable_profiling=True, profile_freq=2, profiler_warmup=0)
+    with Profiler(profiling, folder=tmp_path, rank=0, resume_step=0) as profiler:
+        train(profiler, steps)
+    assert sorted(file.parent.name for file in tmp_path.rglob("*.json")) == ["step-2", "step-4"]
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_training(tmp_path, caplog):
+    (tmp_path / "profile_traces").write_text("")
+    profiling = Profiling(enable_profiling=True, profile_freq=2, profiler_warmup=0)
+    with Profiler(profiling, folder=tmp_path, rank=0, resume_step=0) as profiler:
+        train(profiler, 4)
+    assert caplog.text.count("traces cannot be written") == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from tests.programs import load_program
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import Cpu, read_hardware
 from torchtitan_clone.planner.search import Job, describe_mesh_options, describe_plans, search
@@ -164,3 +165,9 @@ def test_what_is_wrong_is_one_clear_line():
     assert done.returncode == 2
     assert done.stderr.startswith('error: hardware "h99": unknown; name one of a100, b200')
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_more_gpus_than_any_run_may_have_are_an_error(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        load_program("scripts/plan.py").main(["train_configs/debug_model.toml", "--gpus=999999999999"])
+    assert "--gpus=999999999999: at most 131,072 are planned for" in capsys.readouterr().err

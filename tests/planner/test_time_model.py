@@ -211,3 +211,9 @@ def test_a_tied_embedding_is_gathered_once():
         for flag in ("true", "false")
     )
     assert tied.parts["fsdp"] < 0.8 * untied.parts["fsdp"]
+
+
+def test_a_table_that_is_nested_too_deep_is_an_error(tmp_path):
+    (tmp_path / "deep.toml").write_text(f"x = {'[' * 5000}")
+    with pytest.raises(ConfigError, match=r"deep\.toml: cannot be read"):
+        read_hardware(str(tmp_path / "deep.toml"))

@@ -233,6 +233,7 @@ def test_the_script_shows_the_plan_of_a_mixture(mixture_run, script, capsys):
     ("words", "complaint"),
     [
         (["rows", "--step=0"], "steps are counted from 1"),
+        (["rows", f"--step={'9' * 20}"], "steps are counted from 1"),
         (["rows", "--row=9"], "rows 0 to 7"),
         (["rows", "--training.dataset=org/name"], "streamed data"),
         (["rows", "--training.datset=x"], "training.dataset"),

@@ -202,7 +202,9 @@ def _key_lines(text: str) -> dict[Key, int]:
     table: Key = ()
     for number, line in enumerate(text.split("\n"), start=1):
         if header := re.match(rf"\s*(\[+)\s*({_KEY})\s*\]", line):
-            table = _key_segments(header[2])
+            table = ()
+            for segment in _key_segments(header[2]):  # of an array it is in, the last entry
+                table = (*table, *([str(counts[table] - 1)] if table in counts else []), segment)
             lines.setdefault(table, number)
             if len(header[1]) > 1:
                 counts[table] += 1

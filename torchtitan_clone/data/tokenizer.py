@@ -38,7 +38,12 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library has no class of its own
+            if type(error) is not Exception:
+                raise
+            raise ConfigError(f"the tokenizer of model.hf_assets_path: {error}; it must encode any text") from None
 
     def byte_lengths(self) -> list[int]:
         """Returns the bytes of text that each id stands for; 0 for special tokens and ids without a token."""

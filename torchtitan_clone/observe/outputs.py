@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TextIO
+from typing import TYPE_CHECKING, ParamSpec, TextIO, cast
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, escape
@@ -66,11 +66,15 @@ def print_error(error: Exception | str) -> None:
 def reports_errors(main: Callable[P, int]) -> Callable[P, int]:
     """Makes the main function of a script print errors that the user can correct, and return the exit code 2 for them.
 
-    It returns 130 after Ctrl-C, and 141 if nothing reads its output any more, for example after `head`.
+    It returns 130 after Ctrl-C, and 141 if nothing reads its output any more, for example after `head`. Characters that
+    a terminal cannot show are escaped, and a stream that is closed is /dev/null.
     """
 
     @wraps(main)
     def run(*args: P.args, **options: P.kwargs) -> int:
+        sys.stdin = _lenient(sys.stdin, mode="r", errors="surrogateescape")
+        sys.stdout = _lenient(sys.stdout, mode="w", errors="backslashreplace")
+        sys.stderr = _lenient(sys.stderr, mode="w", errors="backslashreplace")
         try:
             code = main(*args, **options)
             sys.stdout.flush()
@@ -87,6 +91,15 @@ def reports_errors(main: Callable[P, int]) -> Callable[P, int]:
         return 2
 
     return run
+
+
+def _lenient(stream: TextIO | None, *, mode: str, errors: str) -> TextIO:
+    """Returns a standard stream that takes any character; None is one that this process was started without."""
+    stream = stream or cast("TextIO", open(os.devnull, mode))  # noqa: SIM115, open until the process ends
+    if isinstance(stream, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # its descriptor was replaced by another kind
+            stream.reconfigure(errors=errors)
+    return stream
 
 
 def _is_open(descriptor: int) -> bool:

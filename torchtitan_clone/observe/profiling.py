@@ -2,6 +2,7 @@
 
 import resource
 import time
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,7 @@ from torch import profiler
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import Profiling
 from torchtitan_clone.observe.logging import logger
+from torchtitan_clone.observe.records import ignore_disk_errors
 
 MAX_MEMORY_EVENTS = 100_000
 
@@ -39,7 +41,9 @@ class Profiler:
         active = self._profiling.profiler_active
         wait = self._profiling.profile_freq - warmup - active
         schedule = profiler.schedule(wait=wait, warmup=warmup, active=active)
-        return profiler.profile(schedule=schedule, on_trace_ready=self._write_trace)
+        return profiler.profile(
+            schedule=schedule, on_trace_ready=partial(ignore_disk_errors, self._write_trace, what="traces")
+        )
 
     def __enter__(self) -> Self:
         if self._profile:
@@ -54,16 +58,19 @@ class Profiler:
             self._profile.step()
         is_due = (self._step - self._resume_step) % self._profiling.profile_freq == 0
         if self._profiling.enable_memory_snapshot and is_due:
-            self._write_snapshot("memory")
+            ignore_disk_errors(self._write_snapshot, "memory", what="memory snapshots")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._profile:
+            freq, active = self._profiling.profile_freq, self._profiling.profiler_active
+            if error is None and (self._step - self._resume_step) % freq <= freq - active:
+                self._profile.on_trace_ready = None  # has recorded no step since the last trace
             self._profile.stop()
         if self._profiling.enable_memory_snapshot:
             if isinstance(error, torch.OutOfMemoryError):
-                self._write_snapshot("out_of_memory")
+                ignore_disk_errors(self._write_snapshot, "out_of_memory", what="memory snapshots")
             torch_compat.stop_memory_history()
 
     def _write_trace(self, profile: profiler.profile) -> None:

@@ -42,12 +42,12 @@ def open_to_append(file: Path) -> TextIO:
     return open(os.open(file, flags, 0o644), "a", encoding="utf-8")
 
 
-def ignore_disk_errors(write: Callable[..., None], *arguments: object) -> None:
-    """Calls `write`; an OSError is logged."""
+def ignore_disk_errors(write: Callable[..., None], *arguments: object, what: str = "metrics") -> None:
+    """Calls `write`; an OSError is logged as one of what cannot be written."""
     try:
         write(*arguments)
     except OSError as error:
-        logger.warning("metrics cannot be written: %s", error)
+        logger.warning("%s cannot be written: %s", what, error)
 
 
 def _append(file: Path, record: dict[str, object]) -> None:

@@ -63,7 +63,11 @@ class _Handler(BaseHTTPRequestHandler):
 def serve(folders: Sequence[Path], *, port: int) -> int:
     """Serves until Ctrl-C; returns the exit code. ConfigError if the folders cannot be reported now."""
     build_report(folders)
-    with ReportServer(folders, port=port) as server:
+    try:
+        server = ReportServer(folders, port=port)
+    except OSError as error:
+        raise ConfigError(f"--port={port}: cannot be listened at: {error.strerror}; choose another") from None
+    with server:
         sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C ends)\n")
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):

@@ -170,7 +170,7 @@ def read_hardware(name: str) -> Hardware:
     try:
         values = tomli.loads(read_regular(path, follow_links=True).decode())
         hardware = overlay(Hardware(), values, where=path.name)
-    except (DocumentError, OSError, ValueError, OverflowError) as error:
+    except (DocumentError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"hardware table {path}: cannot be read: {error}; measure or download it again.") from None
     if error := next(_table_errors(hardware), None):
         raise ConfigError(f"hardware table {path}: {error}; correct it.")

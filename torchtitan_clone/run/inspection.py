@@ -14,6 +14,7 @@ import numpy as np
 from torchtitan_clone.checkpoint.commit import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
+from torchtitan_clone.config.schema import MAX_STEPS
 from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.duplicates import UniqueStore
@@ -54,8 +55,8 @@ class InspectedRun:
 
         None are the tokens of a stream, which depend on those before it; "" is the source of a run without a mixture.
         """
-        if step < 1:
-            raise ConfigError(f"step {step}: steps are counted from 1.")
+        if not 1 <= step <= MAX_STEPS:
+            raise ConfigError(f"step {step}: steps are counted from 1 to {MAX_STEPS:,}.")
         seed = self.config.debug.seed
         if isinstance(self.dataset, MixtureDataset):
             return self.dataset.read_batch(self.batch_of_step(step, dataset=self.dataset), seed=seed)
