@@ -54,7 +54,7 @@ if [ -z "${NGPU:-}" ]; then
     [ "$NGPU" != 0 ] || NGPU=1
 fi
 for name in NGPU NNODES; do
-    [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "$name = ${!name}: must be an integer of at least 1; change or unset it"
+    [[ "${!name}" =~ ^[1-9][0-9]{0,5}$ ]] || fail "$name = ${!name}: must be an integer of at least 1; change or unset it"
 done
 has_argument --job.config_file "$@" ||
     set -- "--job.config_file=${CONFIG_FILE:-$REPO/train_configs/debug_model.toml}" "$@"

@@ -2,7 +2,7 @@
 
     python scripts/measure_hardware.py my_machine.toml
 
-Measures products, attention, memory and, between `--ranks` processes (0: not), collectives; on a CPU also steps of small
+Measures products, attention, memory and, between `--ranks` processes (0: not), collectives; on a CPU steps of small
 models on one and two ranks. Nothing else should run meanwhile. On GPUs the network between nodes counts as the links
 within one: edit network_us and network_gbps if they differ.
 """

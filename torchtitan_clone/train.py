@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
-from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
+from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
@@ -55,9 +55,7 @@ def main(argv: list[str]) -> int:
         setup_logging(rank=rank, color=not loaded.config.metrics.disable_color_printing)
         return run(loaded.config, stop=stop, problems=loaded.problems)
     except (ConfigError, NoLighthouseError) as error:
-        # Every process finds the same; one of each machine says so.
-        if isinstance(error, EnvironmentVariableError) or os.environ.get("LOCAL_RANK", "0") == "0":
-            print_error(error)
+        print_error(error)  # the launcher shows local rank 0, and another rank where that one was ended before
         return 2 if isinstance(error, ConfigError) else 1
 
 
@@ -144,7 +142,7 @@ def _train(
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import one_line_summary
-        from torchtitan_clone.run.notices import find_notices
+        from torchtitan_clone.run.notices import find_model_notices, find_notices
         from torchtitan_clone.run.outcome import TrainingError
         from torchtitan_clone.torch_compat import import_code_cache
         from torchtitan_clone.trainer import Trainer
@@ -173,7 +171,7 @@ def _train(
     for line in (config.job.description, one_line_summary(plan), attention):
         if line:
             logger.info("%s", line)
-    for line in find_notices(config, device_type=device.type):
+    for line in (*find_notices(config, device_type=device.type), *find_model_notices(plan.model_args)):
         logger.warning("%s", line)
     try:
         starts = wait_for_all_ranks(

@@ -13,7 +13,7 @@ say() { echo "job $JOB: $*"; }
 
 # Prints the latest committed step, or 0.
 latest_step() {
-    { echo 0; find "$CHECKPOINTS" -maxdepth 1 -name 'step-*' 2>/dev/null | sed -n 's/.*step-\([0-9]*\)$/\1/p'; } |
+    { echo 0; find -H "$CHECKPOINTS" -maxdepth 1 -name 'step-*' 2>/dev/null | sed -n 's/.*step-\([0-9]*\)$/\1/p'; } |
         sort -n | tail -n 1
 }
 

@@ -16,19 +16,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clon
 from torchtitan_clone.config import Config, ConfigError, load_run_config
 from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.launch.slurm_script import batch_script, check_cluster, processes_per_node
+from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run import preflight
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+@reports_errors
 def main(argv: list[str]) -> int:
     """Prints or submits the batch script; returns exit code 2 for an invalid configuration."""
-    try:
-        config = load_run_config(argv, default=str(REPOSITORY / "train_configs" / "debug_model.toml"))
-        folder = validated_folder(config)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    if {"--help", "-h"} & {*argv}:
+        sys.stdout.write(__doc__ or "")
+        return 0
+    config = load_run_config(argv, default=str(REPOSITORY / "train_configs" / "debug_model.toml"))
+    folder = validated_folder(config)
     words = job_arguments(argv, config)
     script = batch_script(config, folder=folder, repository=REPOSITORY, python=sys.executable, arguments=words)
     if config.job.dry_run:
@@ -54,8 +55,11 @@ def validated_folder(config: Config) -> Path:
 
 
 def job_arguments(argv: list[str], config: Config) -> list[str]:
-    """Returns the arguments of the job: without --dry-run, with an absolute path of the configuration file."""
-    return [*(w for w in argv if w != "--dry-run"), f"--job.config_file={Path(config.job.config_file or '').resolve()}"]
+    """Returns the arguments of the job: not those of a dry run, and with an absolute path of the configuration file."""
+    words = [word for word in argv if word != "--dry-run"]
+    if any(word.startswith(("--job.dry_run", "--dry-run=", "--all", "--device")) for word in words):
+        words += ["--job.dry_run=false", "--job.dry_run_all=false", "--job.dry_run_device=auto"]
+    return [*words, f"--job.config_file={Path(config.job.config_file or '').resolve()}"]
 
 
 def submit(script: str, *, folder: Path) -> int:
@@ -65,12 +69,13 @@ def submit(script: str, *, folder: Path) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "job.sbatch").write_text(script)
     except OSError as error:
-        sys.stderr.write(f"error: cannot write to {logs}: {error.strerror}; set job.dump_folder to a writable folder\n")
-        return 2
+        rule = f"cannot write to {logs}: {error.strerror}; set job.dump_folder to a writable folder"
+        raise ConfigError(rule) from None
     try:
         return subprocess.run(["sbatch", logs / "job.sbatch"], check=False).returncode
-    except FileNotFoundError:
-        sys.exit("error: sbatch is not installed on this machine; submit from a login node")
+    except OSError as error:
+        rule = f"sbatch cannot be run on this machine: {error.strerror}; submit from a login node"
+        raise ConfigError(rule) from None
 
 
 if __name__ == "__main__":

@@ -90,3 +90,10 @@ def test_a_replica_group_deletes_its_own_leftovers(tmp_path):
     commit.delete_leftovers(tmp_path, group="r1")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-4.partial-abc", "step-4.partial-r11-abc", "step-4.replaced"]
+
+
+def test_a_deletion_that_was_killed_does_not_stop_later_ones(tmp_path):
+    save(tmp_path, [1, 2, 3])
+    (tmp_path / "step-1.purged" / "left").mkdir(parents=True)
+    assert commit.purge(tmp_path, keep_latest_k=1, keep_every=0) == [1, 2]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-3"]

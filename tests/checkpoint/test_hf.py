@@ -174,3 +174,25 @@ def test_an_incomplete_folder_is_refused(tmp_path, damage, fragment):
     damage(folder)
     with pytest.raises(ConfigError, match=fragment):
         open_weight_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [("out", "notes/mine"), ("out", "code.py"), ("out", "config.json"), ("out.partial", "mine/notes.txt")],
+)
+def test_a_folder_with_other_files_is_not_replaced(tmp_path, name, foreign):
+    (tmp_path / name / foreign).parent.mkdir(parents=True)
+    (tmp_path / name / foreign).write_text("{}")
+    (tmp_path / name / "a.json").write_text("{}")
+    entries = [entry_for("a", dtype=torch.float32, shape=(4,))]
+    with pytest.raises(FileExistsError, match="is no file of an export"):
+        write_weights(tmp_path / "out", entries=entries, read=lambda _: torch.zeros(4), files=FILES)
+    assert (tmp_path / name / foreign).read_text() == "{}"
+
+
+def test_what_a_killed_export_has_left_is_replaced(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "config.json").write_text("{}")
+    entries = [entry_for("a", dtype=torch.float32, shape=(4,))]
+    write_weights(tmp_path / "out", entries=entries, read=lambda _: torch.zeros(4), files=FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

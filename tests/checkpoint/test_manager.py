@@ -29,7 +29,7 @@ def test_the_newest_complete_and_the_permanent_steps_are_kept(tmp_path):
 
 
 def test_a_failed_deletion_of_old_steps_does_not_fail_the_save(tmp_path):
-    (tmp_path / "step-1.purged" / "in the way").mkdir(parents=True)
+    (tmp_path / "step-1.purged").write_text("in the way")
     reports = save(tmp_path, [1, 2, 3], keep_latest_k=2)
     assert [report.error for report in reports] == [None, None, None]
     assert committed_steps(tmp_path) == [1, 2, 3]

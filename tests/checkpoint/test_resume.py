@@ -250,6 +250,14 @@ def resume_each(folder, choices):
     return found
 
 
+def test_an_excluded_tensor_that_nobody_has_is_an_error(tmp_path):
+    save(tmp_path, [5], world_size=2)
+    for world_size in (1, 2):
+        error = load(tmp_path, world_size=world_size, exclude_from_loading=["model/vectr"]).error or ""
+        assert 'checkpoint.exclude_from_loading = ["model/vectr"]: neither the checkpoint nor this run has' in error
+        assert not load(tmp_path, world_size=world_size, exclude_from_loading=["model/vector"]).error
+
+
 def test_options_choose_the_step_and_the_tensors_to_load(tmp_path):
     run, other = tmp_path / "run", tmp_path / "other"
     save(run, [5, 10, 15])

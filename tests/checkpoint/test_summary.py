@@ -6,10 +6,19 @@ import threading
 import time
 from pathlib import Path
 
+from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.summary import table_of_steps
 from torchtitan_clone.testing.checkpoint_states import SHAPES, save
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
+
+
+def test_a_run_that_goes_on_is_not_complete(tmp_path):
+    save(tmp_path, [5])
+    commit.mark_finished(tmp_path, step=5)
+    assert table_of_steps(tmp_path, digests=False)[0][-1] == "the run is complete: step 5"
+    save(tmp_path, [10])
+    assert "complete: step" not in "".join(table_of_steps(tmp_path, digests=False)[0])
 
 
 def test_the_script_lists_verifies_shows_and_prunes(tmp_path, python):

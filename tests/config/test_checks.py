@@ -91,6 +91,8 @@ RULES = [
         "cpu",
         'job.dump_folder = "s3://bucket/runs": object stores are not supported',
     ),
+    (["--checkpoint.folder=hf"], "cpu", 'checkpoint.folder = "hf": the run writes other files there; choose another'),
+    (["--checkpoint.folder=./slurm/x"], "cpu", 'checkpoint.folder = "./slurm/x": the run writes other files there'),
     (["--checkpoint.folder=gs://bucket"], "cpu", 'checkpoint.folder = "gs://bucket": object stores are not supported'),
     (
         [f"{FT}.enable"],

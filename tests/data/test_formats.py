@@ -357,3 +357,14 @@ def test_changed_bytes_are_one_error_or_other_ids(tmp_path, name):
 def test_pyarrow_is_only_imported_for_parquet_files(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert not has_token_rows([Path("a.jsonl")], column="text")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_half_of_a_pair_is_an_error(tmp_path, suffix):
+    folder = write_megatron(tmp_path / "ids", random_documents(9))
+    (path,) = folder.glob("*.bin")
+    for each in (".bin", ".idx"):
+        (folder / f"other{each}").write_bytes(path.with_suffix(each).read_bytes())
+    (folder / f"other{suffix}").unlink()
+    with pytest.raises(ConfigError, match=rf"other{suffix} is missing beside it; copy it too"):
+        open_ids(folder, cache=tmp_path / "cache")

@@ -161,3 +161,14 @@ def test_array_task_is_a_replica_group(tmp_path):
     assert node.start("--fault_tolerance.enable", CODE="1", **task)[0] == 0
     assert node.calls("scontrol") == "requeue 5_3\n"
     assert node.calls("srun").endswith("--fault_tolerance.enable --fault_tolerance.replica_id=3\n")
+
+
+def test_checkpoints_behind_a_link_are_progress(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    node = Node(tmp_path)
+    node.add_command("srun", f"mkdir {tmp_path}/elsewhere/step-$(date +%s%N); exit 75")
+    for _ in range(4):
+        _, log = node.start("--training.steps=5")
+        assert "not requeued" not in log, log
+    assert node.calls("scontrol").count("requeue") == 4

@@ -71,6 +71,25 @@ def test_options_appear_in_the_batch_script(submit):
     assert "--array" not in done.stdout
 
 
+@pytest.mark.parametrize("word", ["job__dry_run", "job__dry_run_all"])
+def test_the_job_is_no_dry_run(submit, word):
+    script = submit(**{word: True}, training__global_batch_size=16).stdout
+    command = script.splitlines()[-1] if "--job" in script.splitlines()[-1] else script
+    assert command.rfind("--job.dry_run=false") > command.rfind("--job.dry_run=true")
+
+
+@pytest.mark.parametrize(("sbatch", "reason"), [(None, "No such file"), ("#!/bin/sh", "Permission denied")])
+def test_sbatch_that_cannot_be_run_is_one_error(corpus, tmp_path, python, sbatch, reason):
+    if sbatch:
+        (tmp_path / "sbatch").write_text(sbatch)
+    argv = options(corpus, tmp_path / "runs", training__local_batch_size=2, training__global_batch_size=16)
+    command = [python, REPOSITORY / "scripts" / "slurm" / "submit.py", *argv]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: sbatch cannot be run on this machine: {reason}")
+
+
 def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(submit, tmp_path):
     done = submit(job__run_name="at 50%j", slurm__time="1:00:00", training__global_batch_size=16)
     assert f"#SBATCH --output='{tmp_path}/runs/at 50%%j/slurm/%j.log'" in done.stdout, done.stderr

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.processes import is_alive
+from tests.launch.slurm_cluster import free_ports
+from torchtitan_clone import train
 from torchtitan_clone.launch.torchrun import main
 
 REPO = Path(__file__).parents[2]
@@ -186,3 +188,36 @@ def test_a_killed_launcher_leaves_nothing_behind(launch, tmp_path, number, code)
 def test_invalid_options_name_the_variables_of_run_train(capfd, options, problem):
     assert main(["--nproc-per-node=2", *options]) == 2
     assert capfd.readouterr().err.startswith(f"error: {problem}")
+
+
+def test_every_rank_prints_what_is_wrong_with_the_options(monkeypatch, capfd):
+    """The launcher ends the others when the first rank fails, maybe before the one that is shown prints."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--training.steps=x"]) == 2
+    assert 'training.steps = "x": must be an integer' in capfd.readouterr().err
+
+
+def test_a_signal_ends_a_launcher_that_waits_for_other_nodes(tmp_path, python):
+    """The workers of this node have ended, those of the other one have not."""
+    (tmp_path / "worker.py").write_text(
+        "import os, time\nrank = int(os.environ['RANK'])\nopen(f'started{rank}', 'w').write('1')\ntime.sleep(60 * rank)"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "OMP_NUM_THREADS": "1"}
+    options = ["--nproc-per-node=1", "--nnodes=2", f"--master-port={free_ports(1)}", "--module=worker"]
+    command = [python, "-m", "torchtitan_clone.launch.torchrun", *options]
+    pipe = subprocess.PIPE
+    nodes = [
+        subprocess.Popen([*command, f"--node-rank={node}"], cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe)
+        for node in range(2)
+    ]
+    try:
+        wait_for(tmp_path / "started0", tmp_path / "started1")
+        time.sleep(2)  # until the agent has noticed that its worker has ended
+        nodes[0].send_signal(signal.SIGTERM)
+        assert nodes[0].wait(10) == 128 + signal.SIGTERM
+    finally:
+        for node in nodes:
+            node.kill()
+            node.communicate()

@@ -5,7 +5,8 @@ import platform
 import pytest
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.run.notices import find_notices
+from torchtitan_clone.models.moe import MoEArgs, MoEModelArgs
+from torchtitan_clone.run.notices import find_model_notices, find_notices
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output
@@ -57,6 +58,15 @@ def test_points_of_a_schedule_have_no_warmup_to_warn_of():
     assert "only a warmup, of 3 steps" in line
     points = load_config([*warmup, "--lr_scheduler.points=[[0, 0.0], [3, 1.0]]"])
     assert not any(find_notices(points, device_type="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_trained"),
+    [({}, False), ({"top_k": 2}, True), ({"normalize_scores": False}, True), ({"router_z": 0.1}, True)],
+)
+def test_a_router_that_is_not_trained_is_announced(changes, is_trained):
+    args = MoEModelArgs(moe=MoEArgs(**{"top_k": 1, **changes}))
+    assert ["the router is not trained" in line for line in find_model_notices(args)] == [True] * (not is_trained)
 
 
 def test_weights_that_are_not_saved_are_announced():

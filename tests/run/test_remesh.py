@@ -255,3 +255,11 @@ def test_frozen_blocks_are_neither_reduced_nor_gathered_for_backward(corpus, tmp
     found = collectives(corpus, tmp_path / "pipeline", 2, **PIPELINE)
     assert total(found, "count", axis="pp", collective="send") == 4
     assert total(found, "count", axis="pp", collective="recv") == 0
+
+
+def test_frozen_blocks_are_compiled_without_recomputation(corpus, tmp_path):
+    """torch cannot recompute an operator that draws random numbers in a graph without gradients."""
+    changes = {**COMPILED, "compile__backend": "aot_eager", "activation_checkpoint__mode": "full"}
+    changes |= {"training__document_masking": False, "model__args__dim": 96, "checkpoint__enable": False}
+    code, text = train(frozen_options(corpus, tmp_path, **changes), log_folder=tmp_path)
+    assert code == 0, text

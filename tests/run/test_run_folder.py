@@ -62,3 +62,25 @@ def test_a_replica_group_recreates_the_lock_of_the_run(corpus, tmp_path):
     (tmp_path / "run" / LOCK_FILE).unlink()
     folder.ensure()
     assert (tmp_path / "run" / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize("is_load_only", [False, True])
+def test_checkpoints_of_another_run_are_not_written_to(corpus, tmp_path, is_load_only):
+    (tmp_path / "other" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "other" / LOCK_FILE).touch()
+    argv = options(corpus, tmp_path, checkpoint__folder="../other/checkpoint", checkpoint__load_only=is_load_only)
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    if is_load_only:
+        preflight.check_start(plan)
+        return
+    with pytest.raises(ConfigError, match=r"is in the folder of the run .*other.*, whose checkpoints would be deleted"):
+        preflight.check_start(plan)
+
+
+def test_an_export_folder_that_is_a_file_is_an_error_before_training(corpus, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").touch()
+    argv = options(corpus, tmp_path, checkpoint__last_save_in_hf=True)
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    with pytest.raises(ConfigError, match=r"nothing can be written to .*/run/hf"):
+        preflight.check_start(plan)

@@ -348,7 +348,9 @@ def purge(folder: Path, *, keep_latest_k: int, keep_every: int) -> list[int]:
     old = complete[:-keep_latest_k] if keep_latest_k else []
     purged = [step for step in old if not (keep_every and step % keep_every == 0)]
     for step in purged:
-        shutil.rmtree(step_folder(folder, step).rename(folder / f"step-{step}.purged"), ignore_errors=True)
+        target = folder / f"step-{step}.purged"
+        shutil.rmtree(target, ignore_errors=True)  # left by a killed process
+        shutil.rmtree(step_folder(folder, step).rename(target), ignore_errors=True)
     return purged
 
 

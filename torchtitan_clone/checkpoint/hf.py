@@ -32,6 +32,8 @@ from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
+"""Of the files of an export: weights, settings, and a tokenizer's."""
 FILE_BYTES = 5 * 10**9  # largest size of a file that holds several tensors
 LONGEST_WAIT = timedelta(hours=1)  # for the disks of all ranks; the death of a rank is noticed at once
 Tensors = Mapping[str, Tensor]
@@ -165,9 +167,10 @@ def write_weights(
     folder: Path, *, entries: Entries, read: Callable[[Entry], Tensor], files: Files, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes a folder of weights in one process, which reads the tensors one by one. OSError if the disk fails."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
-        raise FileExistsError(f"{folder} has files that are not an export; give a new folder, or that of an export")
     layout, partial = plan_files(entries, file_bytes=file_bytes), _partial_folder(folder)
+    foreign = (*_foreign_files(folder, has_weights=True), *_foreign_files(partial, has_weights=False))
+    if foreign:
+        raise FileExistsError(f"{foreign[0]} is no file of an export; give a new folder, or that of an export")
     try:
         _make_folder(partial, files=files)
         for name, group in layout.items():
@@ -175,6 +178,14 @@ def write_weights(
         _commit_folder(folder, layout=layout)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # is there after a failure
+
+
+def _foreign_files(folder: Path, *, has_weights: bool) -> Iterator[Path]:
+    """Yields what is not of an export in a folder that one replaces."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    yield from (path for path in files if path.is_symlink() or not path.is_file() or path.suffix not in _SUFFIXES)
+    if has_weights and not any(path.suffix == ".safetensors" for path in files):
+        yield from files
 
 
 def plan_files(entries: Entries, *, file_bytes: int) -> dict[str, list[Entry]]:

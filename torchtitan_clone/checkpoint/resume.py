@@ -1,6 +1,7 @@
 """Chooses the checkpoint that a run resumes from: the newest one that all ranks agree is intact."""
 
 import logging
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from torchtitan_clone.checkpoint.random_state import RNG, set_random_state
 from torchtitan_clone.checkpoint.saving import MODEL_ONLY_FOLDER
 from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Checkpoint
-from torchtitan_clone.ops.json_collectives import broadcast_json
+from torchtitan_clone.ops.json_collectives import all_gather_json, broadcast_json
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -80,6 +82,7 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
     def is_checked(name: str) -> bool:  # the number of ranks, each with its own random state, may have changed
         return is_loaded(name) and not name.startswith(RNG)
 
+    _check_excluded(checkpoint.exclude_from_loading, names={*state, *point.index})
     wanted = {name: tensor for name, tensor in state.items() if is_loaded(name)}
     try:
         tensors = loadable_tensors(
@@ -101,6 +104,19 @@ def load_resume_point(point: ResumePoint, *, checkpoint: Checkpoint, state: dict
         if checkpoint.load_step not in (-1, point.progress.step):
             logger.info("this run was rewound to checkpoint.load_step = %d before", checkpoint.load_step)
     return True
+
+
+def _check_excluded(excluded: Sequence[str], *, names: Set[str]) -> None:
+    """ConfigError for an excluded tensor that neither the checkpoint nor any rank has. Collective."""
+    tensors = [name.rstrip("/") for name in excluded if "/" in name.rstrip("/")]
+    if not tensors:
+        return
+    found = [any(f"{name}/".startswith(f"{wanted}/") for name in names) for wanted in tensors]
+    answers = [answer.items(count=len(found)) for answer in all_gather_json(found)]
+    for wanted, *are_found in zip(tensors, *answers, strict=True):
+        if not any(each.flag() for each in are_found):
+            rule = "neither the checkpoint nor this run has a tensor of this name; see scripts/checkpoint.py show"
+            raise ConfigError(f"checkpoint.exclude_from_loading = [{shown(wanted)}]: {rule}")
 
 
 def _agree_on_steps(

@@ -15,7 +15,8 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
     """Returns one line per step, oldest first, and if all are intact: by size, with `digests` by reading every file."""
     lines = [f"{'step':>10}  {'saved':<16}  {'GiB':>8}  {'files':>5}  {'tokens seen':>16}  state"]
     are_intact = True
-    for step in commit.committed_steps(folder):
+    steps = commit.committed_steps(folder)
+    for step in steps:
         path = commit.step_folder(folder, step)
         with contextlib.suppress(FileNotFoundError):  # the run has deleted it meanwhile
             try:
@@ -26,7 +27,7 @@ def table_of_steps(folder: Path, *, digests: bool) -> tuple[list[str], bool]:
             lines.append(f"{step:>10,}  {saved}  {columns}")
             are_intact &= is_intact
     lines += [f"renamed because it was corrupted: {path.name}" for path in commit.corrupt_steps(folder)]
-    if step := commit.finished_step(folder):
+    if (step := commit.finished_step(folder)) and step >= max(steps, default=0):
         lines.append(f"the run is complete: step {step:,}")
     return lines, are_intact
 

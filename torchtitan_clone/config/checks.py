@@ -190,6 +190,8 @@ EXCLUDABLE = ("model", "optimizer", "rng", "data")
 
 
 MAX_RUN_NAME = 128
+OWN_FOLDERS = ("hf", "slurm")
+"""Folders in that of a run, of exports and of Slurm's logs, besides those that options name."""
 
 
 def _find_storage_errors(config: Config) -> Iterator[str]:
@@ -217,6 +219,8 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
     for name, value in folders.items():
         if "://" in value:  # pathlib would create a local folder named like the URL
             yield f"{name} = {shown(value)}: object stores are not supported; set it to a local or mounted folder."
+        if name == "checkpoint.folder" and os.path.normpath(value).split("/")[0] in OWN_FOLDERS:
+            yield f"{name} = {shown(value)}: the run writes other files there; choose another."
         if len(value.splitlines()) > 1:  # would end a line of a batch script
             yield f"{name} = {shown(value)}: a folder has a name of one line; choose another."
 

@@ -185,6 +185,7 @@ class TokenFiles:
         Held out are the files that are named so, else the last documents. ConfigError if a file is not what its name
         says, or holds ids outside the vocabulary.
         """
+        self._check_pairs()
         numbers = [number for number, path in enumerate(self.files) if path.suffix in TOKEN_FILES]
         named = named_validation([self.files[number] for number in numbers], root=self.root)
         indexed = self._index_files([number for number in numbers if self.files[number] not in named])
@@ -194,6 +195,15 @@ class TokenFiles:
         documents = len(indexed.offsets) - 1
         kept = min(documents, max(1, documents - int(np.ceil(documents * held_out_fraction))))
         return {"train": _cut(indexed, 0, kept), "validation": _cut(indexed, kept, documents)}
+
+    def _check_pairs(self) -> None:
+        """Megatron's files come in pairs: without its index a file would be one of another format."""
+        indexes = [path for path in self.files if path.suffix == ".idx"]
+        pairs = [(path, path.with_suffix(".bin")) for path in indexes]
+        pairs += [(path, path.with_suffix(".idx")) for path in self.files if indexes and path.suffix == ".bin"]
+        for path, other in pairs:
+            if other not in self.files:
+                refuse(path, f"{other.name} is missing beside it; copy it too, or move this file away")
 
     def _index_files(self, numbers: Sequence[int]) -> SplitIndex:
         segments: list[Segment] = []

@@ -221,6 +221,8 @@ def _forward_signals(numbers: Collection[int], agents: "list[SimpleElasticAgent]
         pids = [worker.id for agent in agents for worker in agent.get_worker_group().workers]
         if not pids or not all(isinstance(pid, int) for pid in pids):
             os._exit(128 + number)  # no worker has started yet
+        if not any(map(_is_alive, pids)):
+            os._exit(128 + number)  # the agent waits for those of other nodes
         if number not in forwarded:
             forwarded.add(number)
             _log(f"{signal.Signals(number).name}: workers finish the current step and save; Ctrl-\\ kills them")
@@ -229,17 +231,27 @@ def _forward_signals(numbers: Collection[int], agents: "list[SimpleElasticAgent]
                     os.kill(pid, number)
 
 
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _report(result: "RunResult", *, logs: "RankLogs") -> int:
     """Reports which ranks failed and how, with the log of the first if not shown; returns the exit code."""
     from torchtitan_clone.launch.rank_logs import tail
 
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    # Prefer the rank that caused the failure; the agent terminates the others with SIGTERM.
+    tails = {rank: tail(logs, rank=failure.local_rank) for rank, failure in result.failures.items()}
+    # Prefer the rank that caused the failure; the agent terminates the others with SIGTERM. A tail of a rank is empty
+    # if all of its output is shown.
     cause = min(codes, key=lambda rank: (codes[rank] != CONFIG_ERROR, codes[rank] == -signal.SIGTERM,
-                                         codes[rank] == REQUEUE_EXIT_CODE))  # fmt: skip
+                                         codes[rank] == REQUEUE_EXIT_CODE, tails[rank] != ""))  # fmt: skip
     if codes[cause] == REQUEUE_EXIT_CODE:
         return REQUEUE_EXIT_CODE
-    sys.stderr.write(tail(logs, rank=result.failures[cause].local_rank))
+    sys.stderr.write(tails[cause])
     if codes[cause] != CONFIG_ERROR:
         order = sorted(codes, key=lambda rank: codes[rank] == -signal.SIGTERM)
         failures = "".join(f"\n  rank {rank}: {_describe_exit(codes[rank])}" for rank in order)

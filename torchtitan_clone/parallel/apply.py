@@ -66,8 +66,9 @@ def apply_parallelism(
     if mesh.cp.size() > 1:
         apply_context_parallel(model, mesh=mesh.cp, method=parallelism.context_parallel_rotate_method)
     divide_rows(model, cp=mesh.cp, tp=mesh.tp, method=parallelism.context_parallel_rotate_method)
+    frozen = modules & set(frozen)
     _checkpoint_activations(
-        model.layers, config=activation_checkpoint, kept=kept_operations,
+        model.layers, config=activation_checkpoint, kept=kept_operations, frozen=frozen,
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
     if compile.compiles_model:
@@ -77,7 +78,7 @@ def apply_parallelism(
             fullgraph=not experts,  # the exchange of tokens is not in the graph
             can_be_saved=is_local and not _is_per_operation(activation_checkpoint),
         )  # fmt: skip
-    for name in modules & set(frozen):
+    for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(
         model, groups=model.fsdp_groups(), blocks_per_group=blocks_per_group, mesh=mesh.fsdp,
@@ -91,7 +92,12 @@ def _is_per_operation(config: ActivationCheckpoint) -> bool:
 
 
 def _checkpoint_activations(
-    layers: nn.ModuleDict, *, config: ActivationCheckpoint, kept: KeptOperations, preserve_rng_state: bool
+    layers: nn.ModuleDict,
+    *,
+    config: ActivationCheckpoint,
+    kept: KeptOperations,
+    frozen: Set[str],
+    preserve_rng_state: bool,
 ) -> None:
     if config.mode == "none":
         return
@@ -100,7 +106,7 @@ def _checkpoint_activations(
     options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
     first = len(layers) if config.first_blocks == -1 else config.first_blocks
     for index, (name, block) in enumerate(list(layers.items())[:first]):
-        if index % every == 0:
+        if index % every == 0 and f"layers.{name}" not in frozen:  # they have no backward
             layers[name] = torch_compat.checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **options)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from torchtitan_clone.config import Config
+from torchtitan_clone.models.decoder import ModelArgs
+from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.torch_compat import has_bfloat16_units
 
 
@@ -21,4 +23,14 @@ def find_notices(config: Config, *, device_type: str) -> Iterator[str]:
         yield (
             'training.mixed_precision_param = "bfloat16": this processor has no bfloat16 units, so products '
             'are emulated, up to 100 times slower; set it to "float32", or to "auto"'
+        )
+
+
+def find_model_notices(args: ModelArgs) -> Iterator[str]:
+    """Yields one sentence for each argument of the model."""
+    moe = args.moe if isinstance(args, MoEModelArgs) else None
+    if moe is not None and moe.top_k == 1 and moe.normalize_scores and not moe.auxiliary:
+        yield (
+            "model.args.moe.top_k = 1: with normalize_scores = true the only score of a token is 1, and the router "
+            "is not trained; set normalize_scores to false, a coefficient of an auxiliary loss, or top_k to 2"
         )

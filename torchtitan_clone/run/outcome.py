@@ -72,7 +72,7 @@ class RunOutcome:
         if self.is_saving_enabled and self.is_writer and not self.is_saved:
             raise TrainingError(
                 f"step {step} of {last_step} was trained but could not be saved, see above; the latest checkpoint is "
-                f"that of step {self.saved_step}. Free disk space and rerun the same command"
+                f"that of step {self.saved_step}. Remove the cause and rerun the same command"
             )
         if step == last_step and not self.is_exported:
             raise TrainingError(f"step {step} was trained, but its weights could not be exported, see above")

@@ -37,14 +37,20 @@ from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
-from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
+from torchtitan_clone.run.hub import (
+    EXPORT_FOLDER,
+    InitialWeights,
+    check_tokenizer,
+    initial_weights_path,
+    open_initial_weights,
+)
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
 from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_phases, plan_after, run_identity
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
-from torchtitan_clone.run.run_folder import RunFolder
+from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
 from torchtitan_clone.run.samples import encode_prompts
 
 SPLITS_BACKWARD_SINCE = "2.13"
@@ -154,6 +160,9 @@ def check_start(plan: RunPlan) -> None:
     _check_folder_is_writable(plan.folder, option="job.dump_folder")
     if config.checkpoint.enable and not config.checkpoint.load_only:
         _check_folder_is_writable(plan.checkpoint_folder, option="checkpoint.folder")
+        _check_folder_is_of_no_other_run(plan)
+    if config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval:
+        _check_folder_is_writable(plan.folder / EXPORT_FOLDER, option="job.dump_folder")
     check_metrics_file(plan.output_folder)
     if config.metrics.enable_wandb and os.environ.get("RANK", "0") == "0":
         with checked_wandb():
@@ -238,7 +247,7 @@ def _completed_steps(plan: RunPlan, *, progress: Progress) -> int:
     has_exports = is_export_due(plan.config, step=progress.step) or options.last_save_model_only
     exports = has_exports and not options.load_only and not plan.config.fault_tolerance.enable
     if progress.step == plan.config.training.steps and exports:
-        return finished_step(plan.checkpoint_folder)
+        return progress.step if finished_step(plan.checkpoint_folder) == progress.step else 0
     return progress.step
 
 
@@ -275,12 +284,25 @@ def _unwritable(folder: Path, reason: str | None, *, option: str) -> ConfigError
     return ConfigError(f"{option}: nothing can be written to {shown(str(folder))} ({reason}); {remedy}")
 
 
+def _check_folder_is_of_no_other_run(plan: RunPlan) -> None:
+    """Two runs that save into one folder delete each other's checkpoints."""
+    own = plan.folder.resolve()
+    for parent in plan.checkpoint_folder.resolve().parents:
+        if parent != own and not own.is_relative_to(parent) and (parent / LOCK_FILE).exists():
+            rule = f"is in the folder of the run {shown(str(parent))}, whose checkpoints would be deleted"
+            remedy = "choose another folder, and checkpoint.initial_load_path to start from a checkpoint of that run"
+            raise ConfigError(f"checkpoint.folder = {shown(plan.config.checkpoint.folder)}: {rule}; {remedy}")
+
+
 def _check_folder_is_ours(plan: RunPlan) -> None:
     """A folder with checkpoints belongs to the model and the data it was started with."""
     path = plan.output_folder / CONFIG_FILE
     if not path.exists():
         return
-    before = load_config([f"--job.config_file={path}"])
+    try:
+        before = load_config([f"--job.config_file={path}"])
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged: {error}; delete it, or choose another job.run_name") from None
     now = plan.config
     then = flat(asdict(find_model(before.model).resolve_args(before.model)), prefix="model.args.")
     today = flat(asdict(plan.model_args), prefix="model.args.")
