@@ -69,13 +69,11 @@ def submit(script: str, *, folder: Path) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         (logs / "job.sbatch").write_text(script)
     except OSError as error:
-        rule = f"cannot write to {logs}: {error.strerror}; set job.dump_folder to a writable folder"
-        raise ConfigError(rule) from None
+        raise ConfigError(f"cannot write to {logs}: {error.strerror}; set job.dump_folder to a writable one") from None
     try:
         return subprocess.run(["sbatch", logs / "job.sbatch"], check=False).returncode
     except OSError as error:
-        rule = f"sbatch cannot be run on this machine: {error.strerror}; submit from a login node"
-        raise ConfigError(rule) from None
+        raise ConfigError(f"sbatch cannot be run here: {error.strerror}; submit from a login node") from None
 
 
 if __name__ == "__main__":

@@ -284,7 +284,7 @@ def test_the_last_message_names_the_newest_checkpoint(corpus, tmp_path, mode):
     code, output = run.wait()
     newest = committed_steps(folder)[-1]
     assert code == 1
-    assert f"the latest checkpoint is that of step {newest}. Free disk space" in output
+    assert f"the latest checkpoint is that of step {newest}. Remove the cause" in output
     assert newest == max(row["step"] for row in rows(tmp_path) if row.get("event") == "checkpoint saved")
 
 

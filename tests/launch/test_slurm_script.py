@@ -87,7 +87,7 @@ def test_sbatch_that_cannot_be_run_is_one_error(corpus, tmp_path, python, sbatch
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: sbatch cannot be run on this machine: {reason}")
+    assert done.stderr.startswith(f"error: sbatch cannot be run here: {reason}")
 
 
 def test_a_percent_sign_in_a_path_is_no_pattern_of_slurm(submit, tmp_path):

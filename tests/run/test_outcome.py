@@ -71,7 +71,7 @@ def test_only_a_complete_run_reports_its_goodput(caplog):
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
-        ({"saved_step": 5}, ["step 7 of 10", "could not be saved", "that of step 5", "Free disk space and rerun"]),
+        ({"saved_step": 5}, ["step 7 of 10", "could not be saved", "that of step 5", "Remove the cause and rerun"]),
         ({"step": 10, "saved_step": 5}, ["step 10 of 10", "could not be saved"]),
         ({"step": 10, "saved_step": 10, "is_exported": False}, ["step 10", "could not be exported"]),
     ],
