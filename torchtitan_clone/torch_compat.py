@@ -363,10 +363,6 @@ def import_inductor() -> None:
     jinja2_env.cache_clear()
 
 
-# There is a public name for loading code that is compiled ahead of time only: torch.compile's own caches are looked up
-# after tracing, by modules that can also compile.
-
-
 def compiler_settings() -> str:
     """Returns hashes of the settings of torch.compile on which code depends."""
     from torch._functorch import config as of_gradients

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.parallel.compiled_code import CodeFolder, CompiledBlock
+from torchtitan_clone.parallel.compiled_code import LEFT_TO_TORCH, CodeFolder, CompiledBlock
 from torchtitan_clone.testing.runs import options, read_json_lines
 
 SHAPE = (4, 8)
@@ -29,21 +29,28 @@ class Scale(nn.Module):
         return y if shifts is None else y + shifts[0] - shifts[1]
 
 
+class ByTorch(nn.Module):
+    """Stands for what torch.compile makes of a block, and notes the shapes of its inputs."""
+
+    def __init__(self, block: nn.Module, shapes: list[torch.Size]):
+        super().__init__()
+        self._block, self._shapes = block, shapes
+
+    def forward(self, x: Tensor, *more: object) -> Tensor:
+        self._shapes.append(x.shape)
+        return self._block(x, *more)
+
+
 class Start:
     """What a start computes by a block with the code of a folder, and whether it has called torch.compile's."""
 
     def __init__(self, folder: Path, *, environment: str = "this one"):
         torch.compiler.reset()  # remembers numbers that have changed
         self.folder = CodeFolder(folder, environment=environment)
-        self.traced: list[tuple[int, ...]] = []
+        self.traced: list[torch.Size] = []
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
-        class Compiled(nn.Module):
-            def forward(_, x: Tensor, *more: object) -> object:
-                self.traced.append(tuple(x.shape))
-                return block(x, *more)
-
-        found = CompiledBlock(block, compiled=lambda _: Compiled(), folder=self.folder)(*inputs)
+        found = CompiledBlock(block, compiled=lambda block: ByTorch(block, self.traced), folder=self.folder)(*inputs)
         assert isinstance(found, Tensor)
         return found
 
@@ -202,10 +209,26 @@ def test_code_that_depends_on_an_object_is_left_to_torch_compile(tmp_path, monke
         start = Start(folder)
         torch.testing.assert_close(start(block, x), block(x))
         assert start.traced == [SHAPE]
-        ((_, written),) = times(folder).items()
-        assert [path.stat().st_size for path in folder.iterdir()] == [0]
-        (path,) = folder.iterdir()
-        os.utime(path, ns=(written, written))
+        assert [path.read_bytes() for path in folder.iterdir()] == [LEFT_TO_TORCH]
+
+
+def test_a_block_that_fails_is_not_left_to_torch_compile(tmp_path, monkeypatch):
+    """The next start may have the memory, or the corrected source."""
+    monkeypatch.syspath_prepend(tmp_path)
+    x, folder = torch.randn(SHAPE), tmp_path / "blocks"
+    block = own_block(tmp_path, MODULE.replace("x * SCALE", "x * torch.ones(3)"))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        Start(folder)(block, x)
+    assert not folder.exists()
+    check(Start(folder), own_block(tmp_path, MODULE), x)
+
+
+def test_an_object_of_this_start_among_the_inputs_is_left_to_torch_compile(tmp_path):
+    start = Start(tmp_path / "blocks")
+    block, x = Scale(), torch.randn(SHAPE)
+    block.extra_repr = lambda: str(object())
+    start(block, x)
+    assert (start.traced, (tmp_path / "blocks").exists()) == ([SHAPE], False)
 
 
 PROGRAM = """

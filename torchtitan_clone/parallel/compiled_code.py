@@ -11,13 +11,13 @@ from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import config as compiler_config
 
-from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.logging import logger
 from torchtitan_clone.ops.cpp_library import has_tiles, is_loaded
 from torchtitan_clone.torch_compat import (
@@ -33,6 +33,9 @@ from torchtitan_clone.torch_compat import (
     is_eager_forced,
     load_forward,
 )
+
+LEFT_TO_TORCH = b"can only be compiled by torch.compile"
+"""Content of the file of code that cannot be saved or loaded."""
 
 
 def compile_blocks(
@@ -82,7 +85,9 @@ class CompiledBlock(nn.Module):
         if code is not None:
             return code.fn(block, *inputs)
         import_inductor()
-        return self._compiled()(*inputs)
+        result = self._compiled()(*inputs)
+        self._folder.leave_failed_to_torch()
+        return result
 
 
 class CodeFolder:
@@ -96,6 +101,7 @@ class CodeFolder:
         self._folder, self._environment = folder, environment
         self._codes: list[GuardedCode] = []
         self._tried: set[str] = set()
+        self._failed: list[Path] = []
 
     def find(self, block: nn.Module, inputs: Sequence[object], *, kind: str) -> GuardedCode | None:
         """Returns code whose guards accept the block and its inputs, loaded or compiled, or None.
@@ -113,17 +119,23 @@ class CodeFolder:
         settings = f"{self._environment} {compiler_settings()} {is_loaded()} {has_tiles()}"
         name = f"{settings} {kind} {_numbers_of(block)} {_describe(inputs)}"
         path = self._folder / blake2b(name.encode(), digest_size=16).hexdigest()
+        content = path.read_bytes() if path.exists() else b""
+        if content == LEFT_TO_TORCH or " at 0x" in name:  # an address, which another start does not have
+            return None
         try:
-            code = _load(path, block=block, inputs=inputs) if path.exists() else None
-            if code is None and not _is_left_to_torch(path):
-                code = _compile(path, block=block, inputs=inputs)
+            code = _load(content, block=block, inputs=inputs) or _compile(path, block=block, inputs=inputs)
         except Exception as error:  # noqa: BLE001, whatever it is: torch.compile compiles the block, or raises it
             logger.debug("no compiled code in %s: %s", path, error)
-            _write(path, b"")
+            self._failed.append(path)
             return None
-        if code is not None:
-            self._codes.append(code)
+        self._codes.append(code)
         return code
+
+    def leave_failed_to_torch(self) -> None:
+        """Notes for later starts that code which torch.compile has compiled can be neither saved nor loaded."""
+        for path in self._failed:
+            _write(path, LEFT_TO_TORCH)
+        self._failed.clear()
 
 
 def _numbers_of(block: nn.Module) -> list[tuple[str, object]]:
@@ -147,21 +159,16 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=32).hexdigest().encode()
 
 
-def _is_left_to_torch(path: Path) -> bool:
-    """Whether an earlier start found that code cannot be saved or loaded."""
-    return path.exists() and not path.stat().st_size
-
-
-def _load(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode | None:
-    """Returns the code of a file, None if it is damaged, or of other sources or numbers."""
-    digest, _, content = path.read_bytes().partition(b"\n")
+def _load(content: bytes, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode | None:
+    """Returns the code of a file's content, None if it is incomplete, or of other sources or numbers."""
+    digest, _, content = content.partition(b"\n")
     if digest != _digest(content):
         return None
     header, _, data = content.partition(b"\n")
     try:
         code = load_forward(block, SavedCode(data=data, **json.loads(header)))
     except StaleCodeError as error:
-        logger.debug("compiled code in %s is stale: %s", path, error)
+        logger.debug("compiled code is compiled again: %s", error)
         return None
     return code if code.guard_check(block, *inputs) else None
 
@@ -177,6 +184,10 @@ def _compile(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> Guard
 
 
 def _write(path: Path, content: bytes) -> None:
+    """Writes a file as a whole; several ranks may do so at a time."""
     with suppress(OSError):  # as a full disk: a later start compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content)
+        with TemporaryDirectory(dir=path.parent) as folder:
+            partial = Path(folder, path.name)
+            partial.write_bytes(content)
+            partial.rename(path)
