@@ -111,6 +111,16 @@ def test_what_the_code_depends_on_is_compiled_for(tmp_path, change):
         torch.set_num_threads(threads)
 
 
+def test_code_for_another_number_does_not_replace_the_first(tmp_path):
+    x = torch.randn(SHAPE)
+    for factor in (3.0, 5.0):
+        check(Start(tmp_path), Scale(factor=factor), x)
+    before = times(tmp_path)
+    for factor in (3.0, 5.0):
+        check(Start(tmp_path), Scale(factor=factor), x)
+    assert times(tmp_path) == before
+
+
 def test_inputs_of_other_shapes_are_left_to_torch_compile(tmp_path):
     for _ in range(2):
         start = Start(tmp_path)
@@ -205,11 +215,14 @@ def test_code_that_depends_on_an_object_is_left_to_torch_compile(tmp_path, monke
     monkeypatch.syspath_prepend(tmp_path)
     x, folder = torch.randn(SHAPE), tmp_path / "blocks"
     block = own_block(tmp_path, MODULE.replace("x * SCALE", 'x * TABLE["shift"]'))
+    written = []
     for _ in range(2):
         start = Start(folder)
         torch.testing.assert_close(start(block, x), block(x))
         assert start.traced == [SHAPE]
         assert [path.read_bytes() for path in folder.iterdir()] == [LEFT_TO_TORCH]
+        written.append(times(folder))
+    assert written[0] == written[1]  # the second start did not try again
 
 
 def test_a_block_that_fails_is_not_left_to_torch_compile(tmp_path, monkeypatch):

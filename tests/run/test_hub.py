@@ -372,7 +372,7 @@ def test_a_checkpoint_is_converted_to_what_the_run_exports(corpus, tmp_path, cap
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("kept")
     assert script("convert_to_hf.py", checkpoint, tmp_path / "mine") == 2
-    assert "mine has files that are not an export" in capsys.readouterr().err
+    assert "mine/thesis.txt is no file of an export" in capsys.readouterr().err
     assert script("convert_from_hf.py", tmp_path / "converted", checkpoint.parent) == 2
     assert "checkpoint has step-2, which is kept; give another folder" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
