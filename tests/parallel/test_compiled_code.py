@@ -165,6 +165,11 @@ from torch import nn
 SCALE = 2.0
 TABLE = {"shift": 1.0}
 
+class Settings:
+    scale = 2.0
+
+SETTINGS = Settings()
+
 def scaled(x):
     return x * SCALE
 
@@ -211,10 +216,11 @@ def test_a_global_variable_that_another_process_sets_is_compared(tmp_path, monke
     check(Start(folder), block, x)
 
 
-def test_code_that_depends_on_an_object_is_left_to_torch_compile(tmp_path, monkeypatch):
+@pytest.mark.parametrize("factor", ['TABLE["shift"]', "SETTINGS.scale"])
+def test_code_that_depends_on_an_object_is_left_to_torch_compile(tmp_path, monkeypatch, factor):
     monkeypatch.syspath_prepend(tmp_path)
     x, folder = torch.randn(SHAPE), tmp_path / "blocks"
-    block = own_block(tmp_path, MODULE.replace("x * SCALE", 'x * TABLE["shift"]'))
+    block = own_block(tmp_path, MODULE.replace("x * SCALE", f"x * {factor}"))
     written = []
     for _ in range(2):
         start = Start(folder)

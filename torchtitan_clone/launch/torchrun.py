@@ -244,14 +244,12 @@ def _report(result: "RunResult", *, logs: "RankLogs") -> int:
     from torchtitan_clone.launch.rank_logs import tail
 
     codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
-    tails = {rank: tail(logs, rank=failure.local_rank) for rank, failure in result.failures.items()}
-    # Prefer the rank that caused the failure; the agent terminates the others with SIGTERM. A tail of a rank is empty
-    # if all of its output is shown.
+    # Prefer the rank that caused the failure; the agent terminates the others with SIGTERM.
     cause = min(codes, key=lambda rank: (codes[rank] != CONFIG_ERROR, codes[rank] == -signal.SIGTERM,
-                                         codes[rank] == REQUEUE_EXIT_CODE, tails[rank] != ""))  # fmt: skip
+                                         codes[rank] == REQUEUE_EXIT_CODE))  # fmt: skip
     if codes[cause] == REQUEUE_EXIT_CODE:
         return REQUEUE_EXIT_CODE
-    sys.stderr.write(tails[cause])
+    sys.stderr.write(tail(logs, rank=result.failures[cause].local_rank))
     if codes[cause] != CONFIG_ERROR:
         order = sorted(codes, key=lambda rank: codes[rank] == -signal.SIGTERM)
         failures = "".join(f"\n  rank {rank}: {_describe_exit(codes[rank])}" for rank in order)
