@@ -108,6 +108,7 @@ def test_missing_or_invalid_node_variables(tmp_path, environment, problem):
         ({"NGPU": "abc"}, "NGPU = abc"),
         ({"NGPU": "08"}, "NGPU = 08"),
         ({"NGPU": "0"}, "NGPU = 0"),
+        ({"NGPU": "9" * 21}, f"NGPU = {'9' * 21}"),
         ({"NNODES": "-2", "NGPU": "2"}, "NNODES = -2"),
     ],
 )

@@ -19,3 +19,12 @@ def test_leftovers_of_killed_exports_are_restored_or_deleted(corpus, tmp_path):
     shutil.copytree(exports / "step-2.replaced", exports / "step-2.partial")
     assert run(3) == ["step-2"]
     assert not (exports / "step-2" / "config.json").exists()
+
+
+def test_a_run_that_is_rewound_to_its_last_step_exports_it(corpus, tmp_path):
+    """The run has been trained further before, and has recorded that it was complete then."""
+    for steps, changes in ((4, {}), (2, {"checkpoint__load_step": 2, "checkpoint__last_save_in_hf": True})):
+        argv = options(corpus, tmp_path, training__steps=steps, checkpoint__interval=2, **changes)
+        code, text = train(argv, log_folder=tmp_path)
+        assert code == 0, text
+    assert [path.name for path in (tmp_path / "run" / "hf").iterdir()] == ["step-2"]

@@ -10,7 +10,7 @@ from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
 from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
+from torchtitan_clone.testing.runs import options, train
 
 
 def lock_as(argv: list[str], replica_ids: list[int], run_names: list[str]) -> str:
@@ -83,4 +83,15 @@ def test_an_export_folder_that_is_a_file_is_an_error_before_training(corpus, tmp
     argv = options(corpus, tmp_path, checkpoint__last_save_in_hf=True)
     plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
     with pytest.raises(ConfigError, match=r"nothing can be written to .*/run/hf"):
+        preflight.check_start(plan)
+
+
+def test_a_damaged_configuration_of_the_folder_is_named(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__steps=1)
+    assert train(argv, log_folder=tmp_path)[0] == 0
+    (tmp_path / "run" / "config.toml").write_text("[model")
+    plan = preflight.resolve(load_config(argv), world_size=1, device_type="cpu")
+    with pytest.raises(
+        ConfigError, match=r"run/config\.toml is damaged: .*; delete it, or choose another job\.run_name"
+    ):
         preflight.check_start(plan)
