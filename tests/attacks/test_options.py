@@ -176,7 +176,7 @@ TOO_LARGE = {
     "--data.cache_folder=": 'data.cache_folder = "": an empty path is the current folder; set it to "."',
     "--data.sources=[{name='a', path=''}]": 'data.sources, name "a": path = "": an empty path is the current folder',
     f"--job.dump_folder=/tmp/{'x' * 300}": "a path has at most 4,095 bytes, and each name in it 255; shorten it",
-    "--job.dump_folder=runs\nin": 'job.dump_folder = "runs\\nin": a folder has a name of one line; choose another',
+    "--job.dump_folder=runs\nin": 'job.dump_folder = "runs\\nin": must not contain a line break; choose another',
 }
 
 

@@ -1,6 +1,7 @@
 """The batch script that scripts/slurm/submit.py prints; needs no cluster."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -74,8 +75,8 @@ def test_options_appear_in_the_batch_script(submit):
 @pytest.mark.parametrize("word", ["job__dry_run", "job__dry_run_all"])
 def test_the_job_is_no_dry_run(submit, word):
     script = submit(**{word: True}, training__global_batch_size=16).stdout
-    command = script.splitlines()[-1] if "--job" in script.splitlines()[-1] else script
-    assert command.rfind("--job.dry_run=false") > command.rfind("--job.dry_run=true")
+    given = dict(re.findall(r"--job\.(dry_run\w*)=(\w+)", script))  # of a repeated option the last one holds
+    assert given == {"dry_run": "false", "dry_run_all": "false", "dry_run_device": "auto"}
 
 
 @pytest.mark.parametrize(("sbatch", "reason"), [(None, "No such file"), ("#!/bin/sh", "Permission denied")])

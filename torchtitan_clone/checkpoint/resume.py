@@ -115,7 +115,7 @@ def _check_excluded(excluded: Sequence[str], *, names: Set[str]) -> None:
     answers = [answer.items(count=len(found)) for answer in all_gather_json(found)]
     for wanted, *are_found in zip(tensors, *answers, strict=True):
         if not any(each.flag() for each in are_found):
-            rule = "neither the checkpoint nor this run has a tensor of this name; see scripts/checkpoint.py show"
+            rule = "neither the checkpoint nor this run has this tensor; name one that scripts/checkpoint.py show lists"
             raise ConfigError(f"checkpoint.exclude_from_loading = [{shown(wanted)}]: {rule}")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, cast, get_args, get_origin, get_type_hints
 
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_multiples
-from torchtitan_clone.config.resolved import run_name
+from torchtitan_clone.config.resolved import EXPORT_FOLDER, run_name
 from torchtitan_clone.config.schema import Config, FaultTolerance, Profiling, Range, Slurm
 from torchtitan_clone.config.stages import find_data_errors
 from torchtitan_clone.documents import is_plain_name
@@ -190,8 +190,8 @@ EXCLUDABLE = ("model", "optimizer", "rng", "data")
 
 
 MAX_RUN_NAME = 128
-OWN_FOLDERS = ("hf", "slurm")
-"""Folders in that of a run, of exports and of Slurm's logs, besides those that options name."""
+OWN_FOLDERS = (EXPORT_FOLDER, "slurm")
+"""Folders in a run's folder that no option names: exports, and the logs of Slurm."""
 
 
 def _find_storage_errors(config: Config) -> Iterator[str]:
@@ -222,7 +222,7 @@ def _find_storage_errors(config: Config) -> Iterator[str]:
         if name == "checkpoint.folder" and os.path.normpath(value).split("/")[0] in OWN_FOLDERS:
             yield f"{name} = {shown(value)}: the run writes other files there; choose another."
         if len(value.splitlines()) > 1:  # would end a line of a batch script
-            yield f"{name} = {shown(value)}: a folder has a name of one line; choose another."
+            yield f"{name} = {shown(value)}: must not contain a line break; choose another."
 
 
 PATHS = (

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from torchtitan_clone.config.schema import FaultTolerance, Job, Parallelism, Training
 
+EXPORT_FOLDER = "hf"
+"""Folder of exports in a run's folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:

@@ -66,7 +66,7 @@ def serve(folders: Sequence[Path], *, port: int) -> int:
     try:
         server = ReportServer(folders, port=port)
     except OSError as error:
-        raise ConfigError(f"--port={port}: cannot be listened at: {error.strerror}; choose another") from None
+        raise ConfigError(f"--port={port}: cannot listen: {error.strerror}; choose another port") from None
     with server:
         sys.stdout.write(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C ends)\n")
         sys.stdout.flush()

@@ -72,11 +72,11 @@ def apply_parallelism(
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
     if compile.compiles_model:
-        is_local = not experts and mesh.tp.size() == mesh.cp.size() == 1
+        has_collectives = bool(experts) or mesh.tp.size() > 1 or mesh.cp.size() > 1
         compile_blocks(
             model.layers, backend=compile.backend, device_type=mesh.world.device_type,
             fullgraph=not experts,  # the exchange of tokens is not in the graph
-            can_be_saved=is_local and not _is_per_operation(activation_checkpoint),
+            can_be_saved=not has_collectives and not _is_per_operation(activation_checkpoint),
         )  # fmt: skip
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)

@@ -3,12 +3,12 @@
 from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.config import Config, changes_to_toml, to_toml
 from torchtitan_clone.config.checks import find_config_errors
+from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
 from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.parallel.mesh import describe_mesh
-from torchtitan_clone.run.hub import EXPORT_FOLDER
 from torchtitan_clone.run.plan import RunPlan, first_step_of, later_phases, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096

@@ -27,8 +27,6 @@ from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
 
-EXPORT_FOLDER = "hf"
-"""Folder of the exports in the run's folder."""
 _MAY_DIFFER_SILENTLY = {"max_seq_len"}
 _MAY_BE_LESS = {"mtp_depth"}
 """Arguments that may be smaller than those of a folder, whose other tensors are left out then."""

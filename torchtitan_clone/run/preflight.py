@@ -26,6 +26,7 @@ from torchtitan_clone.checkpoint.commit import (
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
 from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
 from torchtitan_clone.fault_tolerance.outer import split_into_fragments
@@ -37,13 +38,7 @@ from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
-from torchtitan_clone.run.hub import (
-    EXPORT_FOLDER,
-    InitialWeights,
-    check_tokenizer,
-    initial_weights_path,
-    open_initial_weights,
-)
+from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
 from torchtitan_clone.run.phases import phases
