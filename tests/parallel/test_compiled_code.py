@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.compiled_code import LEFT_TO_TORCH, CodeFolder, CompiledBlock
+from torchtitan_clone.parallel.runtime import set_up_compile
+from torchtitan_clone.run import preflight
+from torchtitan_clone.run.engine import build_plan_mesh, parallelize_model_parts
+from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, read_json_lines
+from torchtitan_clone.torch_compat import init_fake_process_group
 
 SHAPE = (4, 8)
 
@@ -273,3 +279,30 @@ def test_a_run_starts_without_the_compiler(corpus, tmp_path):
     assert outputs == ["compiler: torch._inductor.graph torch._inductor.lowering", "compiler:"]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
+
+
+def uses_folder(argv, world_size):
+    """Returns whether the blocks of a run with these options use code of a folder, on a process group without ranks."""
+    init_fake_process_group(rank=0, world_size=world_size)
+    plan = preflight.resolve(load_config(argv), world_size=world_size, device_type="cpu")
+    set_up_compile(plan.config.compile, device_type="cpu")
+    (model,) = parallelize_model_parts(plan, mesh=build_plan_mesh(plan, device_type="cpu"))
+    (found,) = {isinstance(block, CompiledBlock) for block in model.layers.values()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"parallelism__data_parallel_shard_degree": 2}, True),
+        ({"parallelism__tensor_parallel_degree": 2}, False),
+        ({"parallelism__context_parallel_degree": 2}, False),
+        ({"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}, False),
+        ({"activation_checkpoint__mode": "full"}, True),
+    ],
+)
+def test_blocks_with_collectives_or_recomputation_per_operation_use_no_folder(corpus, tmp_path, changes, expected):
+    """Code with collectives names process groups of a start."""
+    argv = options(corpus, tmp_path, **changes, compile__enable=True)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert run_ranks(uses_folder, 1, argv, 2, env=environment) == [expected]
