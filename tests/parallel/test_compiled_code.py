@@ -301,7 +301,7 @@ def uses_folder(argv, world_size):
         ({"activation_checkpoint__mode": "full"}, True),
     ],
 )
-def test_blocks_with_collectives_or_recomputation_per_operation_use_no_folder(corpus, tmp_path, changes, expected):
+def test_blocks_with_collectives_or_selective_recomputation_use_no_folder(corpus, tmp_path, changes, expected):
     """Code with collectives names process groups of a start."""
     argv = options(corpus, tmp_path, **changes, compile__enable=True)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
