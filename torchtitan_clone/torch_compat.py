@@ -23,7 +23,6 @@ from enum import Enum
 from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
-from operator import attrgetter
 from pathlib import Path
 from threading import Lock, Thread
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
@@ -422,7 +421,7 @@ def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[Guarde
     traced.clear()  # hundreds of KiB
     constants: dict[str, str] = {}
     for name, value in others.items():
-        if isinstance(value, _CONSTANTS):
+        if _is_constant(value):
             constants[name] = repr(value)
         elif module := _module_of_code(value, name=name):
             modules.add(module)
@@ -503,18 +502,21 @@ def _module_of_code(value: object, *, name: str) -> str | None:
             raise ValueError(f"{name} = {value!r} cannot be compared in another process")
 
 
+def _is_constant(value: object) -> bool:
+    return isinstance(value, _CONSTANTS) or (type(value) is tuple and all(_is_constant(each) for each in value))
+
+
 def _value_of(name: str, block: nn.Module) -> object:
-    """Returns the value of Dynamo's name of a global variable or an attribute; ValueError if it is neither."""
-    found = re.fullmatch(r"(?:G\['(__import_)?(\w+)'\]|self)((?:\.\w+)*)", name)
+    """Returns the value of Dynamo's name of a global variable, an attribute or an item; ValueError if it is neither."""
+    found = re.fullmatch(r"(?:G\['(__import_)?(\w+)'\]|self)((?:\.\w+|\['\w+'\]|\[\d+\])*)", name)
     if not found:
         raise ValueError(f"{name} is no variable of a module")
-    is_imported, root, attributes = found.groups()
-    value: object = block
-    if is_imported:
-        value = sys.modules[root.replace("_dot_", ".")]
-    elif root:
-        value = _globals_of(block)[root]
-    return attrgetter(attributes[1:])(value) if attributes else value
+    is_imported, root, path = found.groups()
+    value: object = _globals_of(block)[root] if root and not is_imported else block
+    value = sys.modules[root.replace("_dot_", ".")] if is_imported else value
+    for name, key, index in re.findall(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]", path):
+        value = getattr(value, name) if name else cast("Mapping[object, object]", value)[key or int(index)]
+    return value
 
 
 def _globals_of(block: nn.Module) -> dict[str, object]:

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from safetensors.torch import save_file
+from torch._dynamo.backends.common import aot_autograd
 from transformers import AutoConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -177,3 +179,20 @@ def test_gradients_of_biases_of_experts_in_bfloat16_are_those_of_float32():
     out = experts._product(rows, experts.w1, experts.w1_bias, ends)
     out.backward(torch.ones_like(out))
     assert experts.w1_bias.grad[0].tolist() == [4096.0] * 16
+
+
+def test_compiled_gradients_of_biases_are_summed_in_a_fixed_order():
+    """Inductor adds by atomics, in the order in which threads come, where an index_put() accumulates."""
+    called = []
+
+    def note(graph, _inputs):
+        called.append([(str(node.target), node.args) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    model = SPEC.build(replace(ARGS, n_layers=1))
+    block = torch.compile(model.layers["0"], backend=aot_autograd(fw_compiler=note), fullgraph=True)
+    model.layers["0"] = block
+    model(torch.arange(64)[None], positions_BT=torch.arange(64)[None]).sum().backward()
+    _forward, backward = called
+    assert sum("group_sums" in name for name, _ in backward) == 3
+    assert not [args for name, args in backward if "index_put" in name and True in args]

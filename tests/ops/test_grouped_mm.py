@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_clone.ops.grouped_mm import grouped_mm
+from torchtitan_clone.ops.grouped_mm import grouped_mm, rows_of_groups
 
 SIZES = [5, 0, 7, 1, 0]
 
@@ -46,5 +46,22 @@ def test_shapes_on_the_meta_device():
     assert weight_EFD.grad.shape == weight_EFD.shape
 
 
-def test_operator_is_registered_completely():
+def test_operators_are_registered_completely():
     torch.library.opcheck(grouped_mm, tensors())
+    x_ND, _, _ = tensors()
+    sums = torch.ops.torchtitan_clone.group_sums.default
+    torch.library.opcheck(sums, (x_ND.detach(), torch.arange(len(SIZES)).repeat_interleave(torch.tensor(SIZES)), 5))
+
+
+def test_rows_of_groups_and_their_gradients():
+    x_ND, weight_EFD, ends_E = tensors()
+    values_EF = weight_EFD[..., 0]
+    rows_NF = rows_of_groups(values_EF, ends_E, num_rows=len(x_ND))
+    assert torch.equal(rows_NF, values_EF.repeat_interleave(torch.tensor(SIZES), dim=0))
+    grad_NF = torch.randn(rows_NF.shape)
+    (found,) = torch.autograd.grad(rows_NF, values_EF, grad_NF)
+    expected = torch.zeros_like(values_EF)
+    for group, rows in enumerate(grad_NF.split(SIZES)):
+        for row in rows:
+            expected[group] += row
+    assert torch.equal(found, expected)

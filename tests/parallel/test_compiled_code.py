@@ -176,8 +176,8 @@ class Settings:
 
 SETTINGS = Settings()
 
-def scaled(x):
-    return x * SCALE
+def scaled(x, powers=(1.0, 2.0), *, shift=0.5):
+    return (x * SCALE) ** powers[1] + shift
 
 class Block(nn.Module):
     def __init__(self):
@@ -213,13 +213,18 @@ def test_a_changed_source_of_a_family_is_compiled_again(tmp_path, monkeypatch, o
     assert (times(folder) != before) == (old != new)
 
 
-def test_a_global_variable_that_another_process_sets_is_compared(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "change", ["SCALE = 7.0", "scaled.__kwdefaults__['shift'] = 7.0", "scaled.__defaults__ = ((1, 3),)"]
+)
+def test_a_constant_that_another_process_sets_is_compared(tmp_path, monkeypatch, change):
     monkeypatch.syspath_prepend(tmp_path)
     x, folder = torch.randn(SHAPE), tmp_path / "blocks"
     check(Start(folder), own_block(tmp_path, MODULE), x)
+    before = times(folder)
     block = own_block(tmp_path, MODULE)
-    monkeypatch.setattr(sys.modules["own_family"], "SCALE", 7.0)
+    exec(change, vars(sys.modules["own_family"]))
     check(Start(folder), block, x)
+    assert times(folder) != before
 
 
 @pytest.mark.parametrize("factor", ['TABLE["shift"]', "(2.0 if isinstance(SETTINGS, Settings) else 3.0)"])

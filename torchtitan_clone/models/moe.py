@@ -26,7 +26,7 @@ from torchtitan_clone.models.balancing import (
 from torchtitan_clone.models.decoder import Hidden, ModelArgs
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
-from torchtitan_clone.ops.grouped_mm import grouped_mm
+from torchtitan_clone.ops.grouped_mm import grouped_mm, rows_of_groups
 from torchtitan_clone.ops.permutation import Permute, inverse
 
 NumExperts = Annotated[int, Range(1, 2**16)]
@@ -259,9 +259,8 @@ class Experts(nn.Module):
         out = grouped_mm(rows, local_with_partial_grad(weight), ends_E)
         if bias is None:
             return out
-        index = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         # In float32: backward adds the gradient of one row after another, of which bfloat16 loses most.
-        return out + share_of_sum(bias).float()[torch.searchsorted(ends_E, index, right=True)].type_as(out)
+        return out + rows_of_groups(share_of_sum(bias).float(), ends_E, num_rows=len(rows)).type_as(out)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, *, limit: float, alpha: float = 1.702) -> Tensor:

@@ -1,14 +1,15 @@
-"""Products of groups of rows, each group with a matrix of its own, for mixtures of experts.
+"""Products of groups of rows, each group with a matrix of its own, and their biases, for mixtures of experts.
 
 torch's grouped product as a custom operator: it also takes float32 on the meta device, and activation checkpointing
 can name it. Legend: N rows, sorted by group; E groups; D, F sizes, multiples of 16 bytes.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 
 @torch.library.custom_op("torchtitan_clone::grouped_mm", mutates_args=())
@@ -36,8 +37,7 @@ def _(grad_NF: Tensor, weight_EFD: Tensor, _ends_E: Tensor) -> Tensor:
 def _weight_grad(grad_NF: Tensor, x_ND: Tensor, ends_E: Tensor) -> Tensor:
     if _has_kernel(x_ND):
         return F.grouped_mm(grad_NF.contiguous().T, x_ND, offs=ends_E)
-    pieces = _groups(ends_E)
-    return torch.stack([grad_NF[piece].T @ x_ND[piece] for piece in pieces])
+    return torch.stack([grad_NF[piece].T @ x_ND[piece] for piece in _groups(ends_E)])
 
 
 @_weight_grad.register_fake
@@ -69,3 +69,37 @@ def _backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor | None, Tensor | None, 
 
 
 grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def rows_of_groups(values_EF: Tensor, ends_E: Tensor, *, num_rows: int) -> Tensor:
+    """Returns [N, F]: the row of `values` of each row's group; gradients are the sums over the rows of a group."""
+    index = torch.arange(num_rows, dtype=torch.int32, device=ends_E.device)
+    return _RowsOfGroups.apply(values_EF, torch.searchsorted(ends_E, index, right=True))
+
+
+class _RowsOfGroups(torch.autograd.Function):
+    """Indexes rows. Compiled code of torch's own backward adds by atomics, in an order that varies."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values_EF: Tensor, groups_N: Tensor) -> Tensor:
+        ctx.save_for_backward(values_EF, groups_N)
+        return values_EF[groups_N]
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, *grads: Tensor):
+        values_EF, groups_N = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        return _group_sums(grads[0], groups_N, len(values_EF)), None
+
+
+@torch.library.custom_op("torchtitan_clone::group_sums", mutates_args=())
+def _group_sums(x_NF: Tensor, groups_N: Tensor, num_groups: int) -> Tensor:
+    """Returns [E, F]: sums of the rows of each group, one row after another."""
+    sums = x_NF.new_zeros(num_groups, x_NF.shape[1])
+    if x_NF.device.type == "cpu":
+        return sums.index_add_(0, groups_N, x_NF)  # a GPU's adds by atomics
+    return sums.index_put_((groups_N,), x_NF, accumulate=True)
+
+
+@_group_sums.register_fake
+def _(x_NF: Tensor, _groups_N: Tensor, num_groups: int) -> Tensor:
+    return x_NF.new_empty(num_groups, x_NF.shape[1])

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,10 +51,7 @@ def compile_blocks(
         folder = _code_folder() if can_be_saved else None
         if folder is None:
             import_inductor()
-
-    def compiled(block: nn.Module) -> nn.Module:
-        return cast("nn.Module", torch.compile(block, backend=backend, fullgraph=fullgraph))
-
+    compiled = cast("Callable[[nn.Module], nn.Module]", partial(torch.compile, backend=backend, fullgraph=fullgraph))
     for name, block in list(layers.items()):
         layers[name] = compiled(block) if folder is None else CompiledBlock(block, compiled=compiled, folder=folder)
 
