@@ -127,6 +127,24 @@ def test_code_for_another_number_does_not_replace_the_first(tmp_path):
     assert times(tmp_path) == before
 
 
+def test_each_number_among_the_blocks_of_a_start_gets_code(tmp_path):
+    x = torch.randn(SHAPE)
+    for _ in range(2):
+        start = Start(tmp_path)
+        for factor in (3.0, 5.0, 3.0):
+            check(start, Scale(factor), x)
+        assert len(times(tmp_path)) == 2
+
+
+def test_a_number_that_changes_during_a_start_is_left_to_torch_compile(tmp_path):
+    start, block = Start(tmp_path), Scale()
+    compiled = CompiledBlock(block, compiled=lambda block: ByTorch(block, start.traced), folder=start.folder)
+    for block.factor in (3.0, 5.0, 7.0):
+        compiled(torch.randn(SHAPE))
+    assert len(start.traced) == 2
+    assert len(times(tmp_path)) == 1
+
+
 def test_inputs_of_other_shapes_are_left_to_torch_compile(tmp_path):
     for _ in range(2):
         start = Start(tmp_path)

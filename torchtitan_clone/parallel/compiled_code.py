@@ -73,7 +73,7 @@ class CompiledBlock(nn.Module):
         self._orig_mod = block  # as torch.compile names it
         self._compiled = cache(lambda: compiled(block))  # not a child of this module: it has the same one
         self._folder = folder
-        self._kind = repr((block, [_describe(weight) for weight in block.parameters()]))
+        self._kind = repr((block, _numbers_of(block), [_describe(weight) for weight in block.parameters()]))
 
     def forward(self, *inputs: object) -> object:
         """Returns what the block returns."""
@@ -104,7 +104,7 @@ class CodeFolder:
         """Returns code whose guards accept the block and its inputs, loaded or compiled, or None.
 
         Only the first inputs of blocks of a kind get code, with gradients and without: torch.compile makes code that
-        takes any sizes of all others.
+        takes any sizes of all others, and limits how often it compiles for a number that changes.
         """
         for code in self._codes:
             if code.guard_check(block, *inputs):
