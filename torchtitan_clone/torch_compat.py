@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
@@ -370,19 +370,15 @@ def compiler_settings() -> str:
     return repr([config.get_hash() for config in (of_gradients, of_code)])
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling a module runs more than its forward; hooks of modules in it are guarded, but not global ones."""
+def needs_torch_compile(module: nn.Module) -> bool:
+    """Whether a call has to go through torch.compile: for hooks that no guard covers, its own and global ones, or for
+    torch.compiler.set_stance(), which may ask for eager execution.
+    """
+    from torch._dynamo import eval_frame
     from torch.nn.modules.module import _has_any_global_hook
 
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks) or bool(_has_any_global_hook())
-
-
-def is_eager_forced() -> bool:
-    """Whether torch.compiler.set_stance() asks that compiled modules run without their code."""
-    from torch._dynamo import eval_frame
-
-    return eval_frame._stance.stance != "default"
+    return any(hooks) or bool(_has_any_global_hook()) or eval_frame._stance.stance != "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,8 +417,8 @@ def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[Guarde
     traced.clear()  # hundreds of KiB
     constants: dict[str, str] = {}
     for name, value in others.items():
-        if _is_constant(value):
-            constants[name] = repr(value)
+        if text := _text_of(value):
+            constants[name] = text
         elif module := _module_of_code(value, name=name):
             modules.add(module)
     sources = {name: _hash_source(name) for name in modules if name.split(".")[0] not in _IDENTIFIED}
@@ -471,12 +467,9 @@ def _without_compiler() -> Iterator[None]:
 def load_forward(block: nn.Module, saved: SavedCode) -> "GuardedCode":
     """Returns the code of compile_forward(); StaleCodeError if it was made of other sources or constants."""
     import_code_cache()
-    for name, digest in saved.sources.items():
-        if name not in sys.modules or _hash_source(name) != digest:
-            raise StaleCodeError(f"the source of {name} is another one")
-    for name, value in saved.constants.items():
-        if (found := repr(_value_of(name, block))) != value:
-            raise StaleCodeError(f"{name} is {found} and was {value}")
+    stale = [name for name, text in saved.sources.items() if name not in sys.modules or _hash_source(name) != text]
+    if stale := stale or changed_constants(saved.constants, block):
+        raise StaleCodeError(f"not as they were: {', '.join(stale)}")
     with _without_compiler():
         code = torch.compiler.load_compiled_function(BytesIO(saved.data), f_globals=_globals_of(block))
     return cast("GuardedCode", code)
@@ -502,8 +495,19 @@ def _module_of_code(value: object, *, name: str) -> str | None:
             raise ValueError(f"{name} = {value!r} cannot be compared in another process")
 
 
-def _is_constant(value: object) -> bool:
-    return isinstance(value, _CONSTANTS) or (type(value) is tuple and all(_is_constant(each) for each in value))
+def changed_constants(constants: Mapping[str, str], block: nn.Module) -> list[str]:
+    """Returns the names of those SavedCode.constants that have other values for a block."""
+    return [name for name, text in constants.items() if _text_of(_value_of(name, block)) != text]
+
+
+def _text_of(value: object) -> str | None:
+    """Returns a text that is the same for equal constants in all processes, None for other values."""
+    if isinstance(value, tuple | frozenset) or (is_dataclass(value) and not isinstance(value, type)):
+        items = value if isinstance(value, tuple | frozenset) else vars(value).values()
+        texts = [each.name() if isinstance(each, torch._ops.OperatorBase) else _text_of(each) for each in items]
+        texts = sorted(texts, key=str) if isinstance(value, frozenset) else texts
+        return None if None in texts else f"{type(value).__qualname__}{texts}"
+    return repr(value) if isinstance(value, _CONSTANTS) else None
 
 
 def _value_of(name: str, block: nn.Module) -> object:

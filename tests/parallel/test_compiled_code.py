@@ -4,20 +4,23 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.models.spec import KeptOperations
 from torchtitan_clone.parallel.compiled_code import LEFT_TO_TORCH, CodeFolder, CompiledBlock
 from torchtitan_clone.parallel.runtime import set_up_compile
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_plan_mesh, parallelize_model_parts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, read_json_lines
-from torchtitan_clone.torch_compat import init_fake_process_group
+from torchtitan_clone.torch_compat import checkpoint_wrapper, init_fake_process_group
 
 SHAPE = (4, 8)
 
@@ -143,6 +146,29 @@ def test_a_number_that_changes_during_a_start_is_left_to_torch_compile(tmp_path)
         compiled(torch.randn(SHAPE))
     assert len(start.traced) == 2
     assert len(times(tmp_path)) == 1
+
+
+def contexts(kept: KeptOperations):
+    """Returns the contexts of a block whose recomputation keeps results of these operations."""
+    return create_selective_checkpoint_contexts(list(kept.always))
+
+
+def test_code_is_of_the_operations_that_recomputation_keeps(tmp_path):
+    """No saved guard tests them: they are compared between starts, and between the blocks of one."""
+    always = [frozenset(kept) for kept in ([], [torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor])]
+    kept = [KeptOperations(always=each, alternating=frozenset()) for each in always]
+    first, second = (checkpoint_wrapper(Scale(), context_fn=partial(contexts, each)) for each in kept)
+    x = torch.randn(SHAPE)
+    check(Start(tmp_path), first, x)
+    written = times(tmp_path)
+    check(Start(tmp_path), first, x)
+    assert times(tmp_path) == written
+    check(Start(tmp_path), second, x)
+    assert times(tmp_path) != written
+    start = Start(tmp_path)
+    check(start, second, x)
+    torch.testing.assert_close(start(first, x), first(x))
+    assert start.traced == [SHAPE]
 
 
 def test_inputs_of_other_shapes_are_left_to_torch_compile(tmp_path):
@@ -289,11 +315,15 @@ sys.exit(code)
 
 
 def test_a_run_starts_without_the_compiler(corpus, tmp_path):
-    """The first run compiles; its steps and those of the second have the same bits."""
+    """The first run compiles; its steps and those of the second have the same bits. The first block is recomputed."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     outputs, losses = [], []
     for name in ("first", "second"):
-        changes = {"compile__enable": True, "training__steps": 3, "checkpoint__enable": False, "job__run_name": name}
+        changes = {
+            "compile__enable": True, "training__steps": 3, "checkpoint__enable": False, "job__run_name": name,
+            "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op",
+            "activation_checkpoint__first_blocks": 1,
+        }  # fmt: skip
         command = [sys.executable, "-c", PROGRAM, *options(corpus, tmp_path / "runs", **changes)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         outputs.append(done.stdout.splitlines()[-1])
@@ -320,11 +350,10 @@ def uses_folder(argv, world_size):
         ({"parallelism__data_parallel_shard_degree": 2}, True),
         ({"parallelism__tensor_parallel_degree": 2}, False),
         ({"parallelism__context_parallel_degree": 2}, False),
-        ({"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}, False),
-        ({"activation_checkpoint__mode": "full"}, True),
+        ({"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}, True),
     ],
 )
-def test_blocks_with_collectives_or_selective_recomputation_use_no_folder(corpus, tmp_path, changes, expected):
+def test_blocks_with_collectives_use_no_folder(corpus, tmp_path, changes, expected):
     """Code with collectives names process groups of a start."""
     argv = options(corpus, tmp_path, **changes, compile__enable=True)
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

@@ -76,7 +76,7 @@ def apply_parallelism(
         compile_blocks(
             model.layers, backend=compile.backend, device_type=mesh.world.device_type,
             fullgraph=not experts,  # the exchange of tokens is not in the graph
-            can_be_saved=not has_collectives and not _is_per_operation(activation_checkpoint),
+            can_be_saved=not has_collectives,
         )  # fmt: skip
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -85,10 +85,6 @@ def apply_parallelism(
         parameter_mesh=mesh.parameters, experts=experts, expert_mesh=mesh.expert_fsdp, training=training,
         keeps_gradients=keeps_gradients, parallelism=parallelism,
     )  # fmt: skip
-
-
-def _is_per_operation(config: ActivationCheckpoint) -> bool:
-    return config.mode == "selective" and config.selective_ac_option == "op"
 
 
 def _checkpoint_activations(
@@ -101,7 +97,7 @@ def _checkpoint_activations(
 ) -> None:
     if config.mode == "none":
         return
-    per_op = _is_per_operation(config)
+    per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = 1 if config.mode == "full" or per_op else int(config.selective_ac_option)
     options = {"context_fn": partial(_selective_context, kept)} if per_op else {}
     first = len(layers) if config.first_blocks == -1 else config.first_blocks

@@ -25,13 +25,13 @@ from torchtitan_clone.torch_compat import (
     GuardedCode,
     SavedCode,
     StaleCodeError,
+    changed_constants,
     compile_forward,
     compiler_settings,
-    has_hooks,
     identify_torch,
     import_inductor,
-    is_eager_forced,
     load_forward,
+    needs_torch_compile,
 )
 
 LEFT_TO_TORCH = b"can only be compiled by torch.compile"
@@ -46,11 +46,10 @@ def compile_blocks(
     On a CPU inductor's code is saved where set_up_compile() keeps torch's, unless it depends on objects of this start,
     as on process groups.
     """
-    folder = None
-    if device_type == "cpu" and backend == "inductor":
-        folder = _code_folder() if can_be_saved else None
-        if folder is None:
-            import_inductor()
+    on_cpu = device_type == "cpu" and backend == "inductor"
+    folder = _code_folder() if on_cpu and can_be_saved else None
+    if on_cpu and folder is None:
+        import_inductor()
     compiled = cast("Callable[[nn.Module], nn.Module]", partial(torch.compile, backend=backend, fullgraph=fullgraph))
     for name, block in list(layers.items()):
         layers[name] = compiled(block) if folder is None else CompiledBlock(block, compiled=compiled, folder=folder)
@@ -78,7 +77,7 @@ class CompiledBlock(nn.Module):
     def forward(self, *inputs: object) -> object:
         """Returns what the block returns."""
         block = self._orig_mod
-        code = None if has_hooks(block) or is_eager_forced() else self._folder.find(block, inputs, kind=self._kind)
+        code = None if needs_torch_compile(block) else self._folder.find(block, inputs, kind=self._kind)
         if code is not None:
             return code.fn(block, *inputs)
         import_inductor()
@@ -96,7 +95,7 @@ class CodeFolder:
 
     def __init__(self, folder: Path, *, environment: str) -> None:
         self._folder, self._environment = folder, environment
-        self._codes: list[GuardedCode] = []
+        self._codes: list[tuple[GuardedCode, dict[str, str]]] = []  # and what it needs of a block, which no guard tests
         self._tried: set[str] = set()
         self._failed: list[Path] = []
 
@@ -106,8 +105,8 @@ class CodeFolder:
         Only the first inputs of blocks of a kind get code, with gradients and without: torch.compile makes code that
         takes any sizes of all others, and limits how often it compiles for a number that changes.
         """
-        for code in self._codes:
-            if code.guard_check(block, *inputs):
+        for code, constants in self._codes:
+            if code.guard_check(block, *inputs) and not changed_constants(constants, block):
                 return code
         kind += f" {torch.is_grad_enabled()} {[weight.requires_grad for weight in block.parameters()]}"
         if kind in self._tried:
@@ -120,12 +119,12 @@ class CodeFolder:
         if content == LEFT_TO_TORCH or " at 0x" in name:  # an address, which another start does not have
             return None
         try:
-            code = _load(content, block=block, inputs=inputs) or _compile(path, block=block, inputs=inputs)
+            code, saved = _load(content, block=block, inputs=inputs) or _compile(path, block=block, inputs=inputs)
         except Exception as error:  # noqa: BLE001, whatever it is: torch.compile compiles the block, or raises it
             logger.debug("no compiled code in %s: %s", path, error)
             self._failed.append(path)
             return None
-        self._codes.append(code)
+        self._codes.append((code, {name: text for name, text in saved.constants.items() if name.startswith("self")}))
         return code
 
     def leave_failed_to_torch(self) -> None:
@@ -156,28 +155,29 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=32).hexdigest().encode()
 
 
-def _load(content: bytes, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode | None:
+def _load(content: bytes, *, block: nn.Module, inputs: Sequence[object]) -> tuple[GuardedCode, SavedCode] | None:
     """Returns the code of a file's content, None if it is incomplete, or of other sources or numbers."""
     digest, _, content = content.partition(b"\n")
     if digest != _digest(content):
         return None
     header, _, data = content.partition(b"\n")
     try:
-        code = load_forward(block, SavedCode(data=data, **json.loads(header)))
+        saved = SavedCode(data=data, **json.loads(header))
+        code = load_forward(block, saved)
     except StaleCodeError as error:
         logger.debug("compiled code is compiled again: %s", error)
         return None
-    return code if code.guard_check(block, *inputs) else None
+    return (code, saved) if code.guard_check(block, *inputs) else None
 
 
-def _compile(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> GuardedCode:
+def _compile(path: Path, *, block: nn.Module, inputs: Sequence[object]) -> tuple[GuardedCode, SavedCode]:
     """Compiles for these inputs and writes the file."""
     import_inductor()
     code, saved = compile_forward(block, inputs)
     header = json.dumps({"constants": saved.constants, "sources": saved.sources}).encode()
     content = b"\n".join((header, saved.data))
     _write(path, b"\n".join((_digest(content), content)))
-    return code
+    return code, saved
 
 
 def _write(path: Path, content: bytes) -> None:
