@@ -371,9 +371,7 @@ def compiler_settings() -> str:
 
 
 def needs_torch_compile(module: nn.Module) -> bool:
-    """Whether a call has to go through torch.compile: for hooks that no guard covers, its own and global ones, or for
-    torch.compiler.set_stance(), which may ask for eager execution.
-    """
+    """Whether a call must go through torch.compile: for hooks that no guard covers, or for set_stance()."""
     from torch._dynamo import eval_frame
     from torch.nn.modules.module import _has_any_global_hook
 
@@ -387,7 +385,7 @@ class SavedCode:
 
     data: bytes
     constants: dict[str, str]
-    """Values of global variables as text, by Dynamo's names for them."""
+    """Values of global variables, attributes and default arguments as text, by Dynamo's names for them."""
     sources: dict[str, str]
     """Hash of the source by module."""
 
@@ -417,10 +415,11 @@ def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[Guarde
     traced.clear()  # hundreds of KiB
     constants: dict[str, str] = {}
     for name, value in others.items():
-        if text := _text_of(value):
-            constants[name] = text
-        elif module := _module_of_code(value, name=name):
-            modules.add(module)
+        if (text := _text_of(value)) is None and not name.startswith("G['__import_torch_dot_"):
+            raise ValueError(f"{name} = {value!r} cannot be compared in another process")
+        if text is not None:
+            modules |= {_module_of(value)} - {None}
+            constants |= {} if re.match(_MADE_BY_DYNAMO, name) else {name: text}
     sources = {name: _hash_source(name) for name in modules if name.split(".")[0] not in _IDENTIFIED}
     saved = SavedCode(data=type(code).serialize(code).serialized_data, constants=constants, sources=sources)
     if not load_forward(block, saved).guard_check(block, *inputs):
@@ -478,36 +477,42 @@ def load_forward(block: nn.Module, saved: SavedCode) -> "GuardedCode":
 _CONSTANTS = (bool, int, float, str, torch.dtype, Enum, NoneType)
 _IDENTIFIED = ("builtins", "torch", __name__.split(".")[0])
 """Packages whose sources the names of files of saved code identify."""
-
-
-def _module_of_code(value: object, *, name: str) -> str | None:
-    """Returns the module that defines a function, class or operator, None for an object of torch; else ValueError."""
-    match value:
-        case ModuleType():
-            return value.__name__
-        case torch.library.CustomOpDef():
-            return value._init_fn.__module__
-        case type() | FunctionType() | BuiltinFunctionType() | torch._ops.OpOverload():
-            return value.__module__
-        case _ if name.startswith("G['__import_torch_dot_"):
-            return None
-        case _:
-            raise ValueError(f"{name} = {value!r} cannot be compared in another process")
+_MADE_BY_DYNAMO = r"G\['(_\d|__builtins)|type\(|dict\(type\("
+"""Names of variables that Dynamo adds to a module, and of members of classes, which the source of their module has."""
 
 
 def changed_constants(constants: Mapping[str, str], block: nn.Module) -> list[str]:
-    """Returns the names of those SavedCode.constants that have other values for a block."""
-    return [name for name, text in constants.items() if _text_of(_value_of(name, block)) != text]
+    """Returns the names of those SavedCode.constants that a block does not have, or with other values."""
+
+    def found(name: str) -> str | None:
+        with suppress(AttributeError, LookupError, TypeError):
+            return _text_of(_value_of(name, block))
+
+    return [name for name, text in constants.items() if found(name) != text]
 
 
 def _text_of(value: object) -> str | None:
-    """Returns a text that is the same for equal constants in all processes, None for other values."""
-    if isinstance(value, tuple | frozenset) or (is_dataclass(value) and not isinstance(value, type)):
-        items = value if isinstance(value, tuple | frozenset) else vars(value).values()
-        texts = [each.name() if isinstance(each, torch._ops.OperatorBase) else _text_of(each) for each in items]
-        texts = sorted(texts, key=str) if isinstance(value, frozenset) else texts
-        return None if None in texts else f"{type(value).__qualname__}{texts}"
-    return repr(value) if isinstance(value, _CONSTANTS) else None
+    """Returns a text that is the same for equal constants, functions and classes in all processes, None for others."""
+    if isinstance(value, _CONSTANTS):
+        return repr(value)
+    if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
+        return str(value)
+    if isinstance(value, ModuleType | torch.library.CustomOpDef):
+        return value.__name__ if isinstance(value, ModuleType) else value._qualname
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        is_local = "<" in value.__qualname__ and not value.__module__.startswith("torch.")
+        return None if is_local else f"{value.__module__}.{value.__qualname__}"
+    if not isinstance(value, tuple | frozenset) and not is_dataclass(value):
+        return None
+    texts = [_text_of(each) for each in (value if isinstance(value, tuple | frozenset) else vars(value).values())]
+    texts = sorted(texts, key=str) if isinstance(value, frozenset) else texts
+    return None if None in texts else f"{type(value).__qualname__}{texts}"
+
+
+def _module_of(value: object) -> str | None:
+    if isinstance(value, torch.library.CustomOpDef):
+        return value._init_fn.__module__
+    return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
 
 
 def _value_of(name: str, block: nn.Module) -> object:

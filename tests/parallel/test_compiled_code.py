@@ -4,11 +4,13 @@ import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -53,9 +55,9 @@ class ByTorch(nn.Module):
 class Start:
     """What a start computes by a block with the code of a folder, and whether it has called torch.compile's."""
 
-    def __init__(self, folder: Path, *, environment: str = "this one"):
+    def __init__(self, folder: Path, *, environment: str = "this one", **options: int):
         torch.compiler.reset()  # remembers numbers that have changed
-        self.folder = CodeFolder(folder, environment=environment)
+        self.folder = CodeFolder(folder, environment=environment, **options)
         self.traced: list[torch.Size] = []
 
     def __call__(self, block: nn.Module, *inputs: object) -> Tensor:
@@ -146,6 +148,81 @@ def test_a_number_that_changes_during_a_start_is_left_to_torch_compile(tmp_path)
         compiled(torch.randn(SHAPE))
     assert len(start.traced) == 2
     assert len(times(tmp_path)) == 1
+
+
+class Activated(nn.Module):
+    """A block with a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SHAPE[1]))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x * self.weight)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def triple(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (F.silu, F.gelu),
+        (torch.tanh, torch.sin),
+        (double, triple),
+        (torch.ops.aten.tanh.default, torch.ops.aten.sin.default),
+    ],
+)
+def test_code_is_of_the_functions_of_a_block(tmp_path, first, second):
+    x = torch.randn(SHAPE)
+    start = Start(tmp_path)
+    check(start, Activated(first), x)
+    torch.testing.assert_close(start(Activated(second), x), second(x))
+    start = Start(tmp_path)
+    torch.testing.assert_close(start(Activated(second), x), second(x))
+
+
+def test_a_function_that_others_cannot_be_told_from_is_left_to_torch_compile(tmp_path):
+    x = torch.randn(SHAPE)
+    for factor in (2.0, 3.0):
+        start = Start(tmp_path)
+        torch.testing.assert_close(start(Activated(lambda x, factor=factor: x * factor), x), x * factor)
+        assert start.traced == [SHAPE]
+
+
+def test_inputs_with_gradients_and_without_get_code(tmp_path):
+    """The block behind frozen ones has none."""
+    x = torch.randn(SHAPE)
+    for _ in range(2):
+        start = Start(tmp_path)
+        check(start, Scale(), x)
+        check(start, Scale(), x.clone().requires_grad_())
+        assert len(times(tmp_path)) == 2
+
+
+def test_the_number_of_compilations_of_a_start_is_limited(tmp_path):
+    x = torch.ones(SHAPE)
+    start = Start(tmp_path, most_kinds=1)
+    check(start, Scale(), x)
+    torch.testing.assert_close(start(Scale().double(), x.double()), Scale().double()(x.double()))
+    assert start.traced == [SHAPE]
+
+
+def test_code_of_other_kinds_of_recomputation_is_not_replaced(tmp_path):
+    x, keep_nothing = torch.randn(SHAPE), KeptOperations(always=frozenset(), alternating=frozenset())
+    blocks = [checkpoint_wrapper(Scale()), checkpoint_wrapper(Scale(), context_fn=partial(contexts, keep_nothing))]
+    for block in blocks:
+        check(Start(tmp_path), block, x)
+    written = times(tmp_path)
+    for block in blocks:
+        check(Start(tmp_path), block, x)
+    assert times(tmp_path) == written
 
 
 def contexts(kept: KeptOperations):

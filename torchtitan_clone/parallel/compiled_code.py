@@ -72,7 +72,7 @@ class CompiledBlock(nn.Module):
         self._orig_mod = block  # as torch.compile names it
         self._compiled = cache(lambda: compiled(block))  # not a child of this module: it has the same one
         self._folder = folder
-        self._kind = repr((block, _numbers_of(block), [_describe(weight) for weight in block.parameters()]))
+        self._kind = repr((block, _attributes_of(block), [_describe(weight) for weight in block.parameters()]))
 
     def forward(self, *inputs: object) -> object:
         """Returns what the block returns."""
@@ -90,11 +90,11 @@ class CodeFolder:
     """The compiled code of the blocks of a model, and the folder where later starts find it.
 
     A file is named by what no guard covers: torch, this package, the processor (`environment`), and the compiler's
-    settings.
+    settings. Up to `most_kinds` kinds of blocks and inputs get code in a start: each takes about 10 s to compile.
     """
 
-    def __init__(self, folder: Path, *, environment: str) -> None:
-        self._folder, self._environment = folder, environment
+    def __init__(self, folder: Path, *, environment: str, most_kinds: int = 32) -> None:
+        self._folder, self._environment, self._most_kinds = folder, environment, most_kinds
         self._codes: list[tuple[GuardedCode, dict[str, str]]] = []  # and what it needs of a block, which no guard tests
         self._tried: set[str] = set()
         self._failed: list[Path] = []
@@ -108,12 +108,13 @@ class CodeFolder:
         for code, constants in self._codes:
             if code.guard_check(block, *inputs) and not changed_constants(constants, block):
                 return code
-        kind += f" {torch.is_grad_enabled()} {[weight.requires_grad for weight in block.parameters()]}"
-        if kind in self._tried:
+        tensors = [*block.parameters(), *(each for each in inputs if isinstance(each, Tensor))]
+        kind += f" {torch.is_grad_enabled()} {[each.requires_grad for each in tensors]}"
+        if kind in self._tried or len(self._tried) == self._most_kinds:
             return None
         self._tried.add(kind)
         settings = f"{self._environment} {compiler_settings()} {is_loaded()} {has_tiles()}"
-        name = f"{settings} {kind} {_numbers_of(block)} {_describe(inputs)}"
+        name = f"{settings} {kind} {_attributes_of(block)} {_describe(inputs)}"
         path = self._folder / blake2b(name.encode(), digest_size=16).hexdigest()
         content = path.read_bytes() if path.exists() else b""
         if content == LEFT_TO_TORCH or " at 0x" in name:  # an address, which another start does not have
@@ -134,13 +135,13 @@ class CodeFolder:
         self._failed.clear()
 
 
-def _numbers_of(block: nn.Module) -> list[tuple[str, object]]:
-    """Returns the attributes that name code: guards would refuse it for another number, and it would be replaced."""
+def _attributes_of(block: nn.Module) -> list[tuple[str, object]]:
+    """Returns numbers of a block and names of options: code for others does not replace that for these."""
     return [
-        (f"{path}.{name}", value)
+        (f"{path}.{name}", sorted(value.keywords) if isinstance(value, partial) else value)
         for path, module in block.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str | None)
+        if isinstance(value, bool | int | float | str | None | partial)
     ]
 
 
@@ -156,7 +157,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def _load(content: bytes, *, block: nn.Module, inputs: Sequence[object]) -> tuple[GuardedCode, SavedCode] | None:
-    """Returns the code of a file's content, None if it is incomplete, or of other sources or numbers."""
+    """Returns the code of a file's content, None if it is incomplete, or of other sources or constants."""
     digest, _, content = content.partition(b"\n")
     if digest != _digest(content):
         return None
