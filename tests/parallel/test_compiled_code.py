@@ -334,9 +334,7 @@ def test_a_changed_source_of_a_family_is_compiled_again(tmp_path, monkeypatch, o
     assert (times(folder) != before) == (old != new)
 
 
-@pytest.mark.parametrize(
-    "change", ["SCALE = 7.0", "scaled.__kwdefaults__['shift'] = 7.0", "scaled.__defaults__ = ((1, 3),)"]
-)
+@pytest.mark.parametrize("change", ["SCALE = 7.0", "scaled.__kwdefaults__['shift'] = 7.0"])
 def test_a_constant_that_another_process_sets_is_compared(tmp_path, monkeypatch, change):
     monkeypatch.syspath_prepend(tmp_path)
     x, folder = torch.randn(SHAPE), tmp_path / "blocks"
