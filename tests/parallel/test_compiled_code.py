@@ -242,6 +242,8 @@ def test_code_is_of_the_operations_that_recomputation_keeps(tmp_path):
     assert times(tmp_path) == written
     check(Start(tmp_path), second, x)
     assert times(tmp_path) != written
+    check(Start(tmp_path), checkpoint_wrapper(Scale(), context_fn=partial(contexts, kept=kept[0])), x)  # has no args[0]
+    check(Start(tmp_path), second, x)
     start = Start(tmp_path)
     check(start, second, x)
     torch.testing.assert_close(start(first, x), first(x))
