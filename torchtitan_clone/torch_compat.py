@@ -418,8 +418,10 @@ def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[Guarde
         if (text := _text_of(value)) is None and not name.startswith("G['__import_torch_dot_"):
             raise ValueError(f"{name} = {value!r} cannot be compared in another process")
         if text is not None:
-            modules |= {_module_of(value)} - {None}
-            constants |= {} if re.match(_MADE_BY_DYNAMO, name) else {name: text}
+            if module := _module_of(value):
+                modules.add(module)
+            if not re.match(_MADE_BY_DYNAMO, name):
+                constants[name] = text
     sources = {name: _hash_source(name) for name in modules if name.split(".")[0] not in _IDENTIFIED}
     saved = SavedCode(data=type(code).serialize(code).serialized_data, constants=constants, sources=sources)
     if not load_forward(block, saved).guard_check(block, *inputs):
@@ -468,7 +470,7 @@ def load_forward(block: nn.Module, saved: SavedCode) -> "GuardedCode":
     import_code_cache()
     stale = [name for name, text in saved.sources.items() if name not in sys.modules or _hash_source(name) != text]
     if stale := stale or changed_constants(saved.constants, block):
-        raise StaleCodeError(f"not as they were: {', '.join(stale)}")
+        raise StaleCodeError(f"changed since it was compiled: {', '.join(stale)}")
     with _without_compiler():
         code = torch.compiler.load_compiled_function(BytesIO(saved.data), f_globals=_globals_of(block))
     return cast("GuardedCode", code)
@@ -482,7 +484,7 @@ _MADE_BY_DYNAMO = r"G\['(_\d|__builtins)|type\(|dict\(type\("
 
 
 def changed_constants(constants: Mapping[str, str], block: nn.Module) -> list[str]:
-    """Returns the names of those SavedCode.constants that a block does not have, or with other values."""
+    """Returns the names of SavedCode.constants that are missing for a block or have other values."""
 
     def found(name: str) -> str | None:
         with suppress(AttributeError, LookupError, TypeError):
@@ -500,7 +502,7 @@ def _text_of(value: object) -> str | None:
     if isinstance(value, ModuleType | torch.library.CustomOpDef):
         return value.__name__ if isinstance(value, ModuleType) else value._qualname
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        is_local = "<" in value.__qualname__ and not value.__module__.startswith("torch.")
+        is_local = "<" in value.__qualname__  # others may have the same name
         return None if is_local else f"{value.__module__}.{value.__qualname__}"
     if not isinstance(value, tuple | frozenset) and not is_dataclass(value):
         return None

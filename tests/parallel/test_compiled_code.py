@@ -151,15 +151,15 @@ def test_a_number_that_changes_during_a_start_is_left_to_torch_compile(tmp_path)
 
 
 class Activated(nn.Module):
-    """A block with a function."""
+    """A block with a function and arguments of it."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]):
+    def __init__(self, function: Callable[..., Tensor], *arguments: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(SHAPE[1]))
-        self.function = function
+        self.function, self.arguments = function, arguments
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(x * self.weight)
+        return self.function(x * self.weight, *self.arguments)
 
 
 def double(x: Tensor) -> Tensor:
@@ -188,12 +188,11 @@ def test_code_is_of_the_functions_of_a_block(tmp_path, first, second):
     torch.testing.assert_close(start(Activated(second), x), second(x))
 
 
-def test_a_function_that_others_cannot_be_told_from_is_left_to_torch_compile(tmp_path):
-    x = torch.randn(SHAPE)
-    for factor in (2.0, 3.0):
-        start = Start(tmp_path)
-        torch.testing.assert_close(start(Activated(lambda x, factor=factor: x * factor), x), x * factor)
-        assert start.traced == [SHAPE]
+@pytest.mark.parametrize("function", [lambda x, size: x * size, F.max_pool1d])
+def test_a_function_whose_name_is_not_unique_is_left_to_torch_compile(tmp_path, function):
+    x, start = torch.randn(SHAPE), Start(tmp_path)
+    torch.testing.assert_close(start(Activated(function, 2), x), function(x, 2))
+    assert start.traced == [SHAPE]
 
 
 def test_inputs_with_gradients_and_without_get_code(tmp_path):

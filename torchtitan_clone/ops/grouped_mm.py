@@ -72,7 +72,7 @@ grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output
 
 
 def rows_of_groups(values_EF: Tensor, ends_E: Tensor, *, num_rows: int) -> Tensor:
-    """Returns [N, F]: the row of `values` of each row's group; gradients are the sums over the rows of a group."""
+    """Returns [N, F]: the row of `values` for the group of each row; its gradient sums over the rows of the group."""
     index = torch.arange(num_rows, dtype=torch.int32, device=ends_E.device)
     return _RowsOfGroups.apply(values_EF, torch.searchsorted(ends_E, index, right=True))
 
@@ -96,8 +96,8 @@ def _group_sums(x_NF: Tensor, groups_N: Tensor, num_groups: int) -> Tensor:
     """Returns [E, F]: sums of the rows of each group, one row after another."""
     sums = x_NF.new_zeros(num_groups, x_NF.shape[1])
     if x_NF.device.type == "cpu":
-        return sums.index_add_(0, groups_N, x_NF)  # a GPU's adds by atomics
-    return sums.index_put_((groups_N,), x_NF, accumulate=True)
+        return sums.index_add_(0, groups_N, x_NF)  # adds by atomics on a GPU
+    return sums.index_put_((groups_N,), x_NF, accumulate=True)  # sorts the rows there
 
 
 @_group_sums.register_fake

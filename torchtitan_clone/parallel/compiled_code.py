@@ -95,7 +95,7 @@ class CodeFolder:
 
     def __init__(self, folder: Path, *, environment: str, most_kinds: int = 32) -> None:
         self._folder, self._environment, self._most_kinds = folder, environment, most_kinds
-        self._codes: list[tuple[GuardedCode, dict[str, str]]] = []  # and what it needs of a block, which no guard tests
+        self._codes: list[tuple[GuardedCode, dict[str, str]]] = []  # and constants of a block, which no guard tests
         self._tried: set[str] = set()
         self._failed: list[Path] = []
 
@@ -136,7 +136,7 @@ class CodeFolder:
 
 
 def _attributes_of(block: nn.Module) -> list[tuple[str, object]]:
-    """Returns numbers of a block and names of options: code for others does not replace that for these."""
+    """Returns the numbers of a block and the keywords of its partial functions, for the name of its code."""
     return [
         (f"{path}.{name}", sorted(value.keywords) if isinstance(value, partial) else value)
         for path, module in block.named_modules()
