@@ -1,4 +1,4 @@
-"""Which kernels update weights on a GPU, on fake tensors of one."""
+"""Which kernels update weights on a GPU, on fake tensors of one, and gradients in another data type than weights."""
 
 import pytest
 import torch
@@ -30,3 +30,36 @@ def test_small_weights_are_updated_together_and_large_ones_by_the_kernel(rows, b
         with Operators() as operators:
             optimizer.step()
     assert ({"_foreach_copy_", "_fused_adamw_"} <= operators.called) is by_torch
+
+
+class ConvertedElements(TorchDispatchMode):
+    """Notes how many elements are converted at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "_foreach_copy_":
+            self.counts.append(sum(x.numel() for x in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_gradients_in_bf16_are_converted_some_at_a_time_and_to_the_same_bits(implementation):
+    sizes = [2**22, 3, 2**24 - 2**22 - 3, 5, 2**24 + 1, 7]
+    values = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        weights = [torch.nn.Parameter(torch.ones(size)) for size in sizes]
+        for weight in weights:
+            weight.grad_dtype = None
+            weight.grad = values[: len(weight)].to(dtype, copy=True)
+        named = {f"layers.{index}.weight": weight for index, weight in enumerate(weights)}
+        with ConvertedElements() as converted:
+            build_optimizer(Optimizer(implementation=implementation), named_parameters=named).step(factor=0.5)
+        found[dtype] = weights
+        assert converted.counts == ([2**24, 5, 2**24 + 1, 7] if dtype == torch.bfloat16 else [])
+    for weight, expected in zip(*found.values(), strict=True):
+        assert torch.equal(weight, expected)
+        assert (weight != 1).any()

@@ -1,6 +1,7 @@
 """Ranks that shard nothing train the parameters of FSDP without its copies, and to the same bits."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_split_backward
 from torchtitan_clone.config import load_config
+from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
@@ -19,6 +21,7 @@ from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.torch_compat import TorchDispatchMode, runs_backward, storage_id
 
+FSDP = "--parallelism.fsdp_reshard_after_forward=always"
 ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}  # FSDP itself
 BF16 = {"training__mixed_precision_param": "bfloat16"}
 MICROBATCHES = {"training__local_batch_size": 2}
@@ -101,6 +104,51 @@ def test_modules_hold_plain_parameters_from_forward_to_the_end_of_backward(corpu
     assert shares == (dtype == torch.float32)  # no copy
 
 
+def copies_in_memory(argv):
+    """Returns of which blocks the first weight has memory, when which part of a step begins."""
+    with open_trainer(argv) as trainer:
+        (model,) = trainer.engine.model_parts
+        weights, seen = [], {}
+
+        def note(name, *_):
+            if not seen:  # the start of the first forward
+                weights.extend(local_shard(block.attention.wq.weight) for block in model.layers.values())
+            seen[name] = [weight.untyped_storage().nbytes() > 0 for weight in weights]
+
+        for name, block in model.layers.items():
+            block.register_forward_pre_hook(partial(note, f"forward {name}"))
+            block.register_forward_hook(lambda _, __, x, name=name: note_backward(x, name))
+        model.output.register_forward_pre_hook(partial(note, "loss"))
+
+        def note_backward(x, name):
+            if x.requires_grad:
+                x.register_hook(partial(note, f"backward {name}"))
+
+        model.tok_embeddings.register_full_backward_hook(partial(note, "end"))
+        trainer.train_step(1)
+        return seen
+
+
+NONE, FIRST, SECOND = [False, False], [True, False], [False, True]
+
+
+@pytest.mark.parametrize("more", [{}, TENSOR, REPLICAS, MICROBATCHES], ids=["one", "tensor", "replicas", "batches"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_path, more, recompute):
+    argv = options(corpus, tmp_path, activation_checkpoint__mode=recompute, **BF16, **more)
+    for seen in run_ranks(copies_in_memory, 2 if more in (TENSOR, REPLICAS) else 1, argv):
+        assert seen == {
+            "forward 0": FIRST, "forward 1": SECOND, "loss": NONE, "backward 1": SECOND, "backward 0": FIRST,
+            "end": NONE,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {**BF16, "parallelism__fsdp_reshard_after_forward": "never"}], ids=str)
+def test_weights_that_are_no_copies_or_shall_stay_are_not_freed(corpus, tmp_path, more):
+    (seen,) = run_ranks(copies_in_memory, 1, options(corpus, tmp_path, **more))
+    assert [each for part, each in seen.items() if "forward" not in part] == [[True, True]] * 4
+
+
 def distributed_weights_of_a_forward(argv):
     """Returns the names of the first layer's weights that are DTensors while it computes."""
     found = []
@@ -142,13 +190,14 @@ def steps_of_one_device(argv, device_type):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_one_gpu_keeps_gradients_of_a_single_backward_in_bf16(corpus, tmp_path, microbatches):
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_one_rank_keeps_gradients_of_a_single_backward_in_bf16(corpus, tmp_path, device_type, microbatches):
     """Which changes no bit; those of several are summed in fp32."""
     sizes = {"training__local_batch_size": 8 // microbatches, "training__loss_chunk_tokens": 64}
     argv = options(corpus, tmp_path, **BF16, **sizes)
-    dtypes, found = run_ranks(steps_of_one_device, 1, argv, "cuda")[0]
+    dtypes, found = run_ranks(steps_of_one_device, 1, argv, device_type)[0]
     assert dtypes == {torch.bfloat16 if microbatches == 1 else torch.float32}
-    dtypes, expected = run_ranks(steps_of_one_device, 1, argv, "cpu")[0]
+    dtypes, expected = run_ranks(steps_of_one_device, 1, [*argv, FSDP], "cpu")[0]
     assert dtypes == {torch.float32}
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 

@@ -1,5 +1,7 @@
 """The estimate of the search agrees with the simulation of a step."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planner.test_time_model import FULL, NONE, PER_OPERATION, degree, plan_of
@@ -32,6 +34,17 @@ def test_estimate_is_within_a_tenth_of_the_simulation(case):
     plan = plan_of(world_size, **LLAMA, **{"training.local_batch_size": 2} | options)
     simulated = predict_step_memory(plan, device_type="cpu")[0]
     assert estimate_memory(plan).total == pytest.approx(simulated.total, rel=0.1)
+
+
+@pytest.mark.parametrize("choice", ["default", "never"])
+def test_estimate_of_a_cpu_is_within_a_tenth_of_the_simulation(choice):
+    """Which frees copies of weights between forward and backward, or not."""
+    options = FULL | {"parallelism.fsdp_reshard_after_forward": choice}
+    plan = replace(plan_of(1, **LLAMA, **options), device_type="cpu")
+    (simulated,) = predict_step_memory(plan, device_type="cpu")
+    estimate = estimate_memory(plan)
+    assert estimate.total == pytest.approx(simulated.total, rel=0.1)
+    assert estimate.gathered == pytest.approx(simulated.gathered, rel=0.1)
 
 
 def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():

@@ -13,7 +13,7 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, run_identity, write_config
-from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import frees_copies, fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
@@ -82,10 +82,18 @@ def test_a_cpu_shards_small_blocks_together(device_type, options, expected):
     assert fsdp_blocks_per_group(plan) == expected
 
 
-def test_gradients_keep_their_type_on_gpus_without_replica_groups():
-    assert keeps_gradients(plan_of(device_type="cuda"))
-    assert not keeps_gradients(plan_of(device_type="cpu"))
-    assert not keeps_gradients(plan_of(*REPLICA, device_type="cuda"))
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_gradients_keep_their_type_on_one_rank_without_replica_groups(device_type):
+    assert keeps_gradients(plan_of(device_type=device_type))
+    assert not keeps_gradients(plan_of(device_type=device_type, world_size=2))
+    assert not keeps_gradients(plan_of(*REPLICA, device_type=device_type))
+
+
+def test_a_cpu_frees_copies_of_weights_where_fsdp_would_free_gathered_ones():
+    assert frees_copies(plan_of(device_type="cpu"))
+    assert not frees_copies(plan_of("--parallelism.fsdp_reshard_after_forward=never", device_type="cpu"))
+    assert not frees_copies(plan_of(PIPELINE, device_type="cpu", world_size=2))
+    assert not frees_copies(plan_of(device_type="cuda"))
 
 
 def test_a_seed_checkpoint_trains_no_step():

@@ -1,7 +1,7 @@
 """The optimizers that a configuration can name."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
@@ -13,7 +13,7 @@ from torch.optim.adam import adam
 
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.torch_compat import converted, foreach_add_, foreach_mul_, has_triton, is_fake
+from torchtitan_clone.torch_compat import converted, foreach_add_, foreach_mul_, has_triton, is_fake, simulates_gpu
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -23,6 +23,8 @@ _LARGE = 2**22
 
 The update of a smaller weight takes a GPU less time than the launch takes the host.
 """
+_MOST_CONVERTED = 2**24
+"""Elements of gradients that are converted to the data type of weights at a time."""
 
 
 class _Shards(NamedTuple):
@@ -39,7 +41,7 @@ def _takes_kernel(x: _Shards) -> bool:
     """Whether a kernel of this package updates a weight: a large one in fp32 on a GPU, or a simulated one there."""
     is_large = x.weight.numel() >= _LARGE
     if is_fake(x.weight):
-        return is_large and x.gradient.dtype != x.weight.dtype
+        return is_large and simulates_gpu(x.weight) and x.gradient.dtype != x.weight.dtype
     is_taken = is_large and x.weight.is_cuda and x.weight.dtype == torch.float32
     return is_taken and all(tensor.is_contiguous() for tensor in x) and _has_kernel()
 
@@ -122,13 +124,25 @@ class Adam(torch.optim.Adam):
             options = {key: group[key] for key in ("lr", "eps", "weight_decay", "decoupled_weight_decay")}
             options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
             _update_by_kernel([*compress(shards, by_kernel)], factor=factor, **options)
-            if others := [*compress(shards, by_torch)]:
-                weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*others, strict=True))
+            options |= {"foreach": group["foreach"], "fused": group["fused"], "amsgrad": False, "maximize": False}
+            for some in _converted_together([*compress(shards, by_torch)]):
+                weights, gradients, exp_avgs, exp_avg_sqs, steps = map(list, zip(*some, strict=True))
                 gradients = converted(gradients, weights[0].dtype)
                 if factor != 1.0:
                     foreach_mul_(gradients, factor)
-                options |= {"foreach": group["foreach"], "fused": group["fused"], "amsgrad": False, "maximize": False}
                 adam(weights, gradients, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+
+def _converted_together(shards: Sequence[_Shards]) -> Iterator[Sequence[_Shards]]:
+    """Yields the shards in their order, as many at once as may be in memory in two data types."""
+    first = elements = 0
+    for index, x in enumerate(shards):
+        elements += x.gradient.numel() * (x.gradient.dtype != x.weight.dtype)
+        if elements > _MOST_CONVERTED and index > first:
+            yield shards[first:index]
+            first, elements = index, x.gradient.numel()
+    if shards:
+        yield shards[first:]
 
 
 def _update_by_kernel(shards: Sequence[_Shards], **options: float) -> None:

@@ -45,7 +45,8 @@ M = TypeVar("M", bound=ParallelModel)
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
     kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, keeps_gradients: bool,
-    blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint, compile: Compile,
+    frees_copies: bool, blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
@@ -83,7 +84,7 @@ def apply_parallelism(
     apply_fsdp(
         model, groups=model.fsdp_groups(), blocks_per_group=blocks_per_group, mesh=mesh.fsdp,
         parameter_mesh=mesh.parameters, experts=experts, expert_mesh=mesh.expert_fsdp, training=training,
-        keeps_gradients=keeps_gradients, parallelism=parallelism,
+        keeps_gradients=keeps_gradients, frees_copies=frees_copies, parallelism=parallelism,
     )  # fmt: skip
 
 

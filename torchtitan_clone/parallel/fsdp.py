@@ -36,12 +36,12 @@ class FSDPGroup(Protocol):
 def apply_fsdp(
     model: nn.Module, *, groups: Sequence[FSDPGroup], blocks_per_group: int, mesh: DeviceMesh,
     parameter_mesh: DeviceMesh, experts: Sequence[nn.Module] = (), expert_mesh: DeviceMesh | None = None,
-    training: Training, keeps_gradients: bool, parallelism: Parallelism,
+    training: Training, keeps_gradients: bool, frees_copies: bool, parallelism: Parallelism,
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
     At most `blocks_per_group` blocks become one group. `keeps_gradients` leaves those of a single backward on a single
-    rank in its data type.
+    rank in its data type. `frees_copies` frees copies of the weights of blocks that are not sharded after forward.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
@@ -50,8 +50,9 @@ def apply_fsdp(
     choice = parallelism.fsdp_reshard_after_forward
     if _needs_no_fsdp(mesh, training=training) and choice != "always" and not experts:
         apply_unsharded(
-            model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients
-        )
+            model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients,
+            freed=[module for group in groups if group.is_block and frees_copies for module in group.modules],
+        )  # fmt: skip
         return
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()

@@ -1,7 +1,7 @@
 """Data parallelism where no parameter is sharded over it: what FSDP does, without its copies."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.messages import StartedSum
-from torchtitan_clone.torch_compat import after_backward, converted, with_shard
+from torchtitan_clone.torch_compat import after_backward, converted, fill_freed, tree_leaves, with_shard
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
@@ -30,15 +30,16 @@ _exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
 
 
 def apply_unsharded(
-    model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype, keeps_gradients: bool = False
-) -> None:
+    model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype, keeps_gradients: bool,
+    freed: Iterable[nn.Module],
+) -> None:  # fmt: skip
     """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
 
     `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
     end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
     tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies. Gradients
     are summed over replicas and added to those of the DTensors, in their data type; with `keeps_gradients` those of a
-    single backward stay in `dtype`.
+    single backward stay in `dtype`. Copies that belong to the modules `freed` have memory only while those run.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -56,6 +57,8 @@ def apply_unsharded(
     exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp, keeps_gradients=keeps_gradients)
     model.register_forward_pre_hook(exchange.begin_forward)
     model.register_forward_hook(exchange.end_forward)
+    for module in freed:
+        exchange.free_between(module)
 
 
 @contextmanager
@@ -102,6 +105,23 @@ class _Exchange:
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
         self._started: dict[nn.Parameter, StartedSum] = {}  # over replicas
         self._pending = deque[StartedSum]()  # those that are not gathered
+        self._copies: list[_Copies] = []  # of each module that frees them
+        self._copies_of: dict[nn.Parameter, _Copies] = {}
+
+    def free_between(self, module: nn.Module) -> None:
+        """Frees copies of a module's weights after its forward, until its backward, and after that."""
+        copies = _Copies([*module.parameters()])
+        self._copies.append(copies)
+        self._copies_of |= dict.fromkeys(copies.parameters, copies)
+
+        def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
+            copies.free()
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(lambda _: copies.fill())
+
+        module.register_forward_pre_hook(lambda _module, _inputs: copies.fill())
+        module.register_forward_hook(end_forward)
 
     def set_last(self, is_last: bool) -> None:
         """Says whether the next backward is the last of a step."""
@@ -133,7 +153,9 @@ class _Exchange:
         parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
-        shards = dict(zip(shards, copies_of_weights([*shards.values()], self._dtype), strict=True))
+        freed = {p: copy for copies in self._copies for p, copy in copies.begin(shards, self._dtype).items()}
+        others = {parameter: x for parameter, x in shards.items() if parameter not in freed}
+        shards = freed | dict(zip(others, copies_of_weights([*others.values()], self._dtype), strict=True))
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in parameters:
             if parameter not in plain:
@@ -170,7 +192,7 @@ class _Exchange:
         """Gives the modules back to the DTensors, without the gradients."""
         for module, name, parameter, _ in self._kept:
             module._parameters[name] = parameter
-        for each in (self._kept, self._sums, self._parts, self._started, self._pending):
+        for each in (self._kept, self._sums, self._parts, self._started, self._pending, *self._copies):
             each.clear()
         self._is_held = False
 
@@ -196,6 +218,8 @@ class _Exchange:
         """Adds the gradient of a plain parameter to its sum; starts to sum a complete one over replicas."""
         gradient, plain.grad = plain.grad, None
         assert gradient is not None
+        if (copies := self._copies_of.get(parameter)) is not None:
+            copies.note_gradient(parameter)
         if isinstance(gradient, DTensor) and isinstance(plain, DTensor) and gradient.placements != plain.placements:
             if gradient.placements == (Partial(),) and plain.placements == (Replicate(),):
                 self._parts.add(parameter)
@@ -229,6 +253,44 @@ class _Exchange:
         for parameter, total, piece in zip(parameters, totals, pieces, strict=True):
             self._sums[parameter] = piece.view_as(total)
         return together
+
+
+class _Copies:
+    """Copies of a module's weights in another data type, whose memory is freed and filled again as FSDP does."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # each copy and its weight
+        self._without_gradient = set[nn.Parameter]()  # in the backward that runs
+
+    def begin(self, shards: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+        """Returns copies of this rank's shards that have no memory yet; none of those that need no copies."""
+        weights = {p: shards[p] for p in self.parameters if shards[p].dtype != dtype}
+        found = {parameter: torch.empty_like(x, dtype=dtype) for parameter, x in weights.items()}
+        self._pairs = [*zip(found.values(), weights.values(), strict=True)]
+        self.free()
+        return found
+
+    def fill(self) -> None:
+        """Gives the copies memory and the values of the weights, unless they have them."""
+        self._without_gradient = {parameter for parameter in self.parameters if parameter.requires_grad}
+        if self._pairs and not self._pairs[0][0].untyped_storage().nbytes():
+            fill_freed(*map(list, zip(*self._pairs, strict=True)))
+
+    def note_gradient(self, parameter: nn.Parameter) -> None:
+        """Frees the copies with the last gradient: each operation of backward that reads them has given one."""
+        self._without_gradient.discard(parameter)
+        if not self._without_gradient:
+            self.free()
+
+    def free(self) -> None:
+        """Frees the memory of the copies."""
+        for copy, _ in self._pairs:
+            copy.untyped_storage().resize_(0)
+
+    def clear(self) -> None:
+        """Forgets the copies."""
+        self._pairs = []
 
 
 def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

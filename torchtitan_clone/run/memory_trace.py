@@ -60,7 +60,8 @@ class MemoryTrace(TorchDispatchMode):
         self._is_sharded = True
 
     def __enter__(self) -> "MemoryTrace":
-        torch_compat.on_resize(self._update)
+        # Copies of weights are filled again by that function.
+        torch_compat.on_resize(lambda x: self._update(x, part="gathered" if called_from("fill_freed") else None))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -205,8 +206,9 @@ def _follow_layers(trace: MemoryTrace, model: nn.Module) -> None:
                 if x.requires_grad:
                     x.register_hook(begin_backward)
 
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
+        # Before the copies of weights are filled.
+        module.register_forward_pre_hook(begin, prepend=True)
+        module.register_forward_hook(end, prepend=True)
 
 
 def _tensors(values: object) -> list[Tensor]:
