@@ -11,13 +11,13 @@ of equal products, the same batch and precision and AdamW; FLOPs are counted and
 also its output weight: "ours, tied" has as many parameters, but for nanoGPT's positions. "products" is their products
 alone: its time over ours is the share of their speed that ours reaches. "ours, graph" launches forward and backward on
 a GPU as a CUDA graph. "ours, micro-batches" trains on half of the rows at a time and sums gradients, "ours, selective"
-computes every second block again in backward, as the package's default does, and "per operation" some operations of all
-blocks or of the first 8, with more FLOPs; these take less memory. Programs live at once and take their steps in turn.
-"time" is the ratio to the first of --only in the same round, with quartiles. On a CPU ours allocates tensors in a
-region, the peers and "ours, default malloc" by malloc; --allocator gives our allocator to the peers too. The first step
-is timed from the start of the process; with --compile once with all caches of the compiler empty ("cold"), also that of
-precompiled headers, and once with full ones. --cold-rounds N times only the first steps with empty caches, N times, in
-alternating order.
+computes every second block again in backward, as the package's default does, "8 blocks" the first 8, and "per
+operation" some operations of all blocks or of the first 8, with more FLOPs; these take less memory. Programs live at
+once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with quartiles. On a
+CPU ours allocates tensors in a region, the peers and "ours, default malloc" by malloc; --allocator gives our allocator
+to the peers too. The first step is timed from the start of the process; with --compile once with all caches of the
+compiler empty ("cold"), also that of precompiled headers, and once with full ones. --cold-rounds N times only the
+first steps with empty caches, N times, in alternating order.
 """
 
 import argparse
@@ -50,6 +50,7 @@ OPTIONS = {
     "ours, tied": {"tied": True},
     "ours, selective": {"activation_checkpoint": "selective"},
     "ours, tied, selective": {"activation_checkpoint": "selective", "tied": True},
+    "ours, tied, 8 blocks": {"activation_checkpoint": "full", "first_blocks": 8, "tied": True},
     "ours, tied, per operation": PER_OPERATION,
     "ours, tied, 8 blocks per operation": {**PER_OPERATION, "first_blocks": 8},
 }

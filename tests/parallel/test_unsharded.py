@@ -25,20 +25,23 @@ FSDP = "--parallelism.fsdp_reshard_after_forward=always"
 ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}  # FSDP itself
 BF16 = {"training__mixed_precision_param": "bfloat16"}
 MICROBATCHES = {"training__local_batch_size": 2}
+FREES = {**BF16, "training__seq_len": 1024}  # micro-batches of as many tokens as copies of weights are freed for
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 CASES = {
     "fp32": {},
     "one batch in bf16, tied": {**BF16, "training__local_batch_size": 8, "model__args__tied_embeddings": True},
+    "one batch in bf16, freed": {**FREES, "training__local_batch_size": 8, "training__seq_len": 256},
     "micro-batches in bf16, tied": {**BF16, **MICROBATCHES, "model__args__tied_embeddings": True},
+    "micro-batches in bf16, freed": {**FREES, **MICROBATCHES, "activation_checkpoint__mode": "selective"},
     "recomputed, compiled": {
         **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",
     },
     "frozen blocks": {"training__freeze_schedule": "[{step = 1, layers = 1}]"},
-    "replicas, micro-batches in bf16": {**REPLICAS, **BF16, **MICROBATCHES},
+    "replicas, micro-batches in bf16": {**REPLICAS, **FREES, **MICROBATCHES},
     "tensor, tied": {**TENSOR, **MICROBATCHES, "model__args__tied_embeddings": True},
-    "tensor, bf16": {**TENSOR, **BF16},
+    "tensor, bf16": {**TENSOR, **FREES},
     # Of several passes FSDP adds up the sums of each.
     "pipeline in bf16": {**PIPELINE, **BF16, "training__local_batch_size": 8},
     "replicas, tensor": {**REPLICAS, **TENSOR},
@@ -135,7 +138,7 @@ NONE, FIRST, SECOND = [False, False], [True, False], [False, True]
 @pytest.mark.parametrize("more", [{}, TENSOR, REPLICAS, MICROBATCHES], ids=["one", "tensor", "replicas", "batches"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_path, more, recompute):
-    argv = options(corpus, tmp_path, activation_checkpoint__mode=recompute, **BF16, **more)
+    argv = options(corpus, tmp_path, activation_checkpoint__mode=recompute, **FREES, **more)
     for seen in run_ranks(copies_in_memory, 2 if more in (TENSOR, REPLICAS) else 1, argv):
         assert seen == {
             "forward 0": FIRST, "forward 1": SECOND, "loss": NONE, "backward 1": SECOND, "backward 0": FIRST,
@@ -143,9 +146,17 @@ def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [{}, {**BF16, "parallelism__fsdp_reshard_after_forward": "never"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"training__mixed_precision_param": "float32"},
+        {"parallelism__fsdp_reshard_after_forward": "never"},
+        {"training__local_batch_size": 1},
+    ],
+    ids=["no copies", "never", "few tokens"],
+)
 def test_weights_that_are_no_copies_or_shall_stay_are_not_freed(corpus, tmp_path, more):
-    (seen,) = run_ranks(copies_in_memory, 1, options(corpus, tmp_path, **more))
+    (seen,) = run_ranks(copies_in_memory, 1, options(corpus, tmp_path, **FREES | more))
     assert [each for part, each in seen.items() if "forward" not in part] == [[True, True]] * 4
 
 

@@ -90,10 +90,12 @@ def test_gradients_keep_their_type_on_one_rank_without_replica_groups(device_typ
 
 
 def test_a_cpu_frees_copies_of_weights_where_fsdp_would_free_gathered_ones():
-    assert frees_copies(plan_of(device_type="cpu"))
-    assert not frees_copies(plan_of("--parallelism.fsdp_reshard_after_forward=never", device_type="cpu"))
-    assert not frees_copies(plan_of(PIPELINE, device_type="cpu", world_size=2))
-    assert not frees_copies(plan_of(device_type="cuda"))
+    rows = ["--training.local_batch_size=8", "--training.seq_len=256"]
+    assert frees_copies(plan_of(*rows, device_type="cpu"))
+    assert not frees_copies(plan_of("--training.local_batch_size=7", rows[1], device_type="cpu"))
+    assert not frees_copies(plan_of(*rows, "--parallelism.fsdp_reshard_after_forward=never", device_type="cpu"))
+    assert not frees_copies(plan_of(*rows, PIPELINE, device_type="cpu", world_size=2))
+    assert not frees_copies(plan_of(*rows, device_type="cuda"))
 
 
 def test_a_seed_checkpoint_trains_no_step():
