@@ -35,7 +35,7 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "package": 34_060, "testing": 2_970, "script": 80}
+MOST_LINES = {"trainer": 350, "package": 34_090, "testing": 2_970, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_METHODS = 15
 MOST_ATTRIBUTES = 15

@@ -99,7 +99,8 @@ def fill_freed(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Gives tensors without memory the values of others, which autograd does not take for a change, as for FSDP."""
     for x in tensors:
         x.untyped_storage().resize_(x.numel() * x.itemsize)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((*tensors,)):
+    counted = (*(x for x in tensors if not x.is_inference()),)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
         torch._foreach_copy_(tensors, values)
 
 

@@ -33,21 +33,23 @@ def test_small_weights_are_updated_together_and_large_ones_by_the_kernel(rows, b
 
 
 class ConvertedElements(TorchDispatchMode):
-    """Notes how many elements are converted at a time."""
+    """Notes how many elements are converted at a time, and counts updates by torch's fused kernel."""
 
     def __init__(self):
         super().__init__()
-        self.counts = []
+        self.counts, self.updates = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ == "_foreach_copy_":
+        name = func.overloadpacket.__name__
+        if name == "_foreach_copy_":
             self.counts.append(sum(x.numel() for x in args[0]))
+        self.updates += name == "_fused_adamw_"
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_gradients_in_bf16_are_converted_some_at_a_time_and_to_the_same_bits(implementation):
-    sizes = [2**22, 3, 2**24 - 2**22 - 3, 5, 2**24 + 1, 7]
+    sizes = [2**24 + 1, 2**22, 3, 2**24 - 2**22 - 3, 5, 7]
     values = torch.randn(max(sizes), generator=torch.Generator().manual_seed(0)).bfloat16()
     found = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -59,7 +61,10 @@ def test_gradients_in_bf16_are_converted_some_at_a_time_and_to_the_same_bits(imp
         with ConvertedElements() as converted:
             build_optimizer(Optimizer(implementation=implementation), named_parameters=named).step(factor=0.5)
         found[dtype] = weights
-        assert converted.counts == ([2**24, 5, 2**24 + 1, 7] if dtype == torch.bfloat16 else [])
+        pieces = [2**24 + 1, 2**24, 12]
+        assert converted.counts == (pieces if dtype == torch.bfloat16 else [])
+        if implementation == "fused":
+            assert converted.updates == (len(pieces) if dtype == torch.bfloat16 else 1)
     for weight, expected in zip(*found.values(), strict=True):
         assert torch.equal(weight, expected)
         assert (weight != 1).any()

@@ -17,6 +17,7 @@ from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine, parallelize_model_parts
 from torchtitan_clone.run.simulate import fake_batch, fake_ranks
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.parity_matrix import PREDICTION
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.torch_compat import TorchDispatchMode, runs_backward, storage_id
@@ -26,6 +27,11 @@ ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}  # FSDP itself
 BF16 = {"training__mixed_precision_param": "bfloat16"}
 MICROBATCHES = {"training__local_batch_size": 2}
 FREES = {**BF16, "training__seq_len": 1024}  # micro-batches of as many tokens as copies of weights are freed for
+EXPERTS = {
+    "model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64,
+    "model__args__multiple_of": None, "model__args__moe__hidden_dim": 64, "model__args__moe__router_z": 0.1,
+    "model__args__moe__batch_balance": 0.1, "model__args__moe__num_shared_experts": 1,
+}  # fmt: skip
 REPLICAS = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
 PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
@@ -38,6 +44,13 @@ CASES = {
     "recomputed, compiled": {
         **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",
     },
+    "compiled, freed": {
+        **FREES, **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True,
+        "compile__backend": "aot_eager",
+    },
+    "experts with auxiliary losses, freed": {**FREES, **MICROBATCHES, **EXPERTS},
+    "multi-token prediction, freed": {**FREES, **MICROBATCHES, **PREDICTION},
+    "frozen blocks, freed": {**FREES, "training__freeze_schedule": "[{step = 1, layers = 1}]"},
     "frozen blocks": {"training__freeze_schedule": "[{step = 1, layers = 1}]"},
     "replicas, micro-batches in bf16": {**REPLICAS, **FREES, **MICROBATCHES},
     "tensor, tied": {**TENSOR, **MICROBATCHES, "model__args__tied_embeddings": True},
@@ -115,8 +128,11 @@ def copies_in_memory(argv):
 
         def note(name, *_):
             if not seen:  # the start of the first forward
-                weights.extend(local_shard(block.attention.wq.weight) for block in model.layers.values())
-            seen[name] = [weight.untyped_storage().nbytes() > 0 for weight in weights]
+                weights.extend(local_shard(block.attention.wo.weight) for block in model.layers.values())
+                weights.append(local_shard(model.output.weight))
+            *of_blocks, of_output = [weight.untyped_storage().nbytes() > 0 for weight in weights]
+            assert of_output
+            seen[name] = of_blocks
 
         for name, block in model.layers.items():
             block.register_forward_pre_hook(partial(note, f"forward {name}"))
@@ -124,6 +140,7 @@ def copies_in_memory(argv):
         model.output.register_forward_pre_hook(partial(note, "loss"))
 
         def note_backward(x, name):
+            x = x if isinstance(x, torch.Tensor) else x[0]
             if x.requires_grad:
                 x.register_hook(partial(note, f"backward {name}"))
 
@@ -135,7 +152,11 @@ def copies_in_memory(argv):
 NONE, FIRST, SECOND = [False, False], [True, False], [False, True]
 
 
-@pytest.mark.parametrize("more", [{}, TENSOR, REPLICAS, MICROBATCHES], ids=["one", "tensor", "replicas", "batches"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, TENSOR, REPLICAS, MICROBATCHES, EXPERTS | MICROBATCHES],
+    ids=["one", "tensor", "replicas", "batches", "experts"],
+)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_path, more, recompute):
     argv = options(corpus, tmp_path, activation_checkpoint__mode=recompute, **FREES, **more)
@@ -158,6 +179,29 @@ def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_
 def test_weights_that_are_no_copies_or_shall_stay_are_not_freed(corpus, tmp_path, more):
     (seen,) = run_ranks(copies_in_memory, 1, options(corpus, tmp_path, **FREES | more))
     assert [each for part, each in seen.items() if "forward" not in part] == [[True, True]] * 4
+
+
+def gradients_of_two_forwards(runs):
+    """Returns the gradients of two forwards and one backward, of a second one, and of a forward for inference."""
+    found = []
+    for trainer in open_trainers(runs):
+        (model,) = trainer.engine.model_parts
+        weight = model.layers["0"].attention.wo.weight
+        tokens = torch.arange(64).view(1, 64)
+        outputs = [model(each, positions_BT=tokens) for each in (tokens, tokens.flip(1))]
+        sum(output.square().sum() for output in outputs).backward(retain_graph=True)
+        outputs[0].sum().backward()
+        with torch.inference_mode():
+            logits = model(tokens, positions_BT=tokens)
+        found.append((weight.grad.full_tensor(), logits.clone()))
+    return found
+
+
+def test_several_forwards_before_a_backward_and_inference_fill_their_copies(corpus, tmp_path):
+    never = {"parallelism__fsdp_reshard_after_forward": "never"}
+    runs = [options(corpus, tmp_path / name, **FREES, **more) for name, more in (("a", {}), ("b", never))]
+    (found, expected), *_ = run_ranks(gradients_of_two_forwards, 1, runs)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def distributed_weights_of_a_forward(argv):

@@ -86,6 +86,9 @@ def test_a_cpu_shards_small_blocks_together(device_type, options, expected):
 def test_gradients_keep_their_type_on_one_rank_without_replica_groups(device_type):
     assert keeps_gradients(plan_of(device_type=device_type))
     assert not keeps_gradients(plan_of(device_type=device_type, world_size=2))
+    assert not keeps_gradients(plan_of("--parallelism.fsdp_reshard_after_forward=always", device_type=device_type))
+    assert not keeps_gradients(plan_of("--training.enable_cpu_offload", device_type=device_type))
+    assert not keeps_gradients(plan_of("--training.mixed_precision_reduce=bfloat16", device_type=device_type))
     assert not keeps_gradients(plan_of(*REPLICA, device_type=device_type))
 
 

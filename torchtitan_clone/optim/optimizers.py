@@ -137,10 +137,11 @@ def _converted_together(shards: Sequence[_Shards]) -> Iterator[Sequence[_Shards]
     """Yields the shards in their order, as many at once as may be in memory in two data types."""
     first = elements = 0
     for index, x in enumerate(shards):
-        elements += x.gradient.numel() * (x.gradient.dtype != x.weight.dtype)
+        converted_here = x.gradient.numel() * (x.gradient.dtype != x.weight.dtype)
+        elements += converted_here
         if elements > _MOST_CONVERTED and index > first:
             yield shards[first:index]
-            first, elements = index, x.gradient.numel()
+            first, elements = index, converted_here
     if shards:
         yield shards[first:]
 

@@ -51,7 +51,7 @@ def apply_fsdp(
     if _needs_no_fsdp(mesh, training=training) and choice != "always" and not experts:
         apply_unsharded(
             model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients,
-            freed=[module for group in groups if group.is_block and frees_copies for module in group.modules],
+            freed=[module for group in groups if frees_copies and _is_layer(group) for module in group.modules],
         )  # fmt: skip
         return
     on_cuda = mesh.device_type == "cuda"
@@ -113,6 +113,11 @@ def _merged(groups: Sequence[FSDPGroup], *, max_blocks: int) -> list[FSDPGroup]:
         bounds = pairwise(len(blocks) * index // count for index in range(count + 1))
         merged += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
     return merged
+
+
+def _is_layer(group: FSDPGroup) -> bool:
+    """Whether a group is a block, or a layer of multi-token prediction."""
+    return not group.starts_backward and not group.is_lookup
 
 
 def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:

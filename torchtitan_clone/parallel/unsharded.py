@@ -109,18 +109,19 @@ class _Exchange:
         self._copies_of: dict[nn.Parameter, _Copies] = {}
 
     def free_between(self, module: nn.Module) -> None:
-        """Frees copies of a module's weights after its forward, until its backward, and after that."""
+        """Frees the copies of a module's weights after its forward and after its backward."""
         copies = _Copies([*module.parameters()])
         self._copies.append(copies)
         self._copies_of |= dict.fromkeys(copies.parameters, copies)
 
         def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
             copies.free()
+            pairs = copies.pairs  # another forward may begin before this one's backward
             for x in tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(lambda _: copies.fill())
+                    x.register_hook(lambda _: copies.fill(pairs))
 
-        module.register_forward_pre_hook(lambda _module, _inputs: copies.fill())
+        module.register_forward_pre_hook(lambda _module, _inputs: copies.fill(copies.pairs))
         module.register_forward_hook(end_forward)
 
     def set_last(self, is_last: bool) -> None:
@@ -153,7 +154,9 @@ class _Exchange:
         parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
-        freed = {p: copy for copies in self._copies for p, copy in copies.begin(shards, self._dtype).items()}
+        freed: dict[nn.Parameter, Tensor] = {}
+        for copies in self._copies:
+            freed |= copies.begin(shards, self._dtype)
         others = {parameter: x for parameter, x in shards.items() if parameter not in freed}
         shards = freed | dict(zip(others, copies_of_weights([*others.values()], self._dtype), strict=True))
         plain: dict[nn.Parameter, nn.Parameter] = {}
@@ -260,37 +263,40 @@ class _Copies:
 
     def __init__(self, parameters: list[nn.Parameter]):
         self.parameters = parameters
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # each copy and its weight
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # each copy and its weight
         self._without_gradient = set[nn.Parameter]()  # in the backward that runs
 
     def begin(self, shards: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-        """Returns copies of this rank's shards that have no memory yet; none of those that need no copies."""
+        """Returns a copy without memory of each shard in another data type."""
         weights = {p: shards[p] for p in self.parameters if shards[p].dtype != dtype}
         found = {parameter: torch.empty_like(x, dtype=dtype) for parameter, x in weights.items()}
-        self._pairs = [*zip(found.values(), weights.values(), strict=True)]
+        self.pairs = [*zip(found.values(), weights.values(), strict=True)]
         self.free()
         return found
 
-    def fill(self) -> None:
-        """Gives the copies memory and the values of the weights, unless they have them."""
-        self._without_gradient = {parameter for parameter in self.parameters if parameter.requires_grad}
-        if self._pairs and not self._pairs[0][0].untyped_storage().nbytes():
-            fill_freed(*map(list, zip(*self._pairs, strict=True)))
+    def fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Gives the copies of a forward memory and the values of the weights, unless they have them."""
+        if pairs and not pairs[0][0].untyped_storage().nbytes():
+            self._without_gradient = {*self.parameters}
+            fill_freed(*map(list, zip(*pairs, strict=True)))
 
     def note_gradient(self, parameter: nn.Parameter) -> None:
-        """Frees the copies with the last gradient: each operation of backward that reads them has given one."""
+        """Frees the copies with the gradient of the last weight; those of a module with frozen weights stay.
+
+        An operation of backward that reads a trained weight gives its gradient too, so that none is left to run.
+        """
         self._without_gradient.discard(parameter)
         if not self._without_gradient:
             self.free()
 
     def free(self) -> None:
         """Frees the memory of the copies."""
-        for copy, _ in self._pairs:
+        for copy, _ in self.pairs:
             copy.untyped_storage().resize_(0)
 
     def clear(self) -> None:
         """Forgets the copies."""
-        self._pairs = []
+        self.pairs = []
 
 
 def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torchtitan_clone.planner.work import (
     sharded_groups,
 )
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import frees_copies, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import frees_copies, is_without_fsdp, keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class MemoryEstimate:
     state: float
     """Weights and optimizer state, and gradients where they exist at the peak."""
     gathered: float
-    """Weights that FSDP gathered, and gradients before they are reduced."""
+    """Weights that FSDP gathered, or copies of weights without it, and gradients before they are reduced."""
     activations: float
 
     @property
@@ -71,7 +71,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     microbatches = _microbatches(plan)
     gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
-    if plan.world_size == 1:  # without FSDP: copies of all weights, if their data type is another
+    if is_without_fsdp(plan):  # copies of weights, if their data type is another
         gathered = min(complete, largest + ends * end.elements) if frees_copies(plan) else complete
         gathered = gathered if config.training.dtype != config.training.mixed_precision_param else 0.0
     gathered *= shape.itemsize
@@ -91,7 +91,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
             state=(3 + (passes > 1)) * tensor, gathered=gathered, activations=saved + max(loss, again)
         )
     gradients, reduction = tensor, largest * (shape.itemsize + reduced)
-    if plan.world_size == 1:
+    if is_without_fsdp(plan):
         gradients, reduction = tensor if not keeps_gradients(plan) else shards * shape.itemsize, 0.0
     return max(
         MemoryEstimate(state=3 * tensor, gathered=gathered, activations=saved + max(loss, again)),

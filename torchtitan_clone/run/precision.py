@@ -63,7 +63,14 @@ def fsdp_blocks_per_group(plan: RunPlan) -> int:
 
 def keeps_gradients(plan: RunPlan) -> bool:
     """Returns whether gradients stay in the data type of backward, which no replica group adds up."""
-    return plan.world_size == 1 and not plan.config.fault_tolerance.enable
+    return is_without_fsdp(plan) and not plan.config.fault_tolerance.enable
+
+
+def is_without_fsdp(plan: RunPlan) -> bool:
+    """Returns whether a single rank needs nothing of FSDP, as neither offload nor another type of sums."""
+    training, choice = plan.config.training, plan.config.parallelism.fsdp_reshard_after_forward
+    is_plain = not training.enable_cpu_offload and training.mixed_precision_reduce == training.dtype
+    return plan.world_size == 1 and choice != "always" and is_plain
 
 
 _CONVERTING_TOKENS = 2048
