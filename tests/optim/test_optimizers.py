@@ -20,9 +20,11 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("rows", "by_torch"), [(2**12 - 1, True), (2**12, False)])
-def test_small_weights_are_updated_together_and_large_ones_by_the_kernel(rows, by_torch):
-    with fake_tensors(of_gpu=True):
+@pytest.mark.parametrize(
+    ("of_gpu", "rows", "by_torch"), [(True, 2**12 - 1, True), (True, 2**12, False), (False, 2**12, True)]
+)
+def test_a_gpu_updates_large_weights_by_the_kernel_and_others_together(of_gpu, rows, by_torch):
+    with fake_tensors(of_gpu=of_gpu):
         weight = torch.nn.Parameter(torch.empty(rows, 2**10))
         weight.grad_dtype = None
         weight.grad = torch.empty(rows, 2**10, dtype=torch.bfloat16)

@@ -51,7 +51,8 @@ def apply_parallelism(
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
-    `frozen` get no gradients. FSDP shards at most `blocks_per_group` blocks together. Changes the model in place.
+    `frozen` get no gradients. `keeps_gradients`, `frees_copies` and `blocks_per_group` are apply_fsdp()'s. Changes the
+    model in place.
     """
     assert isinstance(model, nn.Module)
     modules = set(modules)
