@@ -166,6 +166,8 @@ class _Exchange:
                 plain[parameter] = self._plain(parameter, shards[parameter], is_local=is_local)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]
+        for copies in self._copies:  # not before: in a simulation parameters have memory
+            copies.free()
 
     def end(self) -> None:
         """Completes the sums of gradients, and gives them and the modules back to the DTensors."""
@@ -267,12 +269,11 @@ class _Copies:
         self._without_gradient = set[nn.Parameter]()  # in the backward that runs
 
     def begin(self, shards: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-        """Returns a copy without memory of each shard in another data type."""
+        """Returns a copy of each shard in another data type, without its values."""
         weights = {p: shards[p] for p in self.parameters if shards[p].dtype != dtype}
-        found = {parameter: torch.empty_like(x, dtype=dtype) for parameter, x in weights.items()}
-        self.pairs = [*zip(found.values(), weights.values(), strict=True)]
-        self.free()
-        return found
+        found = copies_of_weights([*weights.values()], dtype, has_values=False)
+        self.pairs = [*zip(found, weights.values(), strict=True)]
+        return dict(zip(weights, found, strict=True))
 
     def fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Gives the copies of a forward memory and the values of the weights, unless they have them."""
@@ -299,9 +300,9 @@ class _Copies:
         self.pairs = []
 
 
-def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype, *, has_values: bool = True) -> list[Tensor]:
     """Returns the weights in a data type: themselves, or copies. Traces of memory know the copies by this name."""
-    return converted(tensors, dtype)
+    return converted(tensors, dtype) if has_values else [torch.empty_like(x, dtype=dtype) for x in tensors]
 
 
 def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
