@@ -96,7 +96,7 @@ def converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def fill_freed(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Gives tensors without memory the values of others, which autograd does not take for a change, as for FSDP."""
+    """Allocates freed tensors again and copies values into them, in place but not counted as a change, as FSDP does."""
     for x in tensors:
         x.untyped_storage().resize_(x.numel() * x.itemsize)
     counted = (*(x for x in tensors if not x.is_inference()),)

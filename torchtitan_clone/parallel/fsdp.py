@@ -48,7 +48,7 @@ def apply_fsdp(
     reduce_dtype = getattr(torch, training.mixed_precision_reduce)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     choice = parallelism.fsdp_reshard_after_forward
-    if _needs_no_fsdp(mesh, training=training) and choice != "always" and not experts:
+    if _shards_nothing(mesh) and not requests_fsdp(training, parallelism=parallelism) and not experts:
         apply_unsharded(
             model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients,
             freed=[module for group in groups if frees_copies and _is_layer(group) for module in group.modules],
@@ -120,14 +120,15 @@ def _is_layer(group: FSDPGroup) -> bool:
     return not group.starts_backward and not group.is_lookup
 
 
-def _needs_no_fsdp(mesh: DeviceMesh, *, training: Training) -> bool:
-    """Whether ranks shard nothing, and need nothing else of FSDP: ranks of a CPU, or a single one."""
-    return (
-        mesh.shape[-1] == 1
-        and (dist.get_world_size() == 1 or _is_on_gloo(mesh))
-        and not training.enable_cpu_offload
-        and training.mixed_precision_reduce == training.dtype
-    )
+def requests_fsdp(training: Training, *, parallelism: Parallelism) -> bool:
+    """Returns whether options need FSDP where nothing is sharded: offload, sums of another type, or "always"."""
+    is_another_type = training.mixed_precision_reduce != training.dtype
+    return is_another_type or training.enable_cpu_offload or parallelism.fsdp_reshard_after_forward == "always"
+
+
+def _shards_nothing(mesh: DeviceMesh) -> bool:
+    """Whether ranks shard no parameters: ranks of a CPU, or a single one."""
+    return mesh.shape[-1] == 1 and (dist.get_world_size() == 1 or _is_on_gloo(mesh))
 
 
 def _is_on_gloo(mesh: DeviceMesh) -> bool:

@@ -166,7 +166,7 @@ class _Exchange:
                 plain[parameter] = self._plain(parameter, shards[parameter], is_local=is_local)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]
-        for copies in self._copies:  # not before: in a simulation parameters have memory
+        for copies in self._copies:  # now: nn.Parameter() allocates a freed fake tensor again
             copies.free()
 
     def end(self) -> None:

@@ -60,7 +60,7 @@ class MemoryTrace(TorchDispatchMode):
         self._is_sharded = True
 
     def __enter__(self) -> "MemoryTrace":
-        # Copies of weights are filled again by that function.
+        # fill_freed() allocates copies of weights again.
         torch_compat.on_resize(lambda x: self._update(x, part="gathered" if called_from("fill_freed") else None))
         return super().__enter__()
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_clone.config import Config
+from torchtitan_clone.parallel.fsdp import requests_fsdp
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.torch_compat import has_bfloat16_units
 
@@ -67,10 +68,8 @@ def keeps_gradients(plan: RunPlan) -> bool:
 
 
 def is_without_fsdp(plan: RunPlan) -> bool:
-    """Returns whether a single rank needs nothing of FSDP, as neither offload nor another type of sums."""
-    training, choice = plan.config.training, plan.config.parallelism.fsdp_reshard_after_forward
-    is_plain = not training.enable_cpu_offload and training.mixed_precision_reduce == training.dtype
-    return plan.world_size == 1 and choice != "always" and is_plain
+    """Returns whether a single rank trains without FSDP."""
+    return plan.world_size == 1 and not requests_fsdp(plan.config.training, parallelism=plan.config.parallelism)
 
 
 _CONVERTING_TOKENS = 2048
@@ -78,10 +77,11 @@ _CONVERTING_TOKENS = 2048
 
 
 def frees_copies(plan: RunPlan) -> bool:
-    """Returns whether copies of the weights of blocks in another data type are freed between forward and backward.
+    """Returns whether there are copies of the weights of blocks, which are freed between forward and backward.
 
     Not on a GPU: on an H200 converting them again would take 2 % of a step.
     """
     training, choice = plan.config.training, plan.config.parallelism.fsdp_reshard_after_forward
     is_large = training.local_batch_size * training.seq_len >= _CONVERTING_TOKENS
-    return plan.device_type == "cpu" and choice == "default" and plan.degrees.pp == 1 and is_large
+    is_wanted = training.mixed_precision_param != training.dtype and choice == "default" and is_large
+    return plan.device_type == "cpu" and plan.degrees.pp == 1 and is_wanted
