@@ -27,7 +27,6 @@ from torchtitan_clone.ops.shared_memory import (
     _open,
     close_streams,
     connect,
-    shared_heap_of,
     streams_of,
     wait_for,
 )
@@ -71,59 +70,20 @@ def test_messages_of_any_size_arrive_in_order(size):
         end.close()
 
 
-@pytest.mark.parametrize("offset", [None, 0])
-def test_a_socket_that_is_full_delays_and_loses_nothing(offset):
+def test_a_socket_that_is_full_delays_and_loses_nothing():
     """Thousands of messages of a byte, of which the receiver reads none before the end."""
     first, second = pair_of_streams(1 << 16)
     sent = [torch.tensor([index % 256], dtype=torch.uint8) for index in range(20_000)]
     for tensor in sent:
-        first.send(tensor, offset=offset)
+        first.send(tensor)
         first.advance()
     assert first.has_unsent_pieces
     received = [torch.zeros(1, dtype=torch.uint8) for _ in sent]
-    transfers = [second.receive(tensor, offset=offset) for tensor in received]
+    transfers = [second.receive(tensor) for tensor in received]
     while any([first.advance(), second.advance()]) or first.has_unsent_pieces:
         pass
     assert all(transfer.is_done for transfer in transfers)
-    assert torch.cat(received).equal(torch.cat(sent) if offset is None else torch.zeros(len(sent), dtype=torch.uint8))
-
-
-class FreesWhileItSends(socket.socket):
-    """A socket after whose first bytes a tensor of its stream is freed, as by the garbage collector."""
-
-    stream = None
-
-    def send(self, data):
-        count = super().send(data)
-        if self.stream is not None:
-            stream, self.stream = self.stream, None
-            stream.announce_free(7)
-        return count
-
-
-def test_a_tensor_that_ends_while_records_are_sent_is_announced_after_them():
-    first, second = pair_of_streams(1 << 16)
-    first.connection = FreesWhileItSends(fileno=first.connection.detach())
-    first.connection.setblocking(False)
-    first.connection.stream = first
-    sent = [torch.full((100,), float(number)) for number in range(3)]
-    received = [torch.zeros(100) for _ in sent]
-    for here, there in zip(sent, received, strict=True):
-        first.send(here)
-        second.receive(there)
-        first.advance()
-    second.advance()
-    assert all(map(torch.equal, received, sent))
-    assert second.frees.announced == {7}
-
-
-def test_frees_are_announced_at_once_unless_the_stream_has_ended():
-    first, second = pair_of_streams(1 << 16)
-    first.announce_free(3)
-    second.advance()
-    assert second.frees.announced == {3}
-    first.close()
-    first.announce_free(4)  # would be an error of the socket
+    assert torch.cat(received).equal(torch.cat(sent))
 
 
 def test_what_a_rank_sent_before_it_ended_arrives():
@@ -163,19 +123,6 @@ def test_messages_of_other_sizes_are_an_error(sent, expected):
         second.advance()
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(64, 128), (None, 64), (64, None)])
-def test_a_message_at_another_offset_is_an_error(sent, expected):
-    first, second = pair_of_streams(1 << 16)
-    first.send(torch.zeros(10), offset=sent)
-    first.advance()
-    second.receive(torch.zeros(10), offset=expected)
-    here, there = (f"40 bytes{f' at byte {x} of the shared heap' if x else ''}" for x in (sent, expected))
-    with pytest.raises(
-        RuntimeError, match=f"sent a message of {here} where this rank expects one of {there}: the ranks"
-    ):
-        second.advance()
-
-
 @pytest.mark.parametrize("offset", [0, 100, 3 << 20, (5 << 20) + 777, (13 << 20) + 1, (15 << 20) + 99])
 def test_two_messages_have_a_place_wherever_they_start(offset):
     first, second = pair_of_streams(_BUFFER_BYTES)
@@ -199,8 +146,7 @@ def exchange_in_groups():
         groups = [dist.GroupMember.WORLD, dist.new_group([0, 1])]
         transfers = []
         for number, group in enumerate(groups):
-            connect(group, has_heap=True)
-            assert shared_heap_of(group.group_name) is not None
+            connect(group)
             stream = streams_of(group.group_name)[other]
             # More than a group's memory: the rest moves only while ranks wait.
             data = torch.full((10 << 20,), float(10 * launch.rank + number))
@@ -214,7 +160,6 @@ def exchange_in_groups():
             assert (arriving == 10 * other + number).all()
         names = [group.group_name for group in groups]
         close_streams(names)
-        assert not any(shared_heap_of(name) for name in names)
         return [dict(streams_of(name)) for name in names]
 
 
@@ -336,7 +281,7 @@ def connect_with_another_version():
             if launch.rank == 0:
                 listener.bind(os.path.join(folder, "socket"))
                 listener.listen()
-                all_gather_json([_machine(), listener.getsockname(), ""], group=group)
+                all_gather_json([_machine(), listener.getsockname()], group=group)
                 all_gather_json([], group=group)  # the ranks that this one has called
                 connection, _ = listener.accept()
                 connection.recv(8)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_clone.config import Degrees, load_config, resolved_degrees
-from torchtitan_clone.ops.shared_memory import shared_heap_of, streams_of
+from torchtitan_clone.ops.shared_memory import streams_of
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh, context_rank, describe_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.testing.harness import run_ranks
@@ -97,23 +97,6 @@ def test_hsdp_has_a_group_of_replicas_and_one_of_shards():
     ]  # fmt: skip
     assert [is_leader for _, is_leader, _ in answers] == [True] * 4
     assert [connected for *_, connected in answers] == [{"fsdp"}] * 4  # FSDP sums over replicas, by gloo
-
-
-def axes_with_shared_heap(degrees):
-    with process_group(load_config([]).comm, launch=Launch.from_environment(), device=torch.device("cpu")):
-        mesh = build_mesh(degrees, loss_rank=0, device_type="cpu")
-        found = {axis for name, axes in mesh.group_axes().items() for axis in axes if shared_heap_of(name)}
-        mesh.close()
-        return found
-
-
-def test_only_groups_of_fsdp_have_a_shared_heap():
-    dense = Degrees(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2)
-    assert run_ranks(axes_with_shared_heap, 4, dense) == [{"fsdp"}] * 4
-    experts = Degrees(pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=1, ep=2)
-    assert (
-        run_ranks(axes_with_shared_heap, 4, experts) == [{"world", "fsdp", "expert_fsdp"}] * 4
-    )  # fsdp is of all ranks
 
 
 def groups_of_axes(degrees):

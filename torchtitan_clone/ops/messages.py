@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.shared_memory import Stream, Transfer, shared_heap_of, streams_of, wait_for
+from torchtitan_clone.ops.shared_memory import Stream, Transfer, streams_of, wait_for
 from torchtitan_clone.torch_compat import (
     Operator,
     all_gather_single,
@@ -70,17 +70,17 @@ def _exchange(
     group_name: str, _own_bytes: int, _is_awaited: bool, _collective: str,
 ) -> int:  # fmt: skip
     group = process_group_of(group_name)
-    streams, heap = streams_of(group_name), shared_heap_of(group_name)
+    streams = streams_of(group_name)
     works: list[dist.Work | None] = []
     transfers: list[tuple[Stream, Transfer]] = []
     for source, tensor in zip(sources, received, strict=True):
         if (stream := streams.get(source)) is not None:
-            transfers.append((stream, stream.receive(tensor, offset=heap and heap.offset_of(tensor))))
+            transfers.append((stream, stream.receive(tensor)))
         else:
             works.append(dist.irecv(tensor, group=group, group_src=source, tag=_TAG))
     for target, tensor in zip(targets, sent, strict=True):
         if (stream := streams.get(target)) is not None:
-            transfers.append((stream, stream.send(tensor, offset=heap and heap.offset_of(tensor))))
+            transfers.append((stream, stream.send(tensor)))
             stream.advance()
         else:
             works.append(dist.isend(tensor, group=group, group_dst=target, tag=_TAG))
@@ -114,8 +114,7 @@ def start_exchange(
     """Sends tensors to other ranks of a group, and receives from others; all are contiguous, and on a CPU.
 
     Each rank that sends here must send as many bytes as its tensor here has, and several tensors in the order in which
-    they are received. Tensors can not be resized afterwards. Parts of a heap_tensor() are not copied: both ranks give
-    the same part of it.
+    they are received. Tensors can not be resized afterwards.
     The others are for traces: `collective` is what this is part of, `own` is the part of it that this rank keeps,
     `is_awaited` says that the caller waits at once.
     """
@@ -125,12 +124,6 @@ def start_exchange(
     return _started.pop(ticket)
 
 
-def heap_tensor(shape: Sequence[int], *, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor | None:
-    """Returns a tensor in the shared heap of a group, or None; see SharedHeap.allocate()."""
-    heap = shared_heap_of(group.group_name)
-    return None if heap is None else heap.allocate(shape, dtype=dtype)
-
-
 def others(parts: Sequence[T], *, group: dist.ProcessGroup) -> list[tuple[int, T]]:
     """Returns the parts, one of each rank of a group, with their ranks without this one, from the next rank on."""
     ranks = [(group.rank() + step) % group.size() for step in range(1, group.size())]
@@ -138,15 +131,11 @@ def others(parts: Sequence[T], *, group: dist.ProcessGroup) -> list[tuple[int, T
 
 
 def start_all_to_all(
-    parts: Sequence[Tensor], *, group: dist.ProcessGroup, collective: str, is_awaited: bool = False,
-    received: Sequence[Tensor] | None = None,
-) -> tuple[Sequence[Tensor], Messages]:  # fmt: skip
-    """Starts to send parts[rank] to each rank; returns what each rank sends to this one, and what to wait for.
-
-    `received` is the memory for that, in which this rank's part is already.
-    """
+    parts: Sequence[Tensor], *, group: dist.ProcessGroup, collective: str, is_awaited: bool = False
+) -> tuple[Sequence[Tensor], Messages]:
+    """Starts to send parts[rank] to each rank; returns what each rank sends to this one, and what to wait for."""
     rank = group.rank()
-    received = received or [
+    received = [
         part if source == rank else torch.empty_like(parts[rank], memory_format=torch.contiguous_format)
         for source, part in enumerate(parts)
     ]

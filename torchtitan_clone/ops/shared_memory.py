@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.ops.json_collectives import all_gather_json
-from torchtitan_clone.ops.shared_heap import HEAP_BYTES_PER_RANK, Frees, SharedHeap
 from torchtitan_clone.torch_compat import group_timeout
 
 _BUFFER_BYTES = 16 << 20
@@ -39,38 +37,22 @@ MOST_BYTES_AT_ONCE = _BUFFER_BYTES // 2 - 2 * _MIN_PIECE_BYTES
 _MAX_RANKS = 1024
 """Ranks on one machine that may connect at the same time."""
 _RECORD = struct.Struct("<qqq")
-"""Announces a piece by its start, its size and the size of its message. Other records begin with a negative number:"""
+"""Announces a piece by its start, its size and the size of its message; or acknowledges pieces:"""
 _ACKNOWLEDGED = -1
 """The number of pieces that were copied; 0."""
-_IN_HEAP = -2
-"""A message that is in the shared heap: its offset there and its size."""
-_FREED = -3
-"""The number of a tensor in the shared heap that the rank has freed; 0."""
 Bytes = npt.NDArray[np.uint8]
 """Moved without operators of torch, which dispatch modes of the caller would see."""
-_NOTHING = np.empty(0, dtype=np.uint8)
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group at the other end of a Unix socket."""
 _HELLO = struct.Struct("<q")
 
 
-class Awaited(Protocol):
-    """What a rank can wait for."""
-
-    @property
-    def is_done(self) -> bool: ...
-
-
 class Transfer:
-    """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`.
+    """Bytes of a tensor that are sent or received; those that are not yet moved are in `rest`."""
 
-    Nothing is moved if the tensor is in the shared heap, at `offset`; a transfer does not keep it from being freed.
-    """
-
-    def __init__(self, tensor: Tensor, *, offset: int | None = None) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.size = tensor.nbytes
-        self.rest: Bytes = _NOTHING if offset is not None else tensor.detach().view(-1).view(torch.uint8).numpy()
-        self.offset = offset
+        self.rest: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
         self._has_begun = False
 
     @property
@@ -96,8 +78,8 @@ class Stream:
         self._others = others
         self._pieces = deque[tuple[int, int]]()
         """Start and size of those in this rank's buffer that the other one has not acknowledged."""
-        self._arrived = deque[tuple[int | None, int, int, int]]()
-        """Those of the other rank that this one has not read: the offset in the shared heap or None, and the record."""
+        self._arrived = deque[tuple[int, int, int]]()
+        """Records of the other rank's pieces that this one has not read."""
         self._sending = deque[Transfer]()
         self._receiving = deque[Transfer]()
         self._unread = b""
@@ -106,8 +88,6 @@ class Stream:
         """Bytes of `_unsent` up to the end of the last record of a piece."""
         self._unacknowledged = 0
         """Number of pieces of the other rank that this one has copied since its last acknowledgement."""
-        self.frees = Frees()
-        self._is_sending = False
 
     @property
     def has_unsent_pieces(self) -> bool:
@@ -117,35 +97,24 @@ class Stream:
     @property
     def has_unsent_records(self) -> bool:
         """Whether the socket was full when a record was to be sent."""
-        return bool(self._unsent or self._unacknowledged or self.frees.unannounced)
+        return bool(self._unsent or self._unacknowledged)
 
-    def send(self, tensor: Tensor, *, offset: int | None = None) -> Transfer:
-        """Sends a contiguous tensor, which must not change before the transfer is done.
-
-        With an `offset` in the shared heap nothing is copied: the other rank reads it there until that frees it.
-        """
-        transfer = Transfer(tensor, offset=offset)
+    def send(self, tensor: Tensor) -> Transfer:
+        """Sends a contiguous tensor, which must not change before the transfer is done."""
+        transfer = Transfer(tensor)
         self._sending.append(transfer)
         return transfer
 
-    def receive(self, tensor: Tensor, *, offset: int | None = None) -> Transfer:
-        """Receives the next tensor of the other rank, of as many bytes and with this offset, into a contiguous one."""
-        transfer = Transfer(tensor, offset=offset)
+    def receive(self, tensor: Tensor) -> Transfer:
+        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one."""
+        transfer = Transfer(tensor)
         self._receiving.append(transfer)
         return transfer
 
-    def announce_free(self, number: int) -> None:
-        """Tells the other rank that this one has freed a tensor in the shared heap.
-
-        At once, since it may wait for that while this one waits in a collective of gloo.
-        """
-        self.frees.unannounced.append(number)
-        if not (self._is_sending or self.is_ended):  # else the garbage collector frees a tensor while records are sent
-            self._send_records()
-
     def advance(self) -> bool:
-        """Moves what can be moved without waiting; returns whether it did, or the other rank freed a tensor."""
-        has_moved = self._read_records()
+        """Moves what can be moved without waiting; returns whether it did."""
+        self._read_records()
+        has_moved = False
         while self._push() | self._pull():
             self._send_records()
             has_moved = True
@@ -162,11 +131,6 @@ class Stream:
             self._sending.popleft()
         if not self._sending:
             return False
-        if (offset := self._sending[0].offset) is not None:
-            self._unsent += _RECORD.pack(_IN_HEAP, offset, self._sending[0].size)
-            self._unsent_pieces = len(self._unsent)
-            self._sending.popleft().take(0)
-            return True
         wanted = min(self._sending[0].rest.size, _PIECE_BYTES)
         start, room = self._room(wanted)
         size = min(wanted, room)
@@ -197,24 +161,20 @@ class Stream:
             self._receiving.popleft()
         if not (self._receiving and self._arrived):
             return False
-        offset, start, size, whole = self._arrived.popleft()
+        start, size, whole = self._arrived.popleft()
         transfer = self._receiving[0]
         is_there = 0 <= size <= transfer.rest.size and start <= len(self._others) - size
-        if whole != transfer.size or offset != transfer.offset or not is_there:
+        if whole != transfer.size or not is_there:
             raise RuntimeError(
-                f"rank {self.other} of the group sent a message of {_described(whole, offset)} where this rank expects "
-                f"one of {_described(transfer.size, transfer.offset)}: the ranks do not run the same collectives; "
-                "compare their versions and options"
+                f"rank {self.other} of the group sent a message of {whole:,} bytes where this rank expects one of "
+                f"{transfer.size:,} bytes: the ranks do not run the same collectives; compare their versions and "
+                "options"
             )
-        piece = transfer.take(size)
-        if offset is None:
-            piece[:] = self._others[start : start + size]
-            self._unacknowledged += size > 0
+        transfer.take(size)[:] = self._others[start : start + size]
+        self._unacknowledged += size > 0
         return True
 
-    def _read_records(self) -> bool:
-        """Returns whether the other rank has freed a tensor in the shared heap."""
-        freed = len(self.frees.announced)
+    def _read_records(self) -> None:
         while not self.is_ended:
             try:
                 received = self.connection.recv(1 << 12)
@@ -227,23 +187,15 @@ class Stream:
         whole = len(self._unread) // _RECORD.size * _RECORD.size
         for start, size, message in _RECORD.iter_unpack(self._unread[:whole]):
             if start >= 0:
-                self._arrived.append((None, start, size, message))
-            elif start == _IN_HEAP:
-                self._arrived.append((size, 0, 0, message))
-            elif start == _FREED:
-                self.frees.announced.add(size)
+                self._arrived.append((start, size, message))
             else:
                 for _ in range(min(size, len(self._pieces))):
                     self._pieces.popleft()
         self._unread = self._unread[whole:]
-        return len(self.frees.announced) > freed
 
     def _send_records(self) -> None:
-        self._is_sending = True
         try:
             while self.has_unsent_records:
-                while self.frees.unannounced:
-                    self._unsent += _RECORD.pack(_FREED, self.frees.unannounced.popleft(), 0)
                 if not self._unsent:  # one record for all pieces that have been copied since the last one
                     self._unsent += _RECORD.pack(_ACKNOWLEDGED, self._unacknowledged, 0)
                     self._unacknowledged = 0
@@ -254,20 +206,11 @@ class Stream:
             pass
         except ConnectionError:  # what the other rank sent before it ended is still to be read
             self._unsent.clear()
-            self.frees.unannounced.clear()
             self._unsent_pieces = self._unacknowledged = 0
-        finally:
-            self._is_sending = False
-
-
-def _described(size: int, offset: int | None) -> str:
-    return f"{size:,} bytes" if offset is None else f"{size:,} bytes at byte {offset:,} of the shared heap"
 
 
 _streams: dict[str, dict[int, Stream]] = {}
 """Of each group by torch's name of it, by the other rank."""
-_heaps: dict[str, SharedHeap] = {}
-"""Of each group whose ranks are all on this machine."""
 
 
 def streams_of(group_name: str) -> Mapping[int, Stream]:
@@ -275,21 +218,15 @@ def streams_of(group_name: str) -> Mapping[int, Stream]:
     return _streams.get(group_name, {})
 
 
-def shared_heap_of(group_name: str) -> SharedHeap | None:
-    """Returns the shared heap of a group; None if it is not connected, or its ranks are not all on one machine."""
-    return _heaps.get(group_name)
-
-
 def close_streams(groups: Iterable[str]) -> None:
     """Closes the connections of groups that are destroyed, by torch's names of them."""
     for name in groups:
-        _heaps.pop(name, None)
         for stream in _streams.pop(name, {}).values():
             stream.close()
 
 
-def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> None:
-    """Moves bytes of all groups until the transfers, or frees in a shared heap, are done and announced.
+def wait_for(transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
+    """Moves bytes of all groups until the transfers are done and announced.
 
     Raises RuntimeError if one of their ranks has ended, or if they are not done within `seconds`.
     """
@@ -314,22 +251,16 @@ def wait_for(transfers: Sequence[tuple[Stream, Awaited]], *, seconds: float) -> 
         poll.poll(rest * 1000)
 
 
-def connect(group: dist.ProcessGroup, *, has_heap: bool = False) -> None:
-    """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective.
-
-    With `has_heap` they also get a shared heap, if all are on one machine that allows it.
-    """
+def connect(group: dist.ProcessGroup) -> None:
+    """Connects the ranks of a group of gloo that are on the same machine and see the same files; a collective."""
     if group.group_name in _streams:
         return
     rank, seconds = group.rank(), _timeout_seconds(group)
     with ExitStack() as stack:
         listener = _listen(stack)
-        heap = (
-            _memory_to_share(stack, HEAP_BYTES_PER_RANK * group.size()) if has_heap and listener is not None else None
-        )
-        own = [_machine(), listener.getsockname() if listener else "", "heap" if heap is not None else ""]
-        found = [[x.text() for x in place.items(count=3)] for place in all_gather_json(own, group=group)]
-        on_machine = [other for other in range(rank) if all(own[:2]) and found[other][0] == own[0] and found[other][1]]
+        own = [_machine(), listener.getsockname() if listener else ""]
+        found = [[x.text() for x in place.items(count=2)] for place in all_gather_json(own, group=group)]
+        on_machine = [other for other in range(rank) if all(own) and found[other][0] == own[0] and found[other][1]]
         called = {other: end for other in on_machine if (end := _call(found[other][1])) is not None}
         calls = [value.integers(high=group.size() - 1) for value in all_gather_json([*called], group=group)]
         opened = stack.enter_context(ExitStack())  # closes connections after an error
@@ -337,16 +268,9 @@ def connect(group: dist.ProcessGroup, *, has_heap: bool = False) -> None:
         if listener is not None:
             listener.settimeout(seconds)
             connections += [opened.enter_context(listener.accept()[0]) for others in calls if rank in others]
-        shares_heap = all(each[2] for each in found) and calls == [[*range(other)] for other in range(group.size())]
-        heap = heap if shares_heap else None
-        ends = [_open(each, rank=rank, seconds=seconds, heap=heap) for each in connections]
+        streams = [_open(each, rank=rank, seconds=seconds) for each in connections]
         opened.pop_all()
-        _streams[group.group_name] = streams = {stream.other: stream for stream, _ in ends}
-        if heap is not None:
-            memory = _mapped(heap) if rank == 0 else next(each for _, each in ends if each is not None)
-            _heaps[group.group_name] = SharedHeap(
-                memory, peers=streams, wait=lambda awaited: wait_for(awaited, seconds=_timeout_seconds(group))
-            )
+        _streams[group.group_name] = {stream.other: stream for stream in streams}
 
 
 def _timeout_seconds(group: dist.ProcessGroup) -> float:
@@ -355,7 +279,7 @@ def _timeout_seconds(group: dist.ProcessGroup) -> float:
 
 def _listen(stack: ExitStack) -> socket.socket | None:
     """Returns a socket that ranks of the same user can find until the stack ends; None where that is impossible."""
-    if _memory_to_share(stack, _BUFFER_BYTES) is None:
+    if not _can_share_memory():
         return None
     with suppress(OSError):
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
@@ -366,14 +290,14 @@ def _listen(stack: ExitStack) -> socket.socket | None:
     return None
 
 
-def _memory_to_share(stack: ExitStack, size: int) -> int | None:
-    """Returns the descriptor of a memory until the stack ends; None where the system, or `ulimit -f`, forbids it."""
-    with suppress(OSError, AttributeError):
+def _can_share_memory() -> bool:
+    """Whether this process can make a buffer, which other systems than Linux, or `ulimit -f`, forbid."""
+    with suppress(OSError, AttributeError), ExitStack() as stack:
         descriptor = os.memfd_create("torchtitan_clone")
         stack.callback(os.close, descriptor)
-        os.ftruncate(descriptor, size)
-        return descriptor
-    return None
+        os.ftruncate(descriptor, _BUFFER_BYTES)
+        return True
+    return False
 
 
 def _machine() -> str:
@@ -394,27 +318,20 @@ def _call(path: str) -> socket.socket | None:
     return None
 
 
-def _open(
-    connection: socket.socket, *, rank: int, seconds: float, heap: int | None = None
-) -> tuple[Stream, Bytes | None]:
-    """Exchanges ranks and memory with the other end; returns the stream, and the shared heap if the other is rank 0.
-
-    `heap` is the descriptor of a memory that becomes the shared heap if this is rank 0; None if the group has none.
-    """
+def _open(connection: socket.socket, *, rank: int, seconds: float) -> Stream:
+    """Exchanges ranks and memory with the other end; returns the stream."""
     connection.settimeout(seconds)
     memory = os.memfd_create("torchtitan_clone")
     hello, received = b"", list[int]()
     try:
         os.ftruncate(memory, _BUFFER_BYTES)
-        sent = [memory] if heap is None else [memory, heap]
         with suppress(ConnectionError):
-            socket.send_fds(connection, [_HELLO.pack(rank)], sent)
-            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, len(sent))
-        if len(hello) != _HELLO.size or [*map(_size_of, received)] != [*map(_size_of, sent)]:
+            socket.send_fds(connection, [_HELLO.pack(rank)], [memory])
+            hello, received, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+        if len(hello) != _HELLO.size or [*map(_size_of, received)] != [_BUFFER_BYTES]:
             raise RuntimeError("a rank on this machine has ended while the ranks connected, or has another version")
         (other,) = _HELLO.unpack(hello)
-        stream = Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
-        return stream, _mapped(received[1]) if heap is not None and other == 0 else None
+        return Stream(connection, own=_mapped(memory), others=_mapped(received[0]), other=other)
     finally:
         for descriptor in (memory, *received):
             os.close(descriptor)

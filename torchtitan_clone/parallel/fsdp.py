@@ -145,10 +145,8 @@ def _set_communication(modules: Sequence[nn.Module], *, mesh: DeviceMesh, pendin
         module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         module.set_gradient_divide_factor(1.0)  # costs a division if there is one shard
         if _is_on_gloo(mesh) and mesh.shape[-1] > 1:
-            group = mesh.get_group(-1)
-            module.set_custom_all_gather(GatherByMessages(group=group))
-            sums = SumByMessages(modules, group=group, pending=pending if mesh.ndim == 1 else None)
-            module.set_custom_reduce_scatter(sums)
+            module.set_custom_all_gather(GatherByMessages())
+            module.set_custom_reduce_scatter(SumByMessages(modules, pending=pending if mesh.ndim == 1 else None))
 
 
 def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:

@@ -1,8 +1,7 @@
 """FSDP's collectives on a CPU as messages that go on while a rank computes: FSDP2 waits for them without streams.
 
 All-gather and reduce-scatter are messages between all pairs of ranks. gloo's copy through memory of their own, and take
-1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring, or announces what it has written to
-a shared heap.
+1.5 and 3 times as long. Each rank sends and receives as many bytes as in a ring.
 """
 
 from collections import deque
@@ -14,19 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import Messages, heap_tensor, others, start_all_to_all, start_exchange, sum_parts
+from torchtitan_clone.ops.messages import Messages, others, start_all_to_all, start_exchange, sum_parts
+
+_MAX_PENDING_SUMS = 2
+"""Sums that a backward leaves incomplete at a time: they take memory."""
 
 
 class GatherByMessages:
     """Gathers a tensor of each rank of a group, as FSDP's weights."""
 
-    def __init__(self, *, group: dist.ProcessGroup) -> None:
-        self._group = group
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for an output, in the shared heap if it has room: each rank writes its part."""
-        found = heap_tensor(size, dtype=dtype, group=self._group)
-        return torch.empty(size, dtype=dtype, device=device) if found is None else found
+        """Returns memory for an output."""
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -43,33 +41,18 @@ class GatherByMessages:
 class SumByMessages:
     """Sums the gradients of modules over the ranks of a group, in their order; `pending` completes the sums later."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], *, group: dist.ProcessGroup, pending: "PendingSums | None"
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, pending: "PendingSums | None") -> None:
         self._modules = modules
-        self._group = group
         self._pending = pending
-        self._inputs: Tensor | None = None
-        """Those of all ranks, in the shared heap."""
-        self._allocates_output = False
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the input of a sum, in the shared heap if that has room, and next for its output."""
-        is_input, self._allocates_output = not self._allocates_output, not self._allocates_output
-        if is_input:
-            self._inputs = heap_tensor([self._group.size(), *size], dtype=dtype, group=self._group)
-            if self._inputs is not None:
-                return self._inputs[self._group.rank()]
+        """Returns memory for an input or an output."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Starts to sum the parts [n] of all ranks' inputs [ranks * n] that belong to this rank to the output [n]."""
-        received = None if self._inputs is None else [x.chunk(group.size())[group.rank()] for x in self._inputs]
-        self._inputs = None
         own = input_tensor.chunk(group.size())
-        parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter", received=received)
-        # Sums that move nothing gain little by waiting later.
-        max_in_flight = 2 if received is None else 1
+        parts, messages = start_all_to_all(own, group=group, collective="reduce_scatter")
 
         def complete() -> None:
             messages.wait()
@@ -78,7 +61,7 @@ class SumByMessages:
         if self._pending is None:
             complete()
         else:
-            self._pending.add(complete, modules=self._modules, max_in_flight=max_in_flight)
+            self._pending.add(complete, modules=self._modules)
 
 
 class PendingSums:
@@ -87,18 +70,15 @@ class PendingSums:
     def __init__(self) -> None:
         self._completions = deque[Callable[[], object]]()
 
-    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module], max_in_flight: int) -> None:
-        """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it.
-
-        Completes the first ones while more than `max_in_flight` are incomplete, since they take memory.
-        """
+    def add(self, complete: Callable[[], object], *, modules: Sequence[nn.Module]) -> None:
+        """Takes what completes the sum of the modules' gradients; calls it if no backward will end or FSDP adds it."""
         parameters = (parameter for module in modules for parameter in _own_parameters(module))
         if not torch_compat.runs_backward() or any(parameter.grad is not None for parameter in parameters):
             complete()
             return
         torch_compat.after_backward(self._complete)
         self._completions.append(complete)
-        while len(self._completions) > max_in_flight:
+        while len(self._completions) > _MAX_PENDING_SUMS:
             self._completions.popleft()()
 
     def _complete(self) -> None:

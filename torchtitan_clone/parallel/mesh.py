@@ -171,8 +171,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
     # With dp_shard or cp, FSDP all-reduces gradients over replicas itself.
     if degrees.dp_replicate > 1 and degrees.dp_shard * degrees.cp == 1:
         used.append(mesh.fsdp.get_group(0))
-    of_fsdp = [axis.get_group(axis.ndim - 1) for axis in (mesh.fsdp, mesh.expert_fsdp) if axis is not None]
     for group in used:
         if group.size() > 1 and dist.get_backend(group) == "gloo":
-            connect(group, has_heap=group in of_fsdp)
+            connect(group)
     return mesh
