@@ -95,15 +95,6 @@ def converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-def fill_freed(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Allocates freed tensors again and copies values into them, in place but not counted as a change, as FSDP does."""
-    for x in tensors:
-        x.untyped_storage().resize_(x.numel() * x.itemsize)
-    counted = (*(x for x in tensors if not x.is_inference()),)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(counted):
-        torch._foreach_copy_(tensors, values)
-
-
 # Waits for the result of a functional collective and returns it; a compiled region does not do so by itself.
 wait_tensor = torch.ops._c10d_functional.wait_tensor
 # Functional collectives, which a compiled region can contain, without the tensor class that postpones the wait.

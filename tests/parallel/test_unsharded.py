@@ -1,7 +1,6 @@
 """Ranks that shard nothing train the parameters of FSDP without its copies, and to the same bits."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_split_backward
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
@@ -26,7 +24,6 @@ FSDP = "--parallelism.fsdp_reshard_after_forward=always"
 ALWAYS = {"parallelism__fsdp_reshard_after_forward": "always"}  # FSDP itself
 BF16 = {"training__mixed_precision_param": "bfloat16"}
 MICROBATCHES = {"training__local_batch_size": 2}
-FREES = {**BF16, "training__seq_len": 1024}  # micro-batches of as many tokens as copies of weights are freed for
 EXPERTS = {
     "model__name": "qwen3_moe", "model__args__head_dim": 32, "model__args__hidden_dim": 64,
     "model__args__multiple_of": None, "model__args__moe__hidden_dim": 64, "model__args__moe__router_z": 0.1,
@@ -38,23 +35,17 @@ PIPELINE = {"parallelism__pipeline_parallel_degree": 2}
 CASES = {
     "fp32": {},
     "one batch in bf16, tied": {**BF16, "training__local_batch_size": 8, "model__args__tied_embeddings": True},
-    "one batch in bf16, freed": {**FREES, "training__local_batch_size": 8, "training__seq_len": 256},
     "micro-batches in bf16, tied": {**BF16, **MICROBATCHES, "model__args__tied_embeddings": True},
-    "micro-batches in bf16, freed": {**FREES, **MICROBATCHES, "activation_checkpoint__mode": "selective"},
+    "micro-batches in bf16, selective": {**BF16, **MICROBATCHES, "activation_checkpoint__mode": "selective"},
     "recomputed, compiled": {
         **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True, "compile__backend": "aot_eager",
     },
-    "compiled, freed": {
-        **FREES, **MICROBATCHES, "activation_checkpoint__mode": "full", "compile__enable": True,
-        "compile__backend": "aot_eager",
-    },
-    "experts with auxiliary losses, freed": {**FREES, **MICROBATCHES, **EXPERTS},
-    "multi-token prediction, freed": {**FREES, **MICROBATCHES, **PREDICTION},
-    "frozen blocks, freed": {**FREES, "training__freeze_schedule": "[{step = 1, layers = 1}]"},
+    "experts with auxiliary losses": {**BF16, **MICROBATCHES, **EXPERTS},
+    "multi-token prediction": {**BF16, **MICROBATCHES, **PREDICTION},
     "frozen blocks": {"training__freeze_schedule": "[{step = 1, layers = 1}]"},
-    "replicas, micro-batches in bf16": {**REPLICAS, **FREES, **MICROBATCHES},
+    "replicas, micro-batches in bf16": {**REPLICAS, **BF16, **MICROBATCHES},
     "tensor, tied": {**TENSOR, **MICROBATCHES, "model__args__tied_embeddings": True},
-    "tensor, bf16": {**TENSOR, **FREES},
+    "tensor, bf16": {**TENSOR, **BF16},
     # Of several passes FSDP adds up the sums of each.
     "pipeline in bf16": {**PIPELINE, **BF16, "training__local_batch_size": 8},
     "replicas, tensor": {**REPLICAS, **TENSOR},
@@ -118,90 +109,6 @@ def test_modules_hold_plain_parameters_from_forward_to_the_end_of_backward(corpu
     assert after == [True, True, True, False, True]
     assert (is_dtensor, kind, found, no_gradient) == (True, torch.nn.Parameter, dtype, True)
     assert shares == (dtype == torch.float32)  # no copy
-
-
-def copies_in_memory(argv):
-    """Returns of which blocks the first weight has memory, when which part of a step begins."""
-    with open_trainer(argv) as trainer:
-        (model,) = trainer.engine.model_parts
-        weights, seen = [], {}
-
-        def note(name, *_):
-            if not seen:  # the start of the first forward
-                weights.extend(local_shard(block.attention.wo.weight) for block in model.layers.values())
-                weights.append(local_shard(model.output.weight))
-            *of_blocks, of_output = [weight.untyped_storage().nbytes() > 0 for weight in weights]
-            assert of_output
-            seen[name] = of_blocks
-
-        for name, block in model.layers.items():
-            block.register_forward_pre_hook(partial(note, f"forward {name}"))
-            block.register_forward_hook(lambda _, __, x, name=name: note_backward(x, name))
-        model.output.register_forward_pre_hook(partial(note, "loss"))
-
-        def note_backward(x, name):
-            x = x if isinstance(x, torch.Tensor) else x[0]
-            if x.requires_grad:
-                x.register_hook(partial(note, f"backward {name}"))
-
-        model.tok_embeddings.register_full_backward_hook(partial(note, "end"))
-        trainer.train_step(1)
-        return seen
-
-
-NONE, FIRST, SECOND = [False, False], [True, False], [False, True]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{}, TENSOR, REPLICAS, MICROBATCHES, EXPERTS | MICROBATCHES],
-    ids=["one", "tensor", "replicas", "batches", "experts"],
-)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_copies_of_the_weights_of_a_block_have_memory_while_it_runs(corpus, tmp_path, more, recompute):
-    argv = options(corpus, tmp_path, activation_checkpoint__mode=recompute, **FREES, **more)
-    for seen in run_ranks(copies_in_memory, 2 if more in (TENSOR, REPLICAS) else 1, argv):
-        assert seen == {
-            "forward 0": FIRST, "forward 1": SECOND, "loss": NONE, "backward 1": SECOND, "backward 0": FIRST,
-            "end": NONE,
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"training__mixed_precision_param": "float32"},
-        {"parallelism__fsdp_reshard_after_forward": "never"},
-        {"training__local_batch_size": 1},
-    ],
-    ids=["no copies", "never", "few tokens"],
-)
-def test_weights_that_are_no_copies_or_shall_stay_are_not_freed(corpus, tmp_path, more):
-    (seen,) = run_ranks(copies_in_memory, 1, options(corpus, tmp_path, **FREES | more))
-    assert [each for part, each in seen.items() if "forward" not in part] == [[True, True]] * 4
-
-
-def gradients_of_two_forwards(runs):
-    """Returns the gradients of two forwards and one backward, of a second one, and of a forward for inference."""
-    found = []
-    for trainer in open_trainers(runs):
-        (model,) = trainer.engine.model_parts
-        weight = model.layers["0"].attention.wo.weight
-        tokens = torch.arange(64).view(1, 64)
-        outputs = [model(each, positions_BT=tokens) for each in (tokens, tokens.flip(1))]
-        sum(output.square().sum() for output in outputs).backward(retain_graph=True)
-        outputs[0].sum().backward()
-        with torch.inference_mode():
-            logits = model(tokens, positions_BT=tokens)
-        found.append((weight.grad.full_tensor(), logits.clone()))
-    return found
-
-
-def test_several_forwards_before_a_backward_and_inference_fill_their_copies(corpus, tmp_path):
-    never = {"parallelism__fsdp_reshard_after_forward": "never"}
-    runs = [options(corpus, tmp_path / name, **FREES, **more) for name, more in (("a", {}), ("b", never))]
-    (found, expected), *_ = run_ranks(gradients_of_two_forwards, 1, runs)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def distributed_weights_of_a_forward(argv):

@@ -13,7 +13,7 @@ from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.plan import build_plan, later_phases, replica_identity, run_identity, write_config
-from torchtitan_clone.run.precision import frees_copies, fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import fsdp_blocks_per_group, keeps_gradients, loss_chunk_tokens
 
 MODEL = ["--model.args.n_layers=4", "--training.seq_len=64", "--training.local_batch_size=2"]
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
@@ -90,17 +90,6 @@ def test_gradients_keep_their_type_on_one_rank_without_replica_groups(device_typ
     assert not keeps_gradients(plan_of("--training.enable_cpu_offload", device_type=device_type))
     assert not keeps_gradients(plan_of("--training.mixed_precision_reduce=bfloat16", device_type=device_type))
     assert not keeps_gradients(plan_of(*REPLICA, device_type=device_type))
-
-
-def test_a_cpu_frees_copies_of_weights_where_fsdp_would_free_gathered_ones():
-    few = ["--training.mixed_precision_param=bfloat16", "--training.seq_len=256", "--training.local_batch_size=7"]
-    rows = [*few[:2], "--training.local_batch_size=8"]
-    assert frees_copies(plan_of(*rows, device_type="cpu"))
-    assert not frees_copies(plan_of(*few, device_type="cpu"))
-    assert not frees_copies(plan_of(*rows, "--training.mixed_precision_param=float32", device_type="cpu"))
-    assert not frees_copies(plan_of(*rows, "--parallelism.fsdp_reshard_after_forward=never", device_type="cpu"))
-    assert not frees_copies(plan_of(*rows, PIPELINE, device_type="cpu", world_size=2))
-    assert not frees_copies(plan_of(*rows, device_type="cuda"))
 
 
 def test_a_seed_checkpoint_trains_no_step():

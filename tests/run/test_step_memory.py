@@ -133,8 +133,7 @@ def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
 NONE = {"activation_checkpoint.mode": "none"}
 FULL = {"activation_checkpoint.mode": "full"}
 PER_OP = {"activation_checkpoint.selective_ac_option": "op"}
-FREED = {"training.seq_len": 1024, "training.mixed_precision_param": "bfloat16"}  # copies of weights, on a CPU
-MESHES = {"shard": (2, PER_OP), "copies that are freed": (1, {**FULL, **FREED, "model.args.n_layers": 10})}
+MESHES = {"shard": (2, PER_OP)}
 MORE_MESHES = {
     "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
     "recomputed": (2, FULL),

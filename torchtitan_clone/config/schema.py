@@ -308,8 +308,7 @@ class Parallelism:
     data_parallel_shard_degree: AutoOrDegree = -1
     """FSDP2 sharding degree of weights, gradients and optimizer state; -1: all remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights between forward and backward, on a CPU also converted ones if a micro-batch has 2,048
-    tokens or more; default: always, except with pipeline parallelism."""
+    """Free gathered weights between forward and backward; default: always, except with pipeline parallelism."""
     fsdp_prefetch_blocks: Degree = 1
     """Number of blocks gathered ahead; 1 is FSDP2's implicit prefetch, more hide slow networks and use memory."""
     fsdp_blocks_per_group: AutoOrSize = -1

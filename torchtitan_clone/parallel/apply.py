@@ -45,13 +45,13 @@ M = TypeVar("M", bound=ParallelModel)
 def apply_parallelism(
     model: M, *, modules: Iterable[str], frozen: Iterable[str], mesh: Mesh, tensor_plan: TensorPlan,
     kept_operations: KeptOperations, convert: Callable[[M], None], training: Training, keeps_gradients: bool,
-    frees_copies: bool, blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint,
+    blocks_per_group: int, parallelism: Parallelism, activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> None:  # fmt: skip
     """Applies pipeline, tensor, context, activation checkpointing, compile and FSDP to a model on the meta device.
 
     The model keeps only the `modules` of its pipeline stage, which `convert` may replace; those that are also in
-    `frozen` get no gradients. `keeps_gradients`, `frees_copies` and `blocks_per_group` are apply_fsdp()'s. Changes the
+    `frozen` get no gradients. `keeps_gradients` and `blocks_per_group` are apply_fsdp()'s. Changes the
     model in place.
     """
     assert isinstance(model, nn.Module)
@@ -85,7 +85,7 @@ def apply_parallelism(
     apply_fsdp(
         model, groups=model.fsdp_groups(), blocks_per_group=blocks_per_group, mesh=mesh.fsdp,
         parameter_mesh=mesh.parameters, experts=experts, expert_mesh=mesh.expert_fsdp, training=training,
-        keeps_gradients=keeps_gradients, frees_copies=frees_copies, parallelism=parallelism,
+        keeps_gradients=keeps_gradients, parallelism=parallelism,
     )  # fmt: skip
 
 

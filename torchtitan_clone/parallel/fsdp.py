@@ -36,12 +36,12 @@ class FSDPGroup(Protocol):
 def apply_fsdp(
     model: nn.Module, *, groups: Sequence[FSDPGroup], blocks_per_group: int, mesh: DeviceMesh,
     parameter_mesh: DeviceMesh, experts: Sequence[nn.Module] = (), expert_mesh: DeviceMesh | None = None,
-    training: Training, keeps_gradients: bool, frees_copies: bool, parallelism: Parallelism,
+    training: Training, keeps_gradients: bool, parallelism: Parallelism,
 ) -> None:  # fmt: skip
     """Shards the groups of modules and then the rest of the model, in place; sums gradients over ranks.
 
     At most `blocks_per_group` blocks become one group. `keeps_gradients` leaves those of a single backward on a single
-    rank in its data type. `frees_copies` frees copies of the weights of blocks that are not sharded after forward.
+    rank in its data type.
     `experts` are modules whose parameters are sharded over the ep axis; they are sharded over `expert_mesh` further.
     """
     param_dtype = getattr(torch, training.mixed_precision_param)
@@ -50,9 +50,8 @@ def apply_fsdp(
     choice = parallelism.fsdp_reshard_after_forward
     if _shards_nothing(mesh) and not requests_fsdp(training, parallelism=parallelism) and not experts:
         apply_unsharded(
-            model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients,
-            freed=[module for group in groups if frees_copies and _is_layer(group) for module in group.modules],
-        )  # fmt: skip
+            model, mesh=mesh, parameter_mesh=parameter_mesh, dtype=param_dtype, keeps_gradients=keeps_gradients
+        )
         return
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
@@ -113,11 +112,6 @@ def _merged(groups: Sequence[FSDPGroup], *, max_blocks: int) -> list[FSDPGroup]:
         bounds = pairwise(len(blocks) * index // count for index in range(count + 1))
         merged += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
     return merged
-
-
-def _is_layer(group: FSDPGroup) -> bool:
-    """Whether a group is a block, or a layer of multi-token prediction."""
-    return not group.starts_backward and not group.is_lookup
 
 
 def requests_fsdp(training: Training, *, parallelism: Parallelism) -> bool:

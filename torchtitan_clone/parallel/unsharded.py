@@ -1,7 +1,7 @@
 """Data parallelism where no parameter is sharded over it: what FSDP does, without its copies."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.messages import StartedSum
-from torchtitan_clone.torch_compat import after_backward, converted, fill_freed, tree_leaves, with_shard
+from torchtitan_clone.torch_compat import after_backward, converted, with_shard
 
 _ALONE = 2**16
 """Elements of a gradient that is summed over replicas by itself, during backward; smaller ones are summed together."""
@@ -30,16 +30,15 @@ _exchanges: "WeakKeyDictionary[nn.Module, _Exchange]" = WeakKeyDictionary()
 
 
 def apply_unsharded(
-    model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype, keeps_gradients: bool,
-    freed: Iterable[nn.Module],
-) -> None:  # fmt: skip
+    model: nn.Module, *, mesh: DeviceMesh, parameter_mesh: DeviceMesh, dtype: torch.dtype, keeps_gradients: bool
+) -> None:
     """Makes the parameters DTensors as FSDP does, in place; forward and backward compute in `dtype`.
 
     `mesh` is [1] or [replicas, 1], and `parameter_mesh` has the axis tp after that. From the start of a forward to the
     end of its backward, or inside plain_parameters(), modules hold parameters that are tensors, or DTensors on the axis
     tp only where they compute with those: the same memory if `dtype` is that of the parameters, else copies. Gradients
     are summed over replicas and added to those of the DTensors, in their data type; with `keeps_gradients` those of a
-    single backward stay in `dtype`. Copies that belong to the modules `freed` have memory only while those run.
+    single backward stay in `dtype`.
     """
     distributed: dict[nn.Parameter, nn.Parameter] = {}
     outer = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
@@ -57,8 +56,6 @@ def apply_unsharded(
     exchange = _exchanges[model] = _Exchange(dtype, mesh=mesh, tp=tp, keeps_gradients=keeps_gradients)
     model.register_forward_pre_hook(exchange.begin_forward)
     model.register_forward_hook(exchange.end_forward)
-    for module in freed:
-        exchange.free_between(module)
 
 
 @contextmanager
@@ -105,24 +102,6 @@ class _Exchange:
         self._parts: set[nn.Parameter] = set()  # whose sums are parts of a sum over the ranks of tp
         self._started: dict[nn.Parameter, StartedSum] = {}  # over replicas
         self._pending = deque[StartedSum]()  # those that are not gathered
-        self._copies: list[_Copies] = []  # of each module that frees them
-        self._copies_of: dict[nn.Parameter, _Copies] = {}
-
-    def free_between(self, module: nn.Module) -> None:
-        """Frees the copies of a module's weights after its forward and after its backward."""
-        copies = _Copies([*module.parameters()])
-        self._copies.append(copies)
-        self._copies_of |= dict.fromkeys(copies.parameters, copies)
-
-        def end_forward(_module: nn.Module, _inputs: object, output: object) -> None:
-            copies.free()
-            pairs = copies.pairs  # another forward may begin before this one's backward
-            for x in tree_leaves(output):
-                if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(lambda _: copies.fill(pairs))
-
-        module.register_forward_pre_hook(lambda _module, _inputs: copies.fill(copies.pairs))
-        module.register_forward_hook(end_forward)
 
     def set_last(self, is_last: bool) -> None:
         """Says whether the next backward is the last of a step."""
@@ -154,11 +133,7 @@ class _Exchange:
         parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
-        freed: dict[nn.Parameter, Tensor] = {}
-        for copies in self._copies:
-            freed |= copies.begin(shards, self._dtype)
-        others = {parameter: x for parameter, x in shards.items() if parameter not in freed}
-        shards = freed | dict(zip(others, copies_of_weights([*others.values()], self._dtype), strict=True))
+        shards = dict(zip(shards, copies_of_weights([*shards.values()], self._dtype), strict=True))
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in parameters:
             if parameter not in plain:
@@ -166,8 +141,6 @@ class _Exchange:
                 plain[parameter] = self._plain(parameter, shards[parameter], is_local=is_local)
             self._kept.append((module, name, parameter, plain[parameter]))
             module._parameters[name] = plain[parameter]
-        for copies in self._copies:  # now: nn.Parameter() allocates a freed fake tensor again
-            copies.free()
 
     def end(self) -> None:
         """Completes the sums of gradients, and gives them and the modules back to the DTensors."""
@@ -197,7 +170,7 @@ class _Exchange:
         """Gives the modules back to the DTensors, without the gradients."""
         for module, name, parameter, _ in self._kept:
             module._parameters[name] = parameter
-        for each in (self._kept, self._sums, self._parts, self._started, self._pending, *self._copies):
+        for each in (self._kept, self._sums, self._parts, self._started, self._pending):
             each.clear()
         self._is_held = False
 
@@ -223,8 +196,6 @@ class _Exchange:
         """Adds the gradient of a plain parameter to its sum; starts to sum a complete one over replicas."""
         gradient, plain.grad = plain.grad, None
         assert gradient is not None
-        if (copies := self._copies_of.get(parameter)) is not None:
-            copies.note_gradient(parameter)
         if isinstance(gradient, DTensor) and isinstance(plain, DTensor) and gradient.placements != plain.placements:
             if gradient.placements == (Partial(),) and plain.placements == (Replicate(),):
                 self._parts.add(parameter)
@@ -260,49 +231,9 @@ class _Exchange:
         return together
 
 
-class _Copies:
-    """Copies of a module's weights in another data type, whose memory is freed and filled again as FSDP does."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.parameters = parameters
-        self.pairs: list[tuple[Tensor, Tensor]] = []  # each copy and its weight
-        self._without_gradient = set[nn.Parameter]()  # in the backward that runs
-
-    def begin(self, shards: Mapping[nn.Parameter, Tensor], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-        """Returns a copy of each shard in another data type, without its values."""
-        weights = {p: shards[p] for p in self.parameters if shards[p].dtype != dtype}
-        found = copies_of_weights([*weights.values()], dtype, has_values=False)
-        self.pairs = [*zip(found, weights.values(), strict=True)]
-        return dict(zip(weights, found, strict=True))
-
-    def fill(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Gives the copies of a forward memory and the values of the weights, unless they have them."""
-        if pairs and not pairs[0][0].untyped_storage().nbytes():
-            self._without_gradient = {*self.parameters}
-            fill_freed(*map(list, zip(*pairs, strict=True)))
-
-    def note_gradient(self, parameter: nn.Parameter) -> None:
-        """Frees the copies with the gradient of the last weight; those of a module with frozen weights stay.
-
-        An operation of backward that reads a trained weight gives its gradient too, so that none is left to run.
-        """
-        self._without_gradient.discard(parameter)
-        if not self._without_gradient:
-            self.free()
-
-    def free(self) -> None:
-        """Frees the memory of the copies."""
-        for copy, _ in self.pairs:
-            copy.untyped_storage().resize_(0)
-
-    def clear(self) -> None:
-        """Forgets the copies."""
-        self.pairs = []
-
-
-def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype, *, has_values: bool = True) -> list[Tensor]:
+def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns the weights in a data type: themselves, or copies. Traces of memory know the copies by this name."""
-    return converted(tensors, dtype) if has_values else [torch.empty_like(x, dtype=dtype) for x in tensors]
+    return converted(tensors, dtype)
 
 
 def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

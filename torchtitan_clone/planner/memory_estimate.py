@@ -21,7 +21,7 @@ from torchtitan_clone.planner.work import (
     sharded_groups,
 )
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import frees_copies, is_without_fsdp, keeps_gradients, loss_chunk_tokens
+from torchtitan_clone.run.precision import is_without_fsdp, keeps_gradients, loss_chunk_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,7 @@ def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     microbatches = _microbatches(plan)
     gathered = min(complete, 2 * largest + ends * end.elements) if reshards(config, degrees=degrees) else complete
     if is_without_fsdp(plan):  # copies of weights, if their data type is another
-        gathered = min(complete, largest + ends * end.elements) if frees_copies(plan) else complete
-        gathered = gathered if config.training.dtype != config.training.mixed_precision_param else 0.0
+        gathered = complete if config.training.dtype != config.training.mixed_precision_param else 0.0
     gathered *= shape.itemsize
     again = max((saved_bytes(layer, shape=shape, all_saved=True) for layer in layers), default=0.0)
     again = again if shape.share_again else 0.0

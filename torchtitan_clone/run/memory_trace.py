@@ -60,8 +60,7 @@ class MemoryTrace(TorchDispatchMode):
         self._is_sharded = True
 
     def __enter__(self) -> "MemoryTrace":
-        # fill_freed() allocates copies of weights again.
-        torch_compat.on_resize(lambda x: self._update(x, part="gathered" if called_from("fill_freed") else None))
+        torch_compat.on_resize(self._update)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -206,9 +205,8 @@ def _follow_layers(trace: MemoryTrace, model: nn.Module) -> None:
                 if x.requires_grad:
                     x.register_hook(begin_backward)
 
-        # Before the copies of weights are filled.
-        module.register_forward_pre_hook(begin, prepend=True)
-        module.register_forward_hook(end, prepend=True)
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
 
 def _tensors(values: object) -> list[Tensor]:

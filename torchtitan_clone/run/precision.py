@@ -70,18 +70,3 @@ def keeps_gradients(plan: RunPlan) -> bool:
 def is_without_fsdp(plan: RunPlan) -> bool:
     """Returns whether a single rank trains without FSDP."""
     return plan.world_size == 1 and not requests_fsdp(plan.config.training, parallelism=plan.config.parallelism)
-
-
-_CONVERTING_TOKENS = 2048
-"""Tokens of the smallest micro-batch for which a CPU converts weights twice: that takes 1 % of its time."""
-
-
-def frees_copies(plan: RunPlan) -> bool:
-    """Returns whether there are copies of the weights of blocks, which are freed between forward and backward.
-
-    Not on a GPU: on an H200 converting them again would take 2 % of a step.
-    """
-    training, choice = plan.config.training, plan.config.parallelism.fsdp_reshard_after_forward
-    is_large = training.local_batch_size * training.seq_len >= _CONVERTING_TOKENS
-    is_wanted = training.mixed_precision_param != training.dtype and choice == "default" and is_large
-    return plan.device_type == "cpu" and plan.degrees.pp == 1 and is_wanted
