@@ -70,6 +70,16 @@ def test_two_groups_recover_from_a_kill(corpus, tmp_path, expected):
         assert marks["recovery"]["y"][-1] > 8
 
 
+def test_a_healed_group_has_one_weight_for_embedding_and_output(corpus, tmp_path):
+    """The state that it receives has tied weights once."""
+    tied = {**SMALL, "training__steps": 16, "model__args__tied_embeddings": True}
+    assert train(options(corpus, tmp_path / "single", **tied), log_folder=tmp_path / "single")[0] == 0
+    with Cluster(corpus, tmp_path / "groups", groups=2, pace=0.08, **tied) as cluster:
+        cluster.start_all(faults=[Fault(kind="kill", place="between", step=5, group=1)]).watch_over()
+        check(cluster, losses(tmp_path / "single"), steps=16)
+        assert "healed from another replica group: step" in cluster.log_of(1)
+
+
 @pytest.mark.many_ranks
 def test_three_groups_of_two_ranks_survive_kills_at_every_stage(corpus, tmp_path, expected):
     """Among them: the peer's rank 1 dies while it sends its state, after the peer's rank 0 has sent all of it."""

@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D model, H head dim, V vocabulary, A auxiliary terms,
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, cast, runtime_checkable
+from typing import Annotated, Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -279,6 +279,14 @@ class Decoder(nn.Module):
         """Whether embedding and output projection are here and share one weight."""
         embedding, output = self.tok_embeddings, self.output
         return embedding is not None and output is not None and embedding.weight is output.weight
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Does what torch's does, and keeps embedding and output projection tied: leaving the meta device unties."""
+        was_tied = self.is_tied
+        super().to_empty(device=device, recurse=recurse)
+        if was_tied and not self.is_tied and self.tok_embeddings is not None and self.output is not None:
+            self.output.weight = cast("nn.Parameter", self.tok_embeddings.weight)
+        return self
 
     def keep_modules(self, names: Iterable[str]) -> None:
         """Removes the modules that are not among `names`; names of parameters do not change."""
