@@ -327,10 +327,11 @@ def initial_std(args: ModelArgs, name: str) -> float | None:
         return None
     if "bias" in name:
         return 0.0
-    if name == "output.weight" or (args.tied_embeddings and name == "tok_embeddings.weight"):
+    if name == "output.weight":
         return args.dim**-0.5
     if name == "tok_embeddings.weight":
-        return 1.0
+        # Tied, a larger embedding would dominate the hidden states, and each token would predict itself.
+        return 0.02 if args.tied_embeddings else 1.0
     if name.endswith(_SCALED_BY_DEPTH):
         return 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
     return 0.02
