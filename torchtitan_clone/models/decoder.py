@@ -313,25 +313,3 @@ class Decoder(nn.Module):
 def named_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by name, in the order of the model; a tied weight comes once."""
     return dict(model.named_parameters()) | dict(persistent_buffers(model))
-
-
-_SCALED_BY_DEPTH = (
-    "attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight", "experts.w2", "experts.w3",
-    "shared_experts.w2.weight", "shared_experts.w3.weight",
-)  # fmt: skip
-
-
-def initial_std(args: ModelArgs, name: str) -> float | None:
-    """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
-    if "norm" in name:
-        return None
-    if "bias" in name:
-        return 0.0
-    if name == "output.weight":
-        return args.dim**-0.5
-    if name == "tok_embeddings.weight":
-        # Tied, a larger embedding would dominate the hidden states, and each token would predict itself.
-        return 0.02 if args.tied_embeddings else 1.0
-    if name.endswith(_SCALED_BY_DEPTH):
-        return 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
-    return 0.02

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Model
-from torchtitan_clone.models.decoder import Decoder, ModelArgs, initial_std, named_state
+from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
@@ -77,6 +77,28 @@ def layer_flops(args: ModelArgs, *, parameters: Mapping[str, Tensor], seq_len: i
         flops(matmul_parameters=sizes.get(str(layer), 0), attended_tokens=[kind.attended_tokens(seq_len)])
         for layer, kind in enumerate(args.layer_kinds())
     ]
+
+
+_SCALED_BY_DEPTH = (
+    "attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight", "experts.w2", "experts.w3",
+    "shared_experts.w2.weight", "shared_experts.w3.weight",
+)  # fmt: skip
+
+
+def initial_std(args: ModelArgs, name: str) -> float | None:
+    """Returns the standard deviation of a parameter's initial values; None for norms, which start at one."""
+    if "norm" in name:
+        return None
+    if "bias" in name:
+        return 0.0
+    if name == "output.weight":
+        return args.dim**-0.5
+    if name == "tok_embeddings.weight":
+        # Tied, a larger embedding would dominate the hidden states, and each token would predict itself.
+        return 0.02 if args.tied_embeddings else 1.0
+    if name.endswith(_SCALED_BY_DEPTH):
+        return 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
+    return 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
