@@ -190,7 +190,7 @@ def _empty_caches(folder: Path) -> dict[str, str]:
     """Returns the environment of a program whose caches are in this folder, which is created.
 
     torch keeps the headers that it precompiles below TMPDIR, wherever the inductor's cache is, and this package what it
-    compiles and what it finds out about the compiler below XDG_CACHE_HOME.
+    compiles below XDG_CACHE_HOME.
     """
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TMPDIR": "tmp", "XDG_CACHE_HOME": "cache"}
     for name in caches.values():

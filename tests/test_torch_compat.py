@@ -6,15 +6,12 @@ A test below fails when torch has a public name instead, or when the private one
 import ast
 import importlib
 import inspect
-import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import tomli
@@ -23,8 +20,6 @@ import torch.distributed as dist
 
 import torchtitan_clone
 from torchtitan_clone import torch_compat
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.torch_compat import keep_compiler_checks, keep_precompiled_headers, rebuild_truncated_libraries
 
 PACKAGE = Path(torchtitan_clone.__file__).parent
 FILES = [path for path in sorted(PACKAGE.glob("**/*.py")) if path.name != "torch_compat.py"]
@@ -143,148 +138,6 @@ def test_slow_modules_are_imported_when_needed() -> None:
     assert result.stderr.strip() == "[]"
 
 
-IMPORT = """
-import sys
-from torchtitan_clone.torch_compat import TORCH, identify_torch, import_inductor
-import_inductor()
-from torch._inductor.codecache import torch_key
-from torch._inductor.codegen.common import KernelTemplate
-from torch._functorch._activation_checkpointing import graph_info_provider
-found = ["jinja2" in sys.modules, "networkx" in sys.modules, torch_key() == identify_torch(TORCH)]
-found += [KernelTemplate._template_from_string("{{ 6 * 7 }}").render(), len(graph_info_provider.nx.DiGraph([(1, 2)]))]
-sys.exit(str(found))
-"""
-
-
-def test_inductor_imports_what_it_uses_when_it_does() -> None:
-    result = subprocess.run([sys.executable, "-c", IMPORT], check=False, capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1] == "[False, False, True, '42', 2]"
-
-
-WITHOUT_GPU = """
-import sys
-import torchtitan_clone.trainer
-from torchtitan_clone.torch_compat import import_inductor
-import_inductor()
-seen = [name in sys.modules for name in ("torch._dynamo", "torch._inductor.runtime.triton_compat", "triton")]
-import triton
-sys.exit(str([*seen, triton.IS_FOUND]))
-"""
-
-
-def test_without_a_gpu_torch_does_not_import_triton(tmp_path: Path) -> None:
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("IS_FOUND = True")
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", WITHOUT_GPU]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert result.stderr.splitlines()[-1] == "[True, True, False, True]"
-
-
-def test_another_torch_has_another_identity(tmp_path: Path) -> None:
-    def identify() -> bytes:
-        torch_compat.identify_torch.cache_clear()
-        return torch_compat.identify_torch(tmp_path)
-
-    (tmp_path / "nn").mkdir()
-    source = tmp_path / "nn" / "linear.py"
-    source.write_text("x = 1")
-    first = identify()
-    assert identify() == first
-    source.write_text("x = 1 ")
-    longer = identify()
-    os.utime(source, ns=(0, 0))
-    assert len({first, longer, identify()}) == 3
-
-
-def commands_of_checks(folder: Path, compiler: Path) -> list[str]:
-    """Returns the commands that torch runs before it compiles with this compiler for the first time in a process."""
-    from torch._inductor import codecache, config
-
-    config.cpp.cxx = (None, str(compiler))
-    commands = []
-    sys.addaudithook(lambda event, values: commands.append(values[1]) if event == "subprocess.Popen" else None)
-    keep_precompiled_headers(folder)
-    keep_compiler_checks(folder, compiler=compiler)
-    # It needs the header; what it returns would compile.
-    codecache.CppPythonBindingsCodeCache.load_pybinding_async(cast("Any", []), "")
-    steps = (" -o ", sys.executable, "-fsyntax-only")
-    lines = [" ".join(map(str, command)) for command in commands]
-    return [line for line in lines if any(step in line for step in steps)]
-
-
-COMPILER = """#!/bin/sh
-case "$*" in *-fsyntax-only*) exit 0; esac
-echo g++ 13.1
-while [ $# -gt 0 ]; do [ "$1" = -o ] && echo header > "$2"; shift; done
-"""
-
-
-def test_a_compiler_is_checked_once(tmp_path: Path) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text(COMPILER)  # accepts all flags, and compiles nothing
-    compiler.chmod(0o755)
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-
-    def processes() -> list[str]:
-        return run_ranks(commands_of_checks, 1, tmp_path / "checks", compiler, env=environment)[0]
-
-    first = processes()
-    kinds = [line for line in first if "-fsyntax-only" in line]  # of vector instructions
-    assert kinds or torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-    assert len(first) == len(kinds) + 2  # preprocesses the header and precompiles it
-    assert not processes()
-    for header in (tmp_path / "checks").glob("*.gch"):
-        header.unlink()
-    assert len(processes()) == 2
-    compiler.write_text(COMPILER.replace("exit 0", "exit 1"))  # another compiler, which has none of them
-    assert any("-fsyntax-only" in line for line in processes()) == bool(kinds)
-
-
-def has_header(folder: Path, compiler: Path) -> bool:
-    """Returns whether a header is precompiled soon, although nothing is compiled."""
-    from torch._inductor import config
-
-    config.cpp.cxx = (None, str(compiler))
-    keep_precompiled_headers(folder)
-    keep_compiler_checks(folder, compiler=compiler)
-    end = time.monotonic() + 60
-    while not (found := any(folder.glob("*.gch"))) and time.monotonic() < end:
-        time.sleep(0.01)
-    return found
-
-
-def test_the_first_start_precompiles_the_header_in_a_thread(tmp_path: Path) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text(COMPILER)
-    compiler.chmod(0o755)
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    assert run_ranks(has_header, 1, tmp_path / "checks", compiler, env=environment) == [True]
-
-
-def seven() -> int:
-    """Returns what a library of C++ computes, which torch.compile builds or finds in its cache."""
-    rebuild_truncated_libraries()
-    from torch._inductor.codecache import CppCodeCache
-
-    is_new = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters  # in torch 2.12 and later
-    options = {"needs_vec_isa": False} if is_new else {}
-    return cast("Any", CppCodeCache.load('extern "C" int seven() { return 7; }', **options)).seven()
-
-
-def test_a_truncated_library_is_built_again(tmp_path: Path) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    assert run_ranks(seven, 1, env=cache) == [7]
-    (library,) = (path for path in tmp_path.rglob("*.so") if b"seven" in path.read_bytes())
-    complete, changed = library.read_bytes(), library.stat().st_mtime_ns
-    assert run_ranks(seven, 1, env=cache) == [7]
-    assert library.stat().st_mtime_ns == changed
-    for size in (0, len(complete) - 1):
-        library.write_bytes(complete[:size])
-        assert run_ranks(seven, 1, env=cache) == [7]
-        assert len(library.read_bytes()) == len(complete)
-
-
 STILL_PRIVATE = [
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.utils._pytree", "tree_leaves"),
@@ -294,16 +147,8 @@ STILL_PRIVATE = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),
     ("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),
-    ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir"),
-    ("torch._inductor.cpu_vec_isa", "VecISA"),
-    ("torch._inductor.cpu_vec_isa", "x86_isa_checker"),
-    ("torch._inductor.codecache", "torch_key"),
-    ("torch._inductor.codecache", "_precompile_header"),
-    ("torch._inductor.codecache", "_worker_compile_cpp"),
-    ("torch.utils._filelock", "FileLock"),
-    ("torch._inductor.codegen.common", "jinja2_env"),
-    ("torch._dynamo.funcname_cache", "cache"),
-    ("torch._functorch._activation_checkpointing.graph_info_provider", "nx"),
+    ("torch._inductor.codecache", "_HEADER_DIR"),
+    ("torch._inductor.codecache", "_HEADER_LOCK_DIR"),
     ("torch._logging", "set_logs"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.distributed_c10d", "_world"),

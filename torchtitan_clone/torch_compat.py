@@ -4,28 +4,14 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 """
 
 import hashlib
-import inspect
 import json
-import os
 import platform
-import re
-import struct
-import subprocess
-import sys
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import copy_context
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from enum import Enum
-from functools import cache, partial
-from importlib import import_module
-from io import BytesIO
+from functools import partial
 from pathlib import Path
-from threading import Lock, Thread
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,16 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     import torchft
-    from torch._dynamo.aot_compile import AOTCompiledFunction as GuardedCode
-    from torch._dynamo.types import GuardFilterEntry
-    from torch._inductor.cpp_builder import CppBuilder
-    from torch._inductor.cpu_vec_isa import VecISA
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
     from torch.distributed.tensor import DTensor
     from torchft.coordination import ManagerClient
 else:
-    PipelineStage = GuardedCode = object
+    PipelineStage = object
 
 TORCH = Path(torch.__file__).parent
 
@@ -310,350 +292,15 @@ def recompute_inputs_of_products() -> None:
     config.ban_recompute_materialized_backward = False
 
 
-def default_compile_cache() -> str:
-    """Returns where torch.compile keeps its results; it writes that to the environment itself, as if a user had."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return default_cache_dir()
-
-
-@contextmanager
-def _imported_as(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
-    """Replaces modules that are not imported yet by others; importing one that is replaced by None fails."""
-    replaced = [
-        name for name in modules if sys.modules.setdefault(name, cast("ModuleType", modules[name])) is modules[name]
-    ]
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del sys.modules[name]
-
-
-@cache
-def import_code_cache() -> None:
-    """Imports what loads compiled code on a CPU, and skips what a start with a full cache does not use.
-
-    Templates of GPU kernels are not compiled: jinja2 cannot be imported meanwhile (0.3 s), nor Triton, which would stay
-    in memory (75 MiB). Sizes and modification times of torch's sources identify it in the cache, not their content
-    (0.2 s). Sources are not tokenized for the names of functions in a log (0.1 s).
-    """
-    from torch._dynamo import funcname_cache
-
-    funcname_cache._add_file = lambda path: funcname_cache.cache.update({path: {}})
-    with _imported_as({"jinja2": None, "triton": None}):
-        from torch._functorch._aot_autograd import aot_autograd_result  # noqa: F401
-        from torch._inductor import codecache, cpp_builder  # noqa: F401
-    with suppress(AssertionError, RuntimeError):  # an earlier compilation of this process has read the sources
-        cast("Any", codecache.torch_key).set(identify_torch(TORCH))
-
-
-@cache
-def import_inductor() -> None:
-    """Imports what compiles on a CPU, as import_code_cache() does; networkx is imported when it is used (0.06 s)."""
-    import_code_cache()
-    networkx = ModuleType("networkx")
-    vars(networkx)["DiGraph"] = object  # in annotations, which are evaluated
-    with _imported_as({"jinja2": None, "triton": None, "networkx": networkx}):
-        from torch._inductor import compile_fx  # noqa: F401
-        from torch._inductor.codegen.common import jinja2_env
-    del vars(networkx)["DiGraph"]
-    networkx.__getattr__ = lambda name: getattr(import_module("networkx"), name)
-    jinja2_env.cache_clear()
-
-
-def compiler_settings() -> str:
-    """Returns hashes of the settings of torch.compile on which code depends."""
-    from torch._functorch import config as of_gradients
-    from torch._inductor import config as of_code
-
-    return repr([config.get_hash() for config in (of_gradients, of_code)])
-
-
-def needs_torch_compile(module: nn.Module) -> bool:
-    """Whether a call must go through torch.compile: for hooks that no guard covers, or for set_stance()."""
-    from torch._dynamo import eval_frame
-    from torch.nn.modules.module import _has_any_global_hook
-
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return any(hooks) or bool(_has_any_global_hook()) or eval_frame._stance.stance != "default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedCode:
-    """Compiled code as bytes, and what has to be equal in a process that loads it, besides torch and this package."""
-
-    data: bytes
-    constants: dict[str, str]
-    """Values of global variables, attributes and default arguments as text, by Dynamo's names for them."""
-    sources: dict[str, str]
-    """Hash of the source by module."""
-
-
-def compile_forward(block: nn.Module, inputs: Sequence[object]) -> "tuple[GuardedCode, SavedCode]":
-    """Compiles the forward of a block for inputs like these, and returns the code, to call with the block first.
-
-    ValueError if it depends on what cannot be compared in another process, as on an object in a global variable.
-    """
-    from torch._dynamo import config
-    from torch._dynamo.guards import CheckFunctionManager
-
-    unsaved = {*CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES}
-    others: dict[str, object] = {}
-
-    def are_saved(guards: "Sequence[GuardFilterEntry]") -> list[bool]:
-        saved = [not (guard.is_global or unsaved & {guard.guard_type, *guard.derived_guard_types}) for guard in guards]
-        others.update((guard.name, guard.value) for guard, is_saved in zip(guards, saved, strict=True) if not is_saved)
-        return saved
-
-    with config.patch(enable_aot_compile=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute")  # guards copy the inputs
-        compiled = torch.compile(block.forward, fullgraph=True, options={"guard_filter_fn": are_saved})
-        code = cast("Any", compiled).aot_compile((tuple(inputs), {}))
-    traced = code.source_info().inlined_sources
-    modules = {source.module for source in traced}
-    traced.clear()  # hundreds of KiB
-    constants: dict[str, str] = {}
-    for name, value in others.items():
-        if (text := _text_of(value)) is None and not name.startswith("G['__import_torch_dot_"):
-            raise ValueError(f"{name} = {value!r} cannot be compared in another process")
-        if text is not None:
-            if module := _module_of(value):
-                modules.add(module)
-            if not re.match(_MADE_BY_DYNAMO, name):
-                constants[name] = text
-    sources = {name: _hash_source(name) for name in modules if name.split(".")[0] not in _IDENTIFIED}
-    saved = SavedCode(data=type(code).serialize(code).serialized_data, constants=constants, sources=sources)
-    if not load_forward(block, saved).guard_check(block, *inputs):
-        raise ValueError("its guards do not accept the same inputs after they are loaded")
-    return code, saved
-
-
-class StaleCodeError(Exception):
-    """Saved code was compiled of other sources or constants than this process has."""
-
-
-class _ExternKernels:
-    """The products that compiled code calls."""
-
-    mm, bmm, addmm = torch.mm, torch.bmm, torch.addmm
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(_compiler_module("select_algorithm").extern_kernels, name)
-
-
-def _compiler_module(name: str) -> ModuleType:
-    import_inductor()
-    return import_module(f"torch._inductor.{name}")
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Replaces modules that loading code imports for a few names, and that import the compiler."""
-    names: dict[str, dict[str, object]] = {
-        "select_algorithm": {"extern_kernels": _ExternKernels()},
-        "codegen.memory_planning": {"_align": lambda size: _compiler_module("codegen.memory_planning")._align(size)},
-        "graph": {"GraphLowering": SimpleNamespace(save_output_code=None)},  # for torch's own tests
-    }
-    modules: dict[str, ModuleType | None] = {"jinja2": None, "triton": None}
-    for name, values in names.items():
-        modules[f"torch._inductor.{name}"] = module = ModuleType(name)
-        vars(module).update(values)
-    if not hasattr(torch._inductor, "debug"):  # read at each call of compiled code
-        cast("Any", torch._inductor).debug = SimpleNamespace(RECORD_GRAPH_EXECUTION=False)
-    with _imported_as(modules):
-        yield
-
-
-def load_forward(block: nn.Module, saved: SavedCode) -> "GuardedCode":
-    """Returns the code of compile_forward(); StaleCodeError if it was made of other sources or constants."""
-    import_code_cache()
-    stale = [name for name, text in saved.sources.items() if name not in sys.modules or _hash_source(name) != text]
-    if stale := stale or changed_constants(saved.constants, block):
-        raise StaleCodeError(f"changed since it was compiled: {', '.join(stale)}")
-    with _without_compiler():
-        code = torch.compiler.load_compiled_function(BytesIO(saved.data), f_globals=_globals_of(block))
-    return cast("GuardedCode", code)
-
-
-_CONSTANTS = (bool, int, float, str, torch.dtype, Enum, NoneType)
-_IDENTIFIED = ("builtins", "torch", __name__.split(".")[0])
-"""Packages whose sources the names of files of saved code identify."""
-_MADE_BY_DYNAMO = r"G\['(_\d|__builtins)|type\(|dict\(type\("
-"""Names of variables that Dynamo adds to a module, and of members of classes, which the source of their module has."""
-
-
-def changed_constants(constants: Mapping[str, str], block: nn.Module) -> list[str]:
-    """Returns the names of SavedCode.constants that are missing for a block or have other values."""
-
-    def found(name: str) -> str | None:
-        with suppress(AttributeError, LookupError, TypeError):
-            return _text_of(_value_of(name, block))
-
-    return [name for name, text in constants.items() if found(name) != text]
-
-
-def _text_of(value: object) -> str | None:
-    """Returns a text that is the same for equal constants, functions and classes in all processes, None for others."""
-    if isinstance(value, _CONSTANTS):
-        return repr(value)
-    if isinstance(value, torch._ops.OperatorBase | torch._ops.OpOverloadPacket):
-        return str(value)
-    if isinstance(value, ModuleType | torch.library.CustomOpDef):
-        return value.__name__ if isinstance(value, ModuleType) else value._qualname
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        is_local = "<" in value.__qualname__  # others may have the same name
-        return None if is_local else f"{value.__module__}.{value.__qualname__}"
-    if not isinstance(value, tuple | frozenset) and not is_dataclass(value):
-        return None
-    texts = [_text_of(each) for each in (value if isinstance(value, tuple | frozenset) else vars(value).values())]
-    texts = sorted(texts, key=str) if isinstance(value, frozenset) else texts
-    return None if None in texts else f"{type(value).__qualname__}{texts}"
-
-
-def _module_of(value: object) -> str | None:
-    if isinstance(value, torch.library.CustomOpDef):
-        return value._init_fn.__module__
-    return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-
-
-def _value_of(name: str, block: nn.Module) -> object:
-    """Returns the value of Dynamo's name of a global variable, an attribute or an item; ValueError if it is neither."""
-    found = re.fullmatch(r"(?:G\['(__import_)?(\w+)'\]|self)((?:\.\w+|\['\w+'\]|\[\d+\])*)", name)
-    if not found:
-        raise ValueError(f"{name} is no variable of a module")
-    is_imported, root, path = found.groups()
-    value: object = _globals_of(block)[root] if root and not is_imported else block
-    value = sys.modules[root.replace("_dot_", ".")] if is_imported else value
-    for name, key, index in re.findall(r"\.(\w+)|\['(\w+)'\]|\[(\d+)\]", path):
-        value = getattr(value, name) if name else cast("Mapping[object, object]", value)[key or int(index)]
-    return value
-
-
-def _globals_of(block: nn.Module) -> dict[str, object]:
-    return cast("FunctionType", cast("MethodType", block.forward).__func__).__globals__
-
-
-def _hash_source(module: str) -> str:
-    return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
-
-
-@cache
-def identify_torch(folder: Path) -> bytes:
-    """Returns a hash of torch's version and of sizes and times of modification of the Python files in its folder."""
-    lines = [str(torch.__version__)]
-    for parent, children, names in os.walk(folder):
-        children[:] = sorted({*children} - {"__pycache__", "include", "lib"})  # many files, none of them in Python
-        for path in (os.path.join(parent, name) for name in sorted(names) if name.endswith(".py")):
-            stat = os.stat(path)
-            lines.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(lines).encode()).digest()
-
-
 def keep_precompiled_headers(folder: Path) -> None:
-    """Makes torch.compile keep the headers that it precompiles for C++ in this folder.
+    """Makes torch.compile precompile its header of C++ into this folder, and use the one that is there.
 
-    By default they are in default_compile_cache(), wherever its results are, and headers found there are used.
+    Its own is in the folder of temporary files, wherever its cache is; other users know its name and can make it first.
     """
     from torch._inductor import codecache
 
     codecache._HEADER_DIR = str(folder)
     codecache._HEADER_LOCK_DIR = str(folder / "locks")
-
-
-@cache
-def rebuild_truncated_libraries() -> None:
-    """Makes torch.compile build a library or an object of C++ again whose file is empty or truncated.
-
-    g++ writes the file where it is expected: a machine that crashes soon afterwards leaves such a file there.
-    """
-    from torch._inductor import codecache
-    from torch.utils._filelock import FileLock
-
-    build_missing = codecache._worker_compile_cpp
-
-    def build_truncated(lock_path: str, builders: "Sequence[CppBuilder]") -> None:
-        with FileLock(lock_path, timeout=codecache.LOCK_TIMEOUT):  # held while a file is written
-            for path in (Path(builder.get_target_file_path()) for builder in builders):
-                if path.exists() and _is_truncated(path):
-                    path.unlink()
-        build_missing(lock_path, builders)
-
-    codecache._worker_compile_cpp = build_truncated
-
-
-def _is_truncated(path: Path) -> bool:
-    """Returns whether a file is empty or, if it is ELF of 64 bits, ends before its table of sections, its last part."""
-    with path.open("rb") as file:
-        header = file.read(64)
-    if path.suffix not in (".so", ".o") or len(header) < 64:
-        return len(header) < 64
-    table, size, count = struct.unpack_from("<Q10xHH", header, 40)
-    return path.stat().st_size < table + size * count
-
-
-@cache
-def keep_compiler_checks(folder: Path, *, compiler: Path) -> None:
-    """Makes torch.compile check a compiler of C++ once, not at every start, and keeps the results in a folder.
-
-    By default each start preprocesses the header of kernels to see whether the precompiled one is current, and loads a
-    library for every kind of vector instructions of the processor: 0.8 s of a core with a full cache. The first start
-    compiles and loads these, 5 s each; here the compiler is asked whether it accepts their flags. A result holds for a
-    compiler (path, size, time of modification), the instructions of a processor, and torch. Where there is none, a
-    thread precompiles the header at once, 5 to 8 s, while data and model are opened and the first block is traced.
-    """
-    from torch._inductor import codecache, cpu_vec_isa
-
-    stat, instructions = compiler.stat(), cpu_vec_isa.x86_isa_checker()
-    checked = (identify_torch(TORCH), str(compiler), stat.st_size, stat.st_mtime_ns, platform.machine(), instructions)
-    results = folder / hashlib.sha256(repr(checked).encode()).hexdigest()
-    results.mkdir(parents=True, exist_ok=True)
-    precompile_header, lock = codecache._precompile_header, Lock()
-
-    @cache
-    def precompile_once(header: str, command: str, **options: object) -> str:
-        result = results / hashlib.sha256(f"{header} {command}".encode()).hexdigest()
-        with lock:
-            path = result.read_text() if result.exists() else ""
-            if not any(Path(path + suffix).exists() for suffix in (".gch", ".pch")):  # of GCC and of Clang
-                path = precompile_header(header, command, **options)
-                result.write_text(path)
-        return path
-
-    def accepts_flags(self: "VecISA", code: str) -> bool:
-        flags = self.build_arch_flags()
-        result = results / hashlib.sha256(flags.encode()).hexdigest()
-        command = [str(compiler), *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
-        if not result.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0:
-            result.touch()
-        return result.exists()
-
-    def precompile() -> None:
-        with suppress(Exception):  # the compilation of a block raises it too
-            codecache.CppPythonBindingsCodeCache.load_async("")
-
-    codecache._precompile_header, cpu_vec_isa.VecISA.check_build = precompile_once, accepts_flags
-    if not any(file.stat().st_size for file in results.iterdir()):  # answers about flags are empty files
-        cpu_vec_isa.valid_vec_isa_list()  # keeps its result, and two threads would disturb each other
-        # In this context, to which torch's settings belong.
-        Thread(target=copy_context().run, args=(precompile,), daemon=True).start()
-
-
-def _ignore_triton_without_gpu() -> None:
-    """Makes torch.compile skip Triton on a machine without GPUs, where importing it takes 75 MiB and 0.3 s.
-
-    Nothing public disables it. An import of Triton elsewhere is not affected.
-    """
-    from torch.utils._triton import has_triton_package
-
-    if torch.cuda.device_count() == 0:
-        with _imported_as({"triton": None}):
-            has_triton_package()  # caches its result
-
-
-_ignore_triton_without_gpu()
-# This decorator imports torch.compile: modules take it from here, so that it is imported after the call above.
-assume_constant_result = torch.compiler.assume_constant_result
 
 
 def has_triton() -> bool:

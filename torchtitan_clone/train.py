@@ -144,11 +144,7 @@ def _train(
         from torchtitan_clone.run.dry_run import one_line_summary
         from torchtitan_clone.run.notices import find_model_notices, find_notices
         from torchtitan_clone.run.outcome import TrainingError
-        from torchtitan_clone.torch_compat import import_code_cache
         from torchtitan_clone.trainer import Trainer
-
-        if config.compile.compiles_model and config.compile.backend == "inductor" and device.type == "cpu":
-            import_code_cache()
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
     if prepared.completed_steps >= config.training.steps:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from torchtitan_clone.files import user_cache_folder
-from torchtitan_clone.torch_compat import HAS_AMX, HAS_AVX512_BF16, assume_constant_result
+from torchtitan_clone.torch_compat import HAS_AMX, HAS_AVX512_BF16
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -107,13 +107,13 @@ def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], librar
     return ctypes.CDLL(str(library))
 
 
-@assume_constant_result
+@torch.compiler.assume_constant_result
 def is_loaded() -> bool:
     """Whether the library could be compiled and loaded, for which the first call waits."""
     return _library(_KERNELS).result() is not None
 
 
-@assume_constant_result
+@torch.compiler.assume_constant_result
 def has_tiles() -> bool:
     """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
     return HAS_AMX and _library(_TILES).result() is not None

@@ -5,7 +5,7 @@ Source of activation checkpointing: arXiv 1604.06174; selective, arXiv 2205.0519
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
-from torchtitan_clone.parallel.compiled_code import compile_blocks
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
 from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
@@ -74,12 +73,10 @@ def apply_parallelism(
         preserve_rng_state=not compile.cuda_graph,  # a graph cannot read it
     )  # fmt: skip
     if compile.compiles_model:
-        has_collectives = bool(experts) or mesh.tp.size() > 1 or mesh.cp.size() > 1
-        compile_blocks(
-            model.layers, backend=compile.backend, device_type=mesh.world.device_type,
-            fullgraph=not experts,  # the exchange of tokens is not in the graph
-            can_be_saved=not has_collectives,
-        )  # fmt: skip
+        fullgraph = not experts  # the exchange of tokens is not in the graph
+        for name, block in list(model.layers.items()):  # equal blocks share one compilation
+            compiled = torch.compile(block, backend=compile.backend, fullgraph=fullgraph)
+            model.layers[name] = cast("nn.Module", compiled)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
     apply_fsdp(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,13 +26,9 @@ from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
 from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
 from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
-    default_compile_cache,
-    import_code_cache,
-    keep_compiler_checks,
     keep_precompiled_headers,
     log_compilation,
     process_groups,
-    rebuild_truncated_libraries,
     recompute_inputs_of_products,
     set_group_timeout,
 )
@@ -212,35 +209,29 @@ def set_up_compile(options: Compile, *, device_type: str) -> None:
         return
     if is_cpu:
         recompute_inputs_of_products()
-        if options.backend == "inductor":
-            import_code_cache()
-    set_compile_cache(options.backend, device_type=device_type)
+    set_compile_cache()
 
 
-def set_compile_cache(backend: str, *, device_type: str) -> None:
+def set_compile_cache() -> None:
     """Makes torch.compile keep its results in the user's cache folder, if it can be written and no other is chosen.
 
     torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
-    other users, whose code would be loaded from it. The headers that inductor precompiles, 150 MiB in 8 s, and on a CPU
-    what it finds out about the compiler of C++, are kept in the user's cache folder with any cache.
+    other users, whose code would be loaded from it.
 
     torch's keys name neither the instructions that code for a CPU uses nor the gradients of this package's operators:
     each processor has a folder of its own, and a tag of each key names both.
     """
     processor, tag = _identify_processor(), os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = f"{tag}{processor}{_identify_package()}"
-    folder, default = user_cache_folder() / "inductor" / processor, default_compile_cache()
+    folder = user_cache_folder() / "inductor" / processor
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         return
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+    chosen, torch_default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"{tempfile.gettempdir()}/torchinductor_"
+    if not chosen or chosen.startswith(torch_default):  # libraries that use torch.compile write torch's default there
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    if backend == "inductor":
-        keep_precompiled_headers(folder / "precompiled_headers")
-        rebuild_truncated_libraries()
-        if device_type == "cpu" and (compiler := which(cpp_compiler())):
-            keep_compiler_checks(folder / "compilers", compiler=Path(compiler).resolve())
+    keep_precompiled_headers(folder / "precompiled_headers")
 
 
 def _identify_processor() -> str:
