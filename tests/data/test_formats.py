@@ -314,8 +314,17 @@ def test_tables_without_ids_in_the_column_are_refused(tmp_path):
 
 
 def test_a_folder_of_text_with_a_binary_file_stays_text(tmp_path):
-    folder = write(tmp_path / "ids", {"a.txt": "text of a document", "b.txt": "another", "c.bin": b"\0\1" * 20})
+    texts = {"a.txt": "text of a document" * 200, "b.txt": "another" * 200}
+    folder = write(tmp_path / "ids", {**texts, "c.bin": b"\0\1" * 20})
     assert open_corpus(folder, cache=tmp_path / "cache").store.meta.documents == {"train": 1, "validation": 1}
+
+
+def test_a_folder_of_ids_with_text_is_an_error(tmp_path):
+    folder = write(tmp_path / "ids", {"a.txt": "text of a document", "c.bin": b"\0\1" * 200})
+    with pytest.raises(
+        ConfigError, match=r"c\.bin is token ids or an array, and 96% .* move it to a folder of its own"
+    ):
+        open_corpus(folder, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,10 @@ def test_a_line_longer_than_a_piece_is_not_split(tmp_path):
 
 
 def test_a_binary_file_is_skipped_with_a_warning(tmp_path, caplog):
+    text = "x" * 1000
     with caplog.at_level(logging.WARNING, logger="torchtitan_clone"):
-        assert read(write(tmp_path, {"a.png": b"\x89PNG\0\xff", "b.txt": "x"})) == ["x"]
-    assert "a.png is not text: skipped" in caplog.text
+        assert read(write(tmp_path, {"a.png": b"\x89PNG\0\xff", "b.txt": text})) == [text]
+    assert caplog.messages == [f"left out of {tmp_path}: a.png (not text)"]
 
 
 BAD_ROWS = [
@@ -195,10 +196,12 @@ def test_a_missing_or_unknown_source_is_an_error(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "A.JSON"])
 def test_a_file_of_json_is_not_trained_on_as_text(tmp_path, name):
     """Datasets of records often have this suffix; in a folder of source code such files are text."""
-    write(tmp_path, {name: jsonl(ROWS)})
+    write(tmp_path, {name: '{\n  "name": "package"\n}\n'})
     with pytest.raises(ConfigError, match=rf"{name}.*is JSON, of which brackets .* rename it to \.jsonl if each"):
         read(tmp_path / name)
-    assert read(tmp_path) == [jsonl(ROWS).decode()]
+    with pytest.raises(ConfigError, match="is JSON, of which brackets"):
+        read(tmp_path)
+    assert read(write(tmp_path, {"b.py": "x = 1"}))[-1] == "x = 1"
 
 
 def test_the_standard_library_source_excludes_its_tests():

@@ -124,7 +124,7 @@ class Training:
     """Key of data.DATASETS, or a Hugging Face dataset to stream: "org/name", or with a commit and a subset
     "org/name@commit:subset" (extra "data")."""
     dataset_path: str | None = None
-    """Local text, .jsonl(.gz|.zst) or .parquet file, or a folder of them; takes precedence over dataset."""
+    """Local text, .jsonl or .parquet file, also compressed, or a folder of them; takes precedence over dataset."""
     text_key: str = "text"
     """Field of a .jsonl record, or column of a .parquet file or Hugging Face dataset, that holds the text."""
     seq_len: Size = 2048

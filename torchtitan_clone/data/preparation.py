@@ -35,7 +35,15 @@ from torchtitan_clone.data.formats import (
     read_token_rows,
     segments_to_json,
 )
-from torchtitan_clone.data.sources import FIRST_BAD_ROWS, BadRows, Source, digest_of, read_documents, source_fingerprint
+from torchtitan_clone.data.sources import (
+    FIRST_BAD_ROWS,
+    BadRows,
+    Source,
+    digest_of,
+    read_documents,
+    recognized,
+    source_fingerprint,
+)
 from torchtitan_clone.data.token_store import (
     FORMAT,
     SEGMENTS_FILE,
@@ -314,10 +322,10 @@ class _Preparation:
             entries.append((file.relative_to(self.source.root).as_posix(), status.st_size, status.st_mtime_ns))
             size += status.st_size
             if size >= self.part_bytes or following is None or (file in held_out) != (following in held_out):
-                key = self._key(digest_of([entries, self.source.text_key]))
+                source = replace(self.source, files=tuple(files))
+                key = self._key(digest_of([entries, self.source.text_key, *recognized(source)]))
                 key = replace(key, held_out_fraction=float(file in held_out) if held_out else held_out_fraction)
                 folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
-                source = replace(self.source, files=tuple(files))
                 parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder, has_ids=has_ids))
                 files, entries, before, size = [], [], before + size, 0
         return parts

@@ -1,40 +1,39 @@
 """Reads text from files, one document at a time.
 
 A *source* is a list of files below one root. A *document* is a row of a .jsonl or .parquet file, or a text file (a long
-one is split at line ends). A *bad row* cannot be read: it is skipped, and more than data.max_bad_rows are an error.
+one is split at line ends), see kinds. A *bad row* cannot be read: it is skipped, and more than data.max_bad_rows are an
+error.
 Files are not trusted: only regular ones are opened, and lines and compressed data are read in pieces of bounded size.
 """
 
-import gzip
 import hashlib
 import io
 import json
 import logging
 import os
-import re
 import stat
 import sysconfig
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Training
+from torchtitan_clone.data.compression import ERRORS, decompressed
 from torchtitan_clone.data.formats import select_token_files, with_companions
+from torchtitan_clone.data.kinds import LINE_BYTES, kind_of
+from torchtitan_clone.data.selection import select_readable
 from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
     import pyarrow
-    import zstandard
-    from _typeshed import WriteableBuffer
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -46,13 +45,10 @@ PIECE_BYTES = 1 << 20
 """A longer text file becomes several documents, so that it is never in memory as one."""
 DOCUMENT_BYTES = 1 << 24
 """A longer text is a bad row: tokenizing one takes about 130 times its memory in one process."""
-LINE_BYTES = 1 << 26
-"""A longer line of a .jsonl file is a bad row: it holds such a text with every character escaped."""
 EMPTY_ROWS = 1 << 20
 """More rows without text in succession are an error: a small compressed file can hold any number of them."""
 FIRST_BAD_ROWS = 5
 _MAX_REASON = 500
-_TABLES = re.compile(r"\.(csv|tsv)(\.(gz|zst|bz2|xz|zip))?$", re.IGNORECASE)
 _LISTING_BYTES = 1 << 30
 
 
@@ -64,6 +60,8 @@ class Source:
     root: Path
     files: tuple[Path, ...]
     text_key: str = "text"
+    left_out: str = ""
+    """Which files below the root are not read, in words."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +125,7 @@ def describe_source(training: Training) -> str:
     if name := hub_id(training):
         return f"{name}, streamed from the Hugging Face hub"
     source = find_source(training)
-    return f"{source.name}, {len(source.files):,} files in {source.root}"
+    return "; ".join(filter(None, [f"{source.name}, {len(source.files):,} files in {source.root}", source.left_out]))
 
 
 def find_source(training: Training) -> Source:
@@ -147,8 +145,17 @@ def find_source(training: Training) -> Source:
             )
         source = DATASETS[name]()
     if not source.files:
-        raise ConfigError(f"{option}: no files to read in {source.root}; add text files, or set another path.")
+        rule = "files and folders whose names begin with a dot are not read"
+        raise ConfigError(f"{option}: no files to read in {source.root} ({rule}); add text files, or set another path.")
+    if source.left_out:
+        _warn(source.left_out)
     return source
+
+
+@cache  # once in a process, which opens a source several times
+def _warn(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", text)
 
 
 @cache  # warns once
@@ -164,14 +171,13 @@ def _path_source(path: Path, *, option: str, text_key: str) -> Source:
     if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
         raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); name an existing one.")
     is_folder = os.path.isdir(path)
-    if path.suffix.lower() == ".json" and not is_folder:
-        remedy = "rename it to .jsonl if each of its lines is a record with text, or to .txt to train on all of it"
-        raise ConfigError(f"{option}: is JSON, of which brackets and keys would be trained on; {remedy}.")
     below = _files_below(path) if is_folder else []
     files = (select_token_files(below, root=path) or tuple(below)) if is_folder else with_companions(path)
     if problems := [f"{option}: {problem}" for file in files if (problem := _find_file_error(file))]:
         raise ConfigError(problems)
-    return Source(name=str(path), root=path if is_folder else path.parent, files=files, text_key=text_key)
+    root = path if is_folder else path.parent
+    kept, left_out = select_readable(files, root=root, text_key=text_key, option=option)
+    return Source(name=str(path), root=root, files=kept, text_key=text_key, left_out=left_out)
 
 
 def _find_file_error(file: Path) -> str | None:
@@ -184,9 +190,6 @@ def _find_file_error(file: Path) -> str | None:
         return f"{name} is a link to a folder, or cannot be read; replace it with a copy, or correct its permissions."
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is not a regular file but a pipe, socket or device; remove it."
-    if _TABLES.search(file.name):
-        remedy = f"convert it to .jsonl or .parquet with the text in {toml_like('text')} (training.text_key)"
-        return f"{name} is a table, of which commas, quotes and numbers would be trained on; {remedy}, or remove it."
     if status.st_size > 1 << 30 and status.st_blocks * 512 < status.st_size / 1000:
         sizes = f"{status.st_size:,} bytes, of which {status.st_blocks * 512:,} are on the disk"
         return f"{name} is almost empty: {sizes}; remove or replace it."
@@ -220,26 +223,25 @@ def _opened(file: Path) -> "Iterator[io.BufferedReader[io.FileIO]]":
         with io.BufferedReader(open_regular(file, follow_links=True)) as content:
             yield content
     except (DocumentError, OSError) as error:  # of its reader too
-        raise ConfigError(f"{file} cannot be read ({error}); remove it, or correct its permissions.") from error
+        raise ConfigError(
+            f"{file} cannot be read ({error}); replace or remove it, or correct its permissions."
+        ) from error
 
 
 def _read_file(raw: BinaryIO, *, file: Path, text_key: str, bad_rows: BadRows) -> Iterator[str]:
-    name = file.name.lower()
-    if name.endswith(".parquet"):
+    kind = kind_of(file, text_key=text_key)
+    if kind.content == "parquet":
         values = _parquet_values(file, text_key=text_key)
 
         def text_of(value: "pyarrow.Scalar") -> str:
             return text_of_row({text_key: value.as_py()}, text_key=text_key)
 
         return _read_rows(values, text_of=text_of, file=file, bad_rows=bad_rows)
-    if name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz", ".json.zst")):
-        if name.endswith(".gz"):
-            raw = cast("BinaryIO", gzip.GzipFile(fileobj=raw))
-        elif name.endswith(".zst"):
-            raw = io.BufferedReader(_ZstdReader(raw))
-        lines = _read_lines(raw, max_bytes=LINE_BYTES)
+    stream = decompressed(raw, compression=kind.compression)
+    if kind.content == "rows":
+        lines = _read_lines(stream, max_bytes=LINE_BYTES)
         return _read_rows(lines, text_of=partial(_text_of_line, text_key=text_key), file=file, bad_rows=bad_rows)
-    return _read_text(raw, file=file, bad_rows=bad_rows)
+    return _read_text(stream, file=file, bad_rows=bad_rows) if kind.content in ("text", "json") else iter(())
 
 
 def _read_lines(stream: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:
@@ -255,34 +257,40 @@ def _skip_line(stream: BinaryIO, piece: bytes) -> None:
         piece = stream.readline(PIECE_BYTES)
 
 
-def _read_text(raw: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]:
+def _read_text(stream: BinaryIO, *, file: Path, bad_rows: BadRows) -> Iterator[str]:
     line = 1
-    for number, piece in enumerate(_pieces(raw)):
-        if number == 0 and b"\0" in piece[:8192]:
-            logger.warning("%s is not text: skipped", shorten(str(file), max_chars=_MAX_REASON))
-            return
-        try:
-            yield _checked_size(piece).decode()
-        except UnicodeDecodeError as error:
-            bad_line = line + piece.count(b"\n", 0, error.start)
-            bad_rows.add(f"{file}:{bad_line}", error=error)
-        except ValueError as error:
-            bad_rows.add(f"{file}:{line}", error=error)
-        line += piece.count(b"\n")
+    try:
+        for piece in _pieces(stream):
+            try:
+                yield _checked_size(piece).decode()
+            except UnicodeDecodeError as error:
+                bad_line = line + piece.count(b"\n", 0, error.start)
+                bad_rows.add(f"{file}:{bad_line}", error=error)
+            except ValueError as error:
+                bad_rows.add(f"{file}:{line}", error=error)
+            line += piece.count(b"\n")
+    except ERRORS as error:
+        raise _corrupt_error(file, place=f"line {line}", error=error) from error
 
 
-def _pieces(raw: BinaryIO) -> Iterator[bytes]:
+def _corrupt_error(file: Path, *, place: str, error: Exception) -> ConfigError:
+    reason = shorten(str(error), max_chars=_MAX_REASON)
+    return ConfigError(f"{file}: the data is corrupt after {place} ({reason}); replace the file.")
+
+
+def _pieces(stream: BinaryIO) -> Iterator[bytes]:
     """Yields pieces that end at line ends; of a line that is too long, more than DOCUMENT_BYTES of it."""
-    while piece := raw.read(PIECE_BYTES):
+    rest = b""
+    while piece := rest + stream.read(PIECE_BYTES - len(rest)):
+        rest = b""
         if len(piece) == PIECE_BYTES:
             if end := piece.rfind(b"\n") + 1:
-                raw.seek(end - len(piece), io.SEEK_CUR)
-                piece = piece[:end]
+                piece, rest = piece[:end], piece[end:]
             else:
-                piece += raw.readline(DOCUMENT_BYTES)
+                piece += stream.readline(DOCUMENT_BYTES)
         yield piece
         if len(piece) > DOCUMENT_BYTES:
-            _skip_line(raw, piece)
+            _skip_line(stream, piece)
 
 
 def _checked_size(text: bytes) -> bytes:
@@ -303,9 +311,8 @@ def _read_rows(rows: Iterable[T], *, text_of: Callable[[T], str], file: Path, ba
                     raise ConfigError(f"{file}: {EMPTY_ROWS:,} rows without text after row {last}; replace the file.")
             except (ValueError, RecursionError) as error:
                 bad_rows.add(f"{file}:{number}", error=error)
-    except (EOFError, OSError, zlib.error) as error:
-        reason = shorten(str(error), max_chars=_MAX_REASON)
-        raise ConfigError(f"{file}: the data is corrupt after row {number} ({reason}); replace the file.") from error
+    except ERRORS as error:
+        raise _corrupt_error(file, place=f"row {number}", error=error) from error
 
 
 def _text_of_line(line: bytes, *, text_key: str) -> str:
@@ -335,49 +342,6 @@ def text_of_row(row: object, *, text_key: str) -> str:
 def _json_type(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
-
-
-class _ZstdReader(io.RawIOBase):
-    """Decompresses frame by frame, because zstandard's own reader accepts a truncated file."""
-
-    INPUT_BYTES = 1 << 10
-    """Become at most 32 MiB: a block of 128 KiB has at least 4 bytes."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        super().__init__()
-        self._raw = raw
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._input = b""
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Fills the buffer from the data; 0 at its end. EOFError if it is truncated, OSError if it is corrupt."""
-        while not self._output:
-            self._input = self._input or self._raw.read(self.INPUT_BYTES)
-            if not self._input:
-                break
-            self._decompress()
-        if self._frame is not None and not self._output:
-            raise EOFError("truncated within a frame")
-        target = memoryview(buffer).cast("B")
-        size = min(len(target), len(self._output))
-        target[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
-
-    def _decompress(self) -> None:
-        import zstandard
-
-        frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-        try:
-            self._output = memoryview(frame.decompress(self._input))
-        except zstandard.ZstdError as error:
-            raise OSError(str(error).rpartition(": ")[2]) from error
-        self._input = frame.unused_data
-        self._frame = None if frame.eof else frame
 
 
 def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
@@ -420,7 +384,14 @@ def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -
         write_atomically(listing, json.dumps(files).encode())
     names = [file.relative_to(source.root).as_posix() for file in source.files]
     contents = [(name, size, digest) for name, (size, _, digest) in zip(names, files.values(), strict=True)]
-    return digest_of([contents, source.text_key])
+    return digest_of([contents, source.text_key, *recognized(source)])
+
+
+def recognized(source: Source) -> list[str]:
+    """Returns how files are read whose names do not say so, which is part of what identifies a source."""
+    kinds = (kind_of(file, text_key=source.text_key) for file in source.files)
+    found = [f"{kind.content} {kind.compression}" if not kind.by_name else "" for kind in kinds]
+    return found if any(found) else []
 
 
 def digest_of(value: object) -> str:

@@ -3,6 +3,7 @@
 Shapes: B rows of a global batch, T tokens of a row (seq_len).
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +20,7 @@ from torchtitan_clone.config.stages import find_data_errors, resolved_timeline
 from torchtitan_clone.data import Dataset, Mixture, MixtureDataset, Tokenizer, build_tokenizer, open_dataset
 from torchtitan_clone.data.duplicates import UniqueStore
 from torchtitan_clone.data.row_reader import slice_of_rank
+from torchtitan_clone.data.selection import list_names
 from torchtitan_clone.data.sources import hub_id
 from torchtitan_clone.data.token_dataset import TokenDataset
 from torchtitan_clone.data.token_store import Split, TokenStore
@@ -151,6 +153,8 @@ class InspectedRun:
                 yield row + "".join(f"{each:>9,}" for each in quantiles)
                 longer = f"{np.mean(lengths > seq_len + 1):.1%} are longer than a row of {seq_len + 1:,} tokens"
                 yield f"{'':<12}the longest has {lengths.max():,}; {longer}"
+        files = store.base.files if isinstance(store, UniqueStore) else store.files
+        yield f"{'':<12}read from {list_names(files, root=Path(os.path.commonpath([file.parent for file in files])))}"
         if isinstance(store, UniqueStore):
             dropped = sum(store.base.meta.documents.values()) - sum(store.meta.documents.values())
             yield f"{'':<12}{dropped:,} documents are dropped as duplicates"
