@@ -30,7 +30,7 @@ from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import losses, options, redirect_output, rows
 
 if TYPE_CHECKING:
-    from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
+    from torchtitan_clone.replicas.protocol import ReplicaGroup
 
 ROWS, ROUND = 12, 5
 MODES = ("disabled", "async", "async_with_pinned_mem")

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
-from torchtitan_clone.fault_tolerance.lighthouse import start_lighthouse
 from torchtitan_clone.network import LOOPBACK
 from torchtitan_clone.observe.outputs import reports_errors
+from torchtitan_clone.torchft.lighthouse import start_lighthouse
 
 
 @reports_errors

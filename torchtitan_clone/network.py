@@ -25,6 +25,10 @@ _SIOCGIFADDR = 0x8915
 _GLOBAL_SCOPES = ("00", "10")  # of addresses in if_inet6: global and loopback; link-local ones need a zone
 
 
+class NoAnswerError(Exception):
+    """A server of the run does not answer. It may still be starting, so that a retry can succeed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Interface:
     """A network interface and its address; `name` is "" if the address belongs to no interface that is known."""

@@ -6,7 +6,6 @@ Exit codes: 0 complete or stopped on request, 1 training failed, 2 the configura
 
 import faulthandler
 import logging
-import math
 import os
 import sys
 from dataclasses import asdict, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import environment_integer
-from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError, parse_lighthouse_address, wait_for_lighthouse
+from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
 from torchtitan_clone.run.gc_control import importing
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from torchtitan_clone.data import Dataset
-    from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
     from torchtitan_clone.parallel.runtime import Launch
+    from torchtitan_clone.replicas.protocol import ReplicaGroup
     from torchtitan_clone.run.plan import RunPlan
 
     WrapReplicaGroup = Callable[[ReplicaGroup], ReplicaGroup]
@@ -54,7 +53,7 @@ def main(argv: list[str]) -> int:
         loaded = read_config(argv)
         setup_logging(rank=rank, color=not loaded.config.metrics.disable_color_printing)
         return run(loaded.config, stop=stop, problems=loaded.problems)
-    except (ConfigError, NoLighthouseError) as error:
+    except (ConfigError, NoAnswerError) as error:
         print_error(error)  # the launcher shows local rank 0, and another rank where that one was ended before
         return 2 if isinstance(error, ConfigError) else 1
 
@@ -144,6 +143,7 @@ def _train(
         from torchtitan_clone.run.dry_run import one_line_summary
         from torchtitan_clone.run.notices import find_model_notices, find_notices
         from torchtitan_clone.run.outcome import TrainingError
+        from torchtitan_clone.run.replicas import wait_for_peers
         from torchtitan_clone.trainer import Trainer
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
@@ -155,14 +155,8 @@ def _train(
             config.training.steps,
         )
         return 0
-    lighthouse = None
-    if config.fault_tolerance.enable:
-        with stop.raising_at_once():
-            # A group of a run that has begun waits as long as the others do; before that, the address may be wrong.
-            has_begun = any(plan.folder.glob("replica-*/rows.rank*.jsonl"))
-            seconds = math.inf if has_begun else config.fault_tolerance.process_group_timeout_ms / 1000
-            wait_for_lighthouse(os.environ["TORCHFT_LIGHTHOUSE"], seconds=seconds)
-            lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
+    with stop.raising_at_once():
+        peers_host = wait_for_peers(plan)
     attention = choose_kernels(device, dtype=config.training.mixed_precision_param)
     for line in (config.job.description, one_line_summary(plan), attention):
         if line:
@@ -181,7 +175,7 @@ def _train(
         return 1
     if not starts:
         raise StopBeforeTraining(stop.reason or "a signal to another rank")
-    with process_group(config.comm, launch=launch, device=device, lighthouse=lighthouse):
+    with process_group(config.comm, launch=launch, device=device, peers_host=peers_host):
         try:
             trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
             try:

@@ -16,8 +16,6 @@ from torchtitan_clone.checkpoint.commit import NOTHING_DONE
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
-from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
-from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.observe.records import RECOVERED
 from torchtitan_clone.ops.tensor_region import use_huge_pages
@@ -25,6 +23,7 @@ from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
+from torchtitan_clone.replicas.protocol import ReplicaGroup, init_outer_weights, outer_state
 from torchtitan_clone.run.dry_run import describe_results
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter

@@ -14,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import Config, ConfigError, load_run_config
-from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
 from torchtitan_clone.launch.slurm_script import batch_script, check_cluster, processes_per_node
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run import preflight
+from torchtitan_clone.torchft.lighthouse import parse_lighthouse_address
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

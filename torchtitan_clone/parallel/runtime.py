@@ -120,12 +120,12 @@ def _describe_difference(own: str, others: str) -> str:
 
 
 @contextmanager
-def process_group(comm: Comm, *, launch: Launch, device: torch.device, lighthouse: str | None = None) -> Iterator[None]:
+def process_group(comm: Comm, *, launch: Launch, device: torch.device, peers_host: str | None = None) -> Iterator[None]:
     """Creates the default process group: gloo for CPU tensors, NCCL for CUDA tensors. One process needs no torchrun.
 
     All sockets of this and later groups belong to the interface that choose_run_interface() returns.
     """
-    _bind_backends(comm, interface=choose_run_interface(comm, lighthouse=lighthouse))
+    _bind_backends(comm, interface=choose_run_interface(comm, peers_host=peers_host))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Read when the first group is created: the number of collectives that the flight recorder keeps.
@@ -156,13 +156,13 @@ def _prefix(name: str) -> str:
     return f"{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def choose_run_interface(comm: Comm, *, lighthouse: str | None) -> Interface | None:
-    """Returns the interface over which ranks and replica groups communicate; `lighthouse` is a host, if there is one.
+def choose_run_interface(comm: Comm, *, peers_host: str | None) -> Interface | None:
+    """Returns the interface over which ranks and replica groups communicate; `peers_host` is where they meet.
 
-    It is loopback if rank 0 and the lighthouse are on this machine, and None if there is no route to them.
+    It is loopback if rank 0 and that host are this machine, and None if there is no route to them.
     """
     masters = [os.environ["MASTER_ADDR"]] if {"RANK", "MASTER_ADDR"} <= os.environ.keys() else []
-    return choose_interface(comm.interface, hosts=[*masters, *([lighthouse] if lighthouse else [])])
+    return choose_interface(comm.interface, hosts=[*masters, *([peers_host] if peers_host else [])])
 
 
 def check_interface(comm: Comm) -> None:

@@ -29,14 +29,13 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
-from torchtitan_clone.fault_tolerance.outer import split_into_fragments
-from torchtitan_clone.fault_tolerance.protocol import check_replica_requirements
 from torchtitan_clone.models import find_model
 from torchtitan_clone.models.float8 import check_float8_products, check_torchao
 from torchtitan_clone.observe.metrics import check_metrics, check_metrics_file, checked_wandb
 from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
+from torchtitan_clone.replicas.protocol import replica_groups
 from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
 from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
@@ -109,8 +108,8 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
     )
     if errors := find_optimizer_errors(config.optimizer, parameters=plan.parameters):
         raise ConfigError(errors)
-    if config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method is not None:
-        split_into_fragments(list(plan.parameters), config.fault_tolerance, own=())
+    if config.fault_tolerance.enable:
+        replica_groups().check_parameters(config.fault_tolerance, names=list(plan.parameters))
     return plan
 
 
@@ -149,7 +148,8 @@ def _check_torch(config: Config) -> None:
 def check_start(plan: RunPlan) -> None:
     """Checks what a start needs of this machine and of the run's folder, without reading data. ConfigError."""
     config = plan.config
-    check_replica_requirements(config.fault_tolerance, lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE"))
+    if config.fault_tolerance.enable:
+        replica_groups().check_requirements()
     if config.model.converters:
         check_torchao(must_exist=not config.job.dry_run)
     _check_folder_is_writable(plan.folder, option="job.dump_folder")

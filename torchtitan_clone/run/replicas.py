@@ -1,15 +1,14 @@
 """How a run joins the other replica groups."""
 
-import os
+import math
 
 from torchtitan_clone.checkpoint.commit import newest_complete_step
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config
-from torchtitan_clone.fault_tolerance.lighthouse import parse_lighthouse_address
-from torchtitan_clone.fault_tolerance.protocol import ReplicaContext, ReplicaGroup, join_replica_group
 from torchtitan_clone.network import LOOPBACK
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import choose_run_interface
+from torchtitan_clone.replicas.protocol import ReplicaContext, ReplicaGroup, join_replica_group, replica_groups
 from torchtitan_clone.run.plan import RunPlan, replica_identity
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.stopping import StopPolicy
@@ -45,11 +44,21 @@ def join_run(
     return join_replica_group(config.fault_tolerance, run=context)
 
 
+def wait_for_peers(plan: RunPlan) -> str | None:
+    """Returns the host where replica groups meet, once it answers; None without them. NoAnswerError."""
+    options = plan.config.fault_tolerance
+    if not options.enable:
+        return None
+    # A group of a run that has begun waits as long as the others do; before that, the address may be wrong.
+    has_begun = any(plan.folder.glob("replica-*/rows.rank*.jsonl"))
+    return replica_groups().wait_for_peers(seconds=math.inf if has_begun else options.process_group_timeout_ms / 1000)
+
+
 def _own_address(config: Config) -> str:
-    lighthouse, _ = parse_lighthouse_address(os.environ["TORCHFT_LIGHTHOUSE"])
-    interface = choose_run_interface(config.comm, lighthouse=lighthouse)
+    host = replica_groups().peers_host()
+    interface = choose_run_interface(config.comm, peers_host=host)
     if interface is None:
-        raise RuntimeError(f"there is no route to the lighthouse at {lighthouse}")
+        raise RuntimeError(f"there is no route to the lighthouse at {host}")
     return interface.address
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchtitan_clone.checkpoint.commit import Progress, parse_progress
 from torchtitan_clone.data import Loader
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.fault_tolerance.protocol import RecoveryState
 from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.replicas.protocol import RecoveryState
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.outcome import TrainingError
 

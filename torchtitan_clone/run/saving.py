@@ -1,9 +1,9 @@
 """Saves of a run: by which replica group, with relaxed timeouts, reported to the metrics."""
 
 from torchtitan_clone.checkpoint.manager import CheckpointManager
-from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.observe.records import SAVED
+from torchtitan_clone.replicas.protocol import ReplicaGroup
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.stopping import StopPolicy
 from torchtitan_clone.run.timeouts import Timeouts

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchtitan_clone.config.schema import Comm
-from torchtitan_clone.fault_tolerance.watchdog import Heartbeat
 from torchtitan_clone.parallel.runtime import set_timeout
+from torchtitan_clone.replicas.watchdog import Heartbeat
 from torchtitan_clone.run.plan import RunPlan
 
 

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 from torch import Tensor
 
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.fault_tolerance.lighthouse import NoLighthouseError
+from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.testing.runs import redirect_output
 
 if TYPE_CHECKING:
-    from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
-    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+    from torchtitan_clone.replicas.protocol import ReplicaGroup
+    from torchtitan_clone.torchft.group import TorchFTGroup
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
@@ -185,7 +185,7 @@ def train_group_rank(
     redirect_output(logs[rank], append=True)
     import torchft  # optional, and slow to import
 
-    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+    from torchtitan_clone.torchft.group import TorchFTGroup
 
     def wrap(replica_group: "ReplicaGroup") -> "ReplicaGroup":
         assert isinstance(replica_group, TorchFTGroup)
@@ -214,7 +214,7 @@ def run_entry_point(argv: list[str], *, wrap_replica_group: Callable[["ReplicaGr
     setup_logging(rank=int(os.environ["RANK"]), color=False)
     try:
         return run(load_config(argv), stop=stop, wrap_replica_group=wrap_replica_group)
-    except (ConfigError, NoLighthouseError) as error:
+    except (ConfigError, NoAnswerError) as error:
         print(f"error: {error}", flush=True)
         return 2 if isinstance(error, ConfigError) else 1
     except Exception:

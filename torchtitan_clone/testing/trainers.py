@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.fault_tolerance.protocol import ReplicaGroup
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.replicas.protocol import ReplicaGroup
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.stopping import StopRequest
 from torchtitan_clone.trainer import Trainer

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.outer import init_outer_weights, outer_state
-from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext
+from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.harness import collect, start_ranks
 from torchtitan_clone.testing.runs import losses, options, train
+from torchtitan_clone.torchft.outer import init_outer_weights, outer_state
 
 ROWS, STEPS, ROUND = 8, 60, 5
 SMALL = {
@@ -127,7 +127,7 @@ def growth(*, step: int, group: int) -> torch.Tensor:
 
 def train_scalar_weights(options, folder):
     """Trains a replica group with one scalar per layer. Returns the number of attempts and the weights by step."""
-    from torchtitan_clone.fault_tolerance.semi_sync import SemiSyncGroup
+    from torchtitan_clone.torchft.semi_sync import SemiSyncGroup
 
     weights = {name: nn.Parameter(torch.zeros(1, dtype=torch.float64)) for name in WEIGHTS}
     outer = outer_state(options, parameters=weights)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.attempt_log import AttemptLog
-from torchtitan_clone.fault_tolerance.collectives import ReplicaCollectives
-from torchtitan_clone.fault_tolerance.connection import Connection
-from torchtitan_clone.fault_tolerance.context import Metadata, RecoveryState, ReplicaContext
-from torchtitan_clone.fault_tolerance.history import History
-from torchtitan_clone.fault_tolerance.members import GiveUpStepsError, MemberCheck, newest_history
-from torchtitan_clone.fault_tolerance.recovery import STATE_KEY, ReplicaMismatchError
+from torchtitan_clone.replicas.protocol import Metadata, RecoveryState, ReplicaContext
 from torchtitan_clone.torch_compat import forget_failed_quorum, number_quorums_uniquely, quorum_id
+from torchtitan_clone.torchft.attempt_log import AttemptLog
+from torchtitan_clone.torchft.collectives import ReplicaCollectives
+from torchtitan_clone.torchft.connection import Connection
+from torchtitan_clone.torchft.history import History
+from torchtitan_clone.torchft.members import GiveUpStepsError, MemberCheck, newest_history
+from torchtitan_clone.torchft.recovery import STATE_KEY, ReplicaMismatchError
 
 logger = logging.getLogger("torchtitan_clone")
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.context import Metadata, ReplicaContext
-from torchtitan_clone.fault_tolerance.outer import OuterWeights, split_into_fragments
-from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+from torchtitan_clone.replicas.protocol import Metadata, ReplicaContext
+from torchtitan_clone.torchft.group import TorchFTGroup
+from torchtitan_clone.torchft.outer import OuterWeights, split_into_fragments
 
 
 class SemiSyncGroup(TorchFTGroup):

@@ -22,14 +22,14 @@ from torch import nn
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.fault_tolerance.attempt_log import AttemptLog
-from torchtitan_clone.fault_tolerance.history import MAX_CHANGES, History
-from torchtitan_clone.fault_tolerance.protocol import RecoveryState, ReplicaContext
+from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.harness import collect, start_ranks
 from torchtitan_clone.testing.runs import read_json_lines
+from torchtitan_clone.torchft.attempt_log import AttemptLog
+from torchtitan_clone.torchft.history import MAX_CHANGES, History
 
 ROWS = 4
 SMALL = {
@@ -173,7 +173,7 @@ def test_two_beginnings_of_a_run_are_not_mixed(corpus, tmp_path):
 
 def join_a_complete_run(options, folder):
     """Returns whether a replica group, alone in its quorum, begins a step of a run that others have completed."""
-    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+    from torchtitan_clone.torchft.group import TorchFTGroup
 
     recovery_state = RecoveryState(
         tensors={}, metadata=dict, load_from_peer=print, stream_positions=list, set_stream_positions=print
@@ -199,7 +199,7 @@ def test_a_quorum_that_forms_at_once_does_not_train_a_complete_run(corpus, tmp_p
 
 def train_in_two_parts(options, folder):
     """Trains a replica group with one weight for three steps and, once `folder`/go.<its id> exists, for three more."""
-    from torchtitan_clone.fault_tolerance.torchft_group import TorchFTGroup
+    from torchtitan_clone.torchft.group import TorchFTGroup
 
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     steps: list[float] = []
@@ -279,7 +279,7 @@ def test_equal_numbers_of_different_steps_are_not_averaged(corpus, tmp_path):
 
 def test_a_store_that_is_gone_is_noticed_at_once():
     """torch's client needs 2.5 times its timeout to find that nobody listens: 11.8 s with the default options."""
-    from torchtitan_clone.fault_tolerance.connection import Gloo
+    from torchtitan_clone.torchft.connection import Gloo
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

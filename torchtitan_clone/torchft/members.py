@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.fault_tolerance.collectives import ReplicaCollectives
-from torchtitan_clone.fault_tolerance.history import History
-from torchtitan_clone.fault_tolerance.recovery import ReplicaMismatchError
+from torchtitan_clone.torchft.collectives import ReplicaCollectives
+from torchtitan_clone.torchft.history import History
+from torchtitan_clone.torchft.recovery import ReplicaMismatchError
 
 
 class GiveUpStepsError(Exception):

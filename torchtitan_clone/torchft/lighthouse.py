@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.network import LOOPBACK, join_host_and_port
+from torchtitan_clone.network import LOOPBACK, NoAnswerError, join_host_and_port
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
@@ -31,10 +31,6 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_SET_SECCOMP = 22
 SECCOMP_MODE_FILTER = 2
 CONNECT_SECONDS = 10.0
-
-
-class NoLighthouseError(Exception):
-    """The lighthouse does not answer. It may still be starting, so that a retry can succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +115,7 @@ def parse_lighthouse_address(address: str) -> tuple[str, int]:
 
 
 def wait_for_lighthouse(address: str, *, seconds: float) -> None:
-    """Waits until a server listens at the address. NoLighthouseError if there is none after `seconds`, may be inf."""
+    """Waits until a server listens at the address. NoAnswerError if there is none after `seconds`, may be inf."""
     host_and_port = parse_lighthouse_address(address)
     deadline = time.monotonic() + seconds
     is_reported = False
@@ -132,7 +128,7 @@ def wait_for_lighthouse(address: str, *, seconds: float) -> None:
                 logger.warning("waiting for the lighthouse at %s: %s", address, error)
                 is_reported = True
             if time.monotonic() > deadline - 0.2:
-                raise NoLighthouseError(
+                raise NoAnswerError(
                     f"no lighthouse answers at $TORCHFT_LIGHTHOUSE = {address} ({error}); start scripts/lighthouse.py "
                     "there, or set the variable to the address that it prints"
                 ) from None

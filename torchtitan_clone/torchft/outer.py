@@ -15,10 +15,8 @@ OUTER_OPTIMIZERS = {"local_sgd": (1.0, 0.0), "diloco": (0.7, 0.9)}
 
 
 def outer_state(fault_tolerance: FaultTolerance, *, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the global weights, NaN until they are filled, and momentum; empty without semi-synchronous training."""
-    if not fault_tolerance.enable or fault_tolerance.semi_sync_method is None:
-        return {}
-    _, momentum = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method]
+    """Returns the global weights, NaN until they are filled, and momentum."""
+    _, momentum = OUTER_OPTIMIZERS[fault_tolerance.semi_sync_method or ""]
     state = {f"outer/global/{name}": torch.full_like(p.detach(), torch.nan) for name, p in parameters.items()}
     if momentum:
         state |= {f"outer/momentum/{name}": torch.zeros_like(p.detach()) for name, p in parameters.items()}

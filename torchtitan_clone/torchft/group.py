@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.connection import warn_of_hazards
-from torchtitan_clone.fault_tolerance.context import ReplicaContext, StreamPositions
-from torchtitan_clone.fault_tolerance.quorum import Quorum
-from torchtitan_clone.fault_tolerance.watchdog import StepTimeout
 from torchtitan_clone.ops.dtensor_shards import local_shard
+from torchtitan_clone.replicas.protocol import ReplicaContext, StreamPositions
+from torchtitan_clone.replicas.watchdog import StepTimeout
+from torchtitan_clone.torchft.connection import warn_of_hazards
+from torchtitan_clone.torchft.quorum import Quorum
 
 
 class TorchFTGroup:

@@ -11,9 +11,9 @@ from typing import TextIO
 import torchft
 
 from torchtitan_clone.documents import DocumentError, open_regular, parse_json
-from torchtitan_clone.fault_tolerance.history import History
 from torchtitan_clone.observe.records import append_record
 from torchtitan_clone.torch_compat import quorum_id
+from torchtitan_clone.torchft.history import History
 
 TAIL_BYTES = 1 << 20
 """How much of the end of each log is read, some thousand steps."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torchft
 from torch import Tensor
 
-from torchtitan_clone.fault_tolerance.context import StreamPositions
+from torchtitan_clone.replicas.protocol import StreamPositions
 
 BUCKET_BYTES = 32 << 20
 

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.outer import split_into_fragments
+from torchtitan_clone.torchft.outer import split_into_fragments
 
 NAMES = ["tok_embeddings.weight", "layers.0.w", "layers.0.v", "layers.1.w", "norm.weight", "output.weight"]
 

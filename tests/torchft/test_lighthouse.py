@@ -9,13 +9,13 @@ import pytest
 from tests.programs import load_program
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.fault_tolerance.lighthouse import (
-    NoLighthouseError,
+from torchtitan_clone.network import NoAnswerError
+from torchtitan_clone.testing.runs import options, train
+from torchtitan_clone.torchft.lighthouse import (
     parse_lighthouse_address,
     start_lighthouse,
     wait_for_lighthouse,
 )
-from torchtitan_clone.testing.runs import options, train
 
 
 @pytest.fixture
@@ -97,5 +97,5 @@ def test_a_group_without_a_lighthouse_exits_with_one_line(corpus, tmp_path, port
     assert code == 1
     assert f"error: no lighthouse answers at $TORCHFT_LIGHTHOUSE = http://localhost:{port} (" in output
     assert "Traceback" not in output
-    with pytest.raises(NoLighthouseError):
+    with pytest.raises(NoAnswerError):
         wait_for_lighthouse(f"http://localhost:{port}", seconds=0)

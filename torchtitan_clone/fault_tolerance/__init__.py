@@ -1,1 +1,0 @@
-"""Fault tolerance: training with replica groups (TorchFT), recovery from a peer, and watchdogs for hangs."""

@@ -1,0 +1,1 @@
+"""What the trainer knows of other replica groups, and watchdogs for hangs."""
