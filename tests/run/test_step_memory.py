@@ -1,6 +1,4 @@
-"""The predicted memory of a step: step_memory.py, memory_trace.py, stretched_trace.py and cuda_allocator.py."""
-
-from itertools import groupby
+"""The predicted memory of a step: step_memory.py, memory_trace.py and cuda_allocator.py."""
 
 import pytest
 import torch
@@ -9,10 +7,8 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.cuda_allocator import MIB, CachingAllocator
 from torchtitan_clone.run.memory_trace import MemoryTrace
-from torchtitan_clone.run.simulate import simulated
 from torchtitan_clone.run.step_memory import (
     PARTS,
-    extended_steps,
     memory_at_peak,
     memory_table,
     predict_step_memory,
@@ -42,7 +38,7 @@ def test_allocations_are_traced_until_they_end():
         with torch.cpu.stream(torch.cpu.Stream()):
             z = y.sum(dim=0, dtype=torch.float64)
         y.untyped_storage().resize_(0)
-        trace.enter("optimizer")
+        trace.part = "optimizer"
         y.untyped_storage().resize_(4000)
         torch.empty(5, device="meta")
         del y, z
@@ -131,48 +127,13 @@ def test_a_second_pass_through_a_pipeline_finds_sharded_gradients():
 
 
 NONE = {"activation_checkpoint.mode": "none"}
-FULL = {"activation_checkpoint.mode": "full"}
-PER_OP = {"activation_checkpoint.selective_ac_option": "op"}
-MESHES = {"shard": (2, PER_OP)}
-MORE_MESHES = {
-    "pipeline": (2, {**NONE, "parallelism.pipeline_parallel_degree": 2, "model.args.n_layers": 14}),
-    "recomputed": (2, FULL),
-    "every second layer": (1, {"model.args.n_layers": 17}),
-    "two blocks ahead": (4, {**FULL, "parallelism.fsdp_prefetch_blocks": 2, "model.args.n_layers": 11}),
-    "replicate, context": (
-        8, {**FULL, "parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2}
-    ),
-    "tensor": (4, {**PER_OP, "parallelism.tensor_parallel_degree": 2}),
-    "experts": (2, {**FULL, "model.name": "deepseek_v3", "parallelism.expert_parallel_degree": 2}),
-    "alternating": (1, {**NONE, "model.name": "llama4", "model.args.n_layers": 44}),
-    "windows": (1, {**FULL, "model.name": "gpt_oss", "model.args.n_layers": 16}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_MESHES)])
-def test_layers_that_are_not_simulated_repeat_others(mesh):
-    """The events are those of all layers; but for the vector of all gradients' norms, which is shorter."""
-    world_size, options = (MESHES | MORE_MESHES)[mesh]
-    plan = simulated(plan_of(world_size, **options, **{"parallelism.fsdp_blocks_per_group": 1}))
-    few, all_layers = (named(trace(plan, pipeline_rank=0)) for trace in (extended_steps, simulate_steps))
-    assert few == all_layers
-
-
-def named(events):
-    """Returns the events without their layers; small ones as equally large, and the ends in a row by block.
-
-    Copies of weights end together, in an order that means nothing to an allocator.
-    """
-    plain = [event._replace(layer=None, size=event.size and max(event.size, 4096)) for event in events]
-    rows = (list(row) for _, row in groupby(plain, key=lambda event: event.size == 0))
-    return [event for row in rows for event in (row if row[0].size else sorted(row))]
 
 
 def test_peak_of_two_layers():
     """At the gradient of the first weight: weights, input, output, two gradients of weights, one of a hidden state."""
     with fake_tensors(), MemoryTrace() as trace:
         weights = [torch.empty(256, 256, requires_grad=True) for _ in range(2)]
-        trace.enter("activations")
+        trace.part = "activations"
         x = torch.empty(128, 256)
         y = (x @ weights[0]).relu() @ weights[1]
         y.sum().backward()

@@ -1,6 +1,5 @@
-"""Records what a step on fake tensors allocates and frees: how much, on which stream, for what, in which layer."""
+"""Records what a step on fake tensors allocates and frees: how much, on which stream and for what."""
 
-import re
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -8,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone import torch_compat
@@ -16,26 +14,15 @@ from torchtitan_clone.parallel.trace import called_from, collective_name
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 _OF_FSDP = {"all_gather": "gathered", "all_gather_copy_out": "gathered", "post_backward_reduce": "buffers"}
-_ENTER = tuple(
-    f"FSDP::{place}"
-    for place in ("root_pre_forward", "pre_forward", "pre_backward", "post_backward_accumulate", "root_post_backward")
-)
-"""Where FSDP begins with another group of modules; after a pipeline's last backward it reduces their gradients."""
 
 
 class Event(NamedTuple):
-    """An allocation of `size` bytes on a stream, or with size 0 the end of the allocation of this number.
-
-    `step_phase` and `layer` are those in which it happens, in the optimizer the layer of the parameter; None outside of
-    layers.
-    """
+    """An allocation of `size` bytes on a stream, or with size 0 the end of the allocation of this number."""
 
     block: int
     size: int
     stream: int
     part: str
-    step_phase: str
-    layer: int | None
 
 
 class MemoryTrace(TorchDispatchMode):
@@ -47,8 +34,6 @@ class MemoryTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.part = "weights"
-        self.step_phase = "start"
-        self.layer: int | None = None
         self.events: list[Event] = []
         self._allocations: list[int] = []
         """Index of the event of each block."""
@@ -57,7 +42,6 @@ class MemoryTrace(TorchDispatchMode):
         self._annotations: list[str] = []
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self._loss_nodes: list[range] = []
-        self._is_sharded = True
 
     def __enter__(self) -> "MemoryTrace":
         torch_compat.on_resize(self._update)
@@ -76,32 +60,15 @@ class MemoryTrace(TorchDispatchMode):
         if func.namespace == "profiler":
             self._annotate(func, args)
         elif not called_from("_propagate_tensor_meta_non_cached"):
-            is_copy = called_from("copies_of_weights")
-            part = "gathered" if is_copy else "buffers" if collective_name(func) else None
-            inputs = _tensors(args) if self.step_phase == "optimizer" or is_copy else []
-            for index, value in enumerate(_tensors(result)):
-                if index < len(inputs) and (source := self._index_of(inputs[index])) is not None:
-                    self.layer = self.events[source].layer
+            part = "gathered" if called_from("copies_of_weights") else "buffers" if collective_name(func) else None
+            for value in _tensors(result):
                 self._update(value.untyped_storage(), part=part)
             if self._running_part() == "buffers":
                 self.name_gradients(_tensors(args))
         return result
 
-    def enter(self, part: str) -> None:
-        """Books what follows as this part, outside of layers."""
-        self.part = self.step_phase = part
-        self.layer = None
-
-    def name_layers(self, model: nn.Module) -> None:
-        """Books weights and buffers on their layers."""
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            found = re.match(r"layers\.(\d+)\.", name)
-            if found and (index := self._index_of(tensor)) is not None:
-                self.events[index] = self.events[index]._replace(layer=int(found[1]))
-
-    def follow(self, model: nn.Module, *, loss: nn.Module | None) -> None:
-        """Books what a module of the model allocates, in its backward too, as that of the loss."""
-        self._is_sharded = isinstance(model, FSDPModule)
+    def follow_loss(self, loss: nn.Module) -> None:
+        """Books what a module allocates, in its backward too, as that of the loss."""
         starts: list[tuple[int, str]] = []
 
         def enter(*_: object) -> None:
@@ -112,29 +79,15 @@ class MemoryTrace(TorchDispatchMode):
             start, self.part = starts.pop()
             self._loss_nodes.append(range(start, torch_compat.next_autograd_node()))
 
-        def leave_layers(*_: object) -> None:
-            self.layer = None
-
-        model.register_forward_hook(leave_layers)
-        if loss is not None:
-            loss.register_forward_pre_hook(enter)
-            loss.register_forward_hook(leave)
-        if not self._is_sharded:
-            _follow_layers(self, model)
+        loss.register_forward_pre_hook(enter)
+        loss.register_forward_hook(leave)
 
     def _annotate(self, func: Operator, args: tuple) -> None:
-        """Follows record_function(), with which FSDP names the modules that it works for."""
-        if not func.name().startswith("profiler::_record_function_enter"):
-            self._annotations = self._annotations[:-1]
-            return
-        self._annotations.append(args[0])
-        # A pipeline gathers the weights of a stage before it runs.
-        if args[0].startswith(_ENTER if self.layer is not None else (*_ENTER, "FSDP::all_gather")):
-            found = re.search(r"\blayers\.(\d+)", args[0])
-            self.layer = int(found[1]) if found else None
-            # Recomputation in backward is a part of that.
-            is_forward = "pre_forward" in args[0] and torch_compat.running_autograd_node() is None
-            self.step_phase = "forward" if is_forward else "backward"
+        """Follows record_function(), with which FSDP names what it does."""
+        if func.name().startswith("profiler::_record_function_enter"):
+            self._annotations.append(args[0])
+        else:
+            self._annotations.pop()
 
     def _index_of(self, x: Tensor) -> int | None:
         """Returns the index of the event that allocated a tensor."""
@@ -160,7 +113,7 @@ class MemoryTrace(TorchDispatchMode):
         if block is not None:
             self._allocations.append(len(self.events))
             part = part or self._running_part()
-            self.events.append(Event(block, size, self._stream(), part, self.step_phase, self.layer))
+            self.events.append(Event(block, size, self._stream(), part))
         self._blocks[key] = block, reference or weakref.ref(storage, partial(self._forget, key))
 
     def _running_part(self) -> str:
@@ -182,31 +135,7 @@ class MemoryTrace(TorchDispatchMode):
             self._free(block)
 
     def _free(self, block: int) -> None:
-        event = self.events[self._allocations[block]]
-        is_own = self.step_phase in ("start", "optimizer") or (event.part == "gathered" and not self._is_sharded)
-        layer = event.layer if is_own else self.layer
-        self.events.append(event._replace(size=0, step_phase=self.step_phase, layer=layer))
-
-
-def _follow_layers(trace: MemoryTrace, model: nn.Module) -> None:
-    """Notes which layer runs, of a model without FSDP, whose records say so."""
-    for name, module in (*model.named_children(), *model.get_submodule("layers").named_children()):
-        layer = int(name) if name.isdecimal() else None
-
-        def begin(_module: nn.Module, _inputs: object, layer: int | None = layer) -> None:
-            trace.layer = layer
-            trace.step_phase = "forward" if torch_compat.running_autograd_node() is None else "backward"
-
-        def begin_backward(_gradient: Tensor, layer: int | None = layer) -> None:
-            trace.layer, trace.step_phase = layer, "backward"
-
-        def end(_module: nn.Module, _inputs: object, output: object, begin_backward=begin_backward) -> None:
-            for x in _tensors(output):
-                if x.requires_grad:
-                    x.register_hook(begin_backward)
-
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end)
+        self.events.append(self.events[self._allocations[block]]._replace(size=0))
 
 
 def _tensors(values: object) -> list[Tensor]:

@@ -2,20 +2,17 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from math import lcm
 
 from torchtitan_clone.parallel.forward_backward import LossFn
-from torchtitan_clone.parallel.stages import Stages, splits_backward
+from torchtitan_clone.parallel.stages import Stages
 from torchtitan_clone.run.cuda_allocator import replay
 from torchtitan_clone.run.engine import Engine, parallelize_model_parts
 from torchtitan_clone.run.memory_trace import Event, MemoryTrace
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.precision import fsdp_blocks_per_group
 from torchtitan_clone.run.simulate import CPU, fake_batch, fake_ranks, simulated
-from torchtitan_clone.run.stretched_trace import Stretch, UnlikeError, stretch_trace
-from torchtitan_clone.torch_compat import fake_tensors, name_fsdp_modules
+from torchtitan_clone.torch_compat import fake_tensors
 
 STEPS = 2
 """Simulated steps: where the second one allocates depends on what the first one leaves, such as optimizer state."""
@@ -182,73 +179,14 @@ def _at_peak(events: Sequence[Event]) -> dict[str, int]:
 def trace_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
     """Returns the allocations of a rank in its first steps.
 
-    Of layers that are alike only a few are simulated; micro-batches beyond those that can be in flight at once are not.
+    Micro-batches of a pipeline beyond those that can be in flight at once are not simulated.
     """
-    plan = simulated(plan, all_rows=plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES)
-    try:
-        return extended_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
-    except UnlikeError:
-        return simulate_steps(plan, pipeline_rank=pipeline_rank, loss_fn=loss_fn)
-
-
-def extended_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
-    """Returns the same from a simulation of few layers; UnlikeError where they do not repeat or are too few."""
-    own = plan.stages.of_rank(pipeline_rank)
-    # Where a rank has several stages, what one of them keeps ends with what another one does.
-    is_simple = len(own) == 1 and not plan.frozen_modules and not splits_backward(plan.config.parallelism)
-    is_simple = is_simple and plan.config.activation_checkpoint.first_blocks == -1  # else later blocks differ
-    is_simple = is_simple and (plan.world_size == 1 or fsdp_blocks_per_group(plan) == 1)  # else groups differ
-    stretch = _stretch_of(plan, stage=own[0]) if is_simple else None
-    if stretch is None:
-        raise UnlikeError
-    events = simulate_steps(_without(plan, layers=stretch.removed), pipeline_rank=pipeline_rank, loss_fn=loss_fn)
-    return stretch_trace(events, stretch=stretch)
-
-
-def _without(plan: RunPlan, *, layers: Iterable[int]) -> RunPlan:
-    removed = {f"layers.{layer}" for layer in layers}
-    modules = (tuple(name for name in names if name not in removed) for names in plan.stages.modules)
-    return replace(plan, stages=replace(plan.stages, modules=tuple(modules)))
-
-
-def _stretch_of(plan: RunPlan, *, stage: int) -> Stretch | None:
-    """Returns which layers of a stage need not be simulated, because they repeat those before; None for too few."""
-    layers = [int(name.partition(".")[2]) for name in plan.stages.modules[stage] if name.startswith("layers.")]
-    kinds = _kinds_of_layers(plan)
-    own = [kinds[layer] for layer in layers]
-    found = [
-        (first, period) for period in (1, 2, 3, 4, 6) for first in range(len(own)) if _repeats(own[first:], period)
-    ]
-    if not found:
-        return None
-    first, period = min(found, key=sum)
-    ac = plan.config.activation_checkpoint
-    period = lcm(
-        period, int(ac.selective_ac_option) if ac.mode == "selective" and ac.selective_ac_option != "op" else 1
-    )
-    # FSDP gathers the weights of the next blocks, and frees what it gathered them with one later.
-    ahead = -(-plan.config.parallelism.fsdp_prefetch_blocks // period)
-    groups = [layers[start : start + period] for start in range(first, len(layers) - period + 1, period)]
-    copied, reach = 2 * ahead + 1, ahead + 1
-    more = len(groups) - (copied + ahead + 2)
-    return Stretch(groups=groups, copied=copied, reach=reach, more=more) if more > 0 else None
-
-
-def _kinds_of_layers(plan: RunPlan) -> list[object]:
-    """Returns what distinguishes the layers: shapes of their weights, and their kind of attention."""
-    shapes: dict[str, list[object]] = {}
-    for name, parameter in plan.parameters.items():
-        layer, _, rest = name.removeprefix("layers.").partition(".")
-        shapes.setdefault(layer, []).append((rest, parameter.shape))
-    return [(shapes[str(layer)], kind) for layer, kind in enumerate(plan.model_args.layer_kinds())]
-
-
-def _repeats(kinds: Sequence[object], period: int) -> bool:
-    return all(kind == kinds[index % period] for index, kind in enumerate(kinds))
+    all_rows = plan.config.parallelism.pipeline_parallel_schedule in KEEPS_ALL_MICROBATCHES
+    return simulate_steps(simulated(plan, all_rows=all_rows), pipeline_rank=pipeline_rank, loss_fn=loss_fn)
 
 
 def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None = None) -> list[Event]:
-    """Returns the same, of all layers."""
+    """Returns the same, of all micro-batches."""
     training = plan.config.training
     num_targets = training.local_batch_size * training.seq_len
     # Gradients of several passes are summed before they are reduced over ranks, of a pipeline afterwards.
@@ -258,17 +196,15 @@ def simulate_steps(plan: RunPlan, *, pipeline_rank: int, loss_fn: LossFn | None 
         with fake_tensors(of_gpu=plan.device_type == "cuda"), MemoryTrace() as trace:
             for part in parts:
                 part.to_empty(device=CPU)
-                trace.name_layers(part)
                 part.init_buffers(CPU)
-                name_fsdp_modules(part)
-                trace.follow(part, loss=part.output)
-                trace.name_layers(part)
+                if part.output is not None:
+                    trace.follow_loss(part.output)
             engine = Engine(plan, mesh=mesh, model_parts=parts, device=CPU, loss_fn=loss_fn)
             for _ in range(STEPS):
-                trace.enter("activations")
+                trace.part = "activations"
                 engine.forward_backward([fake_batch(plan)] * passes, num_targets=num_targets)
                 trace.name_gradients(p.grad for p in engine.parameters.values() if p.grad is not None)
-                trace.enter("optimizer")
+                trace.part = "optimizer"
                 engine.gradient_norm()
                 engine.optimizer.step(factor=0.5)
                 engine.optimizer.zero_grad()
