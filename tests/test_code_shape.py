@@ -5,13 +5,13 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-import tomli
 
 import torchtitan_clone
 from torchtitan_clone import doors
@@ -329,7 +329,7 @@ def tail_name(node: ast.expr) -> str:
 @pytest.mark.parametrize("path", TRAIN_CONFIGS, ids=lambda path: path.stem)
 def test_train_configs_restate_no_default(path: Path) -> None:
     load_config([f"--job.config_file={path}"])
-    tables = tomli.loads(path.read_text())
+    tables = tomllib.loads(path.read_text())
     base = tables.get("job", {}).pop("extends", None)
     below = load_config([f"--job.config_file={path.parent / base}"] if base else [])
     restated = [

@@ -8,13 +8,13 @@ import importlib
 import inspect
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
 import pytest
-import tomli
 import torch
 import torch.distributed as dist
 
@@ -329,7 +329,7 @@ def test_torchft_manager_has_no_public_quorum() -> None:
 
 def test_oldest_torch_has_no_public_timeout_setter() -> None:
     """ProcessGroup.set_timeout() is in 2.13: with that as the oldest version, set_group_timeout() can go."""
-    dependencies = tomli.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    dependencies = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["dependencies"]
     (torch_version,) = (line for line in dependencies if line.startswith("torch>="))
     assert torch_version.startswith(("torch>=2.11", "torch>=2.12"))
 

@@ -122,6 +122,40 @@ def test_circular_extends(write) -> None:
     assert message(file) == "a.toml:2: job.extends is circular: b.toml -> a.toml -> b.toml"
 
 
+def test_switches_and_hyphens_as_programs_with_tyro_write_them(write) -> None:
+    file = write("a.toml", "[compile]\nenable = true\n")
+    words = ["--compile.no-enable", "--training.local-batch-size", "3", "--validation.enable"]
+    config = load_config([file, *words, "--quantize.linear.float8.emulate", "--quantize.linear.float8.no-emulate"])
+    assert (config.compile.enable, config.training.local_batch_size, config.validation.enable) == (False, 3, True)
+    assert config.quantize.linear.float8.emulate is False
+    assert load_config([file, "--parallelism.no-enable-compiled-autograd"]).compile.enable is True
+    assert load_config(["--compile.no_enable", "--compile.enable"]).compile.enable is True
+    assert load_config(["--slurm.environment.MY-NAME=x"]).slurm.environment == {"MY-NAME": "x"}
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("--compile.no-enable=true", "--compile.no-enable takes no value; write --compile.enable=false"),
+        ("--training.no-steps", "training.no-steps: unknown option; did you mean training.steps?"),
+        ("--config=a.toml", "config: unknown option; did you mean job.config_file?"),
+        ("--config-file=a.toml", "config-file: unknown option; did you mean job.config_file?"),
+        (
+            "--batch_size=4",
+            "batch_size: unknown option; did you mean training.local_batch_size or validation.local_batch_size?",
+        ),
+        ("--training.compile", "training.compile: unknown option; did you mean compile.enable?"),
+        (
+            "--activation_checkpoint.mode=Full",
+            'activation_checkpoint.mode = "Full": must be "none" | "full" | "selective"; did you mean "full"?',
+        ),
+    ],
+)
+def test_suggestions(word: str, problem: str) -> None:
+    (found,) = [text.partition(": ")[2] for text in messages(word)]
+    assert found == problem
+
+
 def test_unreadable_files(write, tmp_path: Path) -> None:
     assert message("--job.config_file=no.toml") == "command line: cannot read no.toml: No such file or directory"
     file = write("a.toml", '\n[job]\nextends = "no.toml"\n')
@@ -141,6 +175,32 @@ def test_malformed_toml(write, text: str, place: str, fragment: str) -> None:
     found = message(write("a.toml", text))
     assert found.startswith(f"{place}: malformed TOML: ")
     assert fragment in found
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "shown"),
+    [
+        ("[training]\nsteps 10\n", 2, ["    steps 10", "          ^"]),
+        ("steps = [1,\n", 1, ["    steps = [1,", "               ^"]),
+        ('\ufeff\nx = "é\\q"', 2, ['    x = "é\\q"', "            ^"]),
+        (f"x = {'1' * 300} z\n", 1, [f"    {'1' * 99} z", f"    {' ' * 100}^"]),
+        ("x = \x1b]0;1\n", 1, ["    x = \\x1b]0;1", "        ^"]),
+    ],
+)
+def test_malformed_toml_shows_its_line_and_a_caret(write, text: str, line: int, shown: list[str]) -> None:
+    file = write("a.toml", text)
+    with pytest.raises(ConfigError) as caught:
+        load_config([file])
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith(f"a.toml:{line}: malformed TOML: ")
+    assert rest == shown
+
+
+def test_a_name_cannot_forge_the_line_of_an_error(write) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([write("a\nerror: b.toml", "x = \n")])
+    assert len(str(caught.value).splitlines()) == 3
+    assert str(caught.value).startswith("a\\nerror: b.toml:1: malformed TOML: ")
 
 
 def test_file_that_is_not_utf8(write, tmp_path: Path) -> None:

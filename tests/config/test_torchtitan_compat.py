@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.sources import TABLES
-from torchtitan_clone.config.torchtitan_compat import TORCHTITAN_KEYS
+from torchtitan_clone.config.torchtitan_compat import FORMER_NAMES, TORCHTITAN_KEYS
 
 SMALL = """
 [job]
@@ -324,14 +324,32 @@ def test_file_with_harmless_torchtitan_keys_loads(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.INFO, logger="torchtitan_clone"):
         config = load_config([write(tmp_path, SMALL)])
     assert (config.training.steps, config.training.max_norm, config.checkpoint.enable) == (10, 1.0, False)
-    ignored = [record.getMessage() for record in caplog.records]
-    differences = ignored.pop()
-    assert len(ignored) == 4
+    ignored, differences = [record.getMessage() for record in caplog.records]
+    scales = "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+    gather = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+    names = f"job.print_config, {gather}, {scales}, validation.dataset"
+    assert ignored == f"keys of torchtitan without effect here, ignored: {names}"
     assert "attention stays within a document (training.document_masking = false)" in differences
     assert "norms are not decayed (optimizer.decay_all_parameters = true)" in differences
     assert "clamped at 3 standard deviations (training.init_cutoff = inf)" in differences
-    assert ignored[0].endswith("titan.toml:5: job.print_config = false is ignored: it has no effect here")
-    assert all("is ignored: it has no effect here" in line for line in ignored)
+
+
+@pytest.mark.parametrize("former", FORMER_NAMES)
+def test_a_former_name_is_an_error_that_names_the_option(tmp_path: Path, former: str) -> None:
+    table, _, key = former.rpartition(".")
+    text = f"[{table}]\n{key} = 1\n" if table else f"{key} = 1\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config([write(tmp_path, text)])
+    line = 2 if table else 1
+    problem = f"{former}: unknown option; did you mean {FORMER_NAMES[former]}?"
+    assert caught.value.messages == [f"{tmp_path}/titan.toml:{line}: {problem}"]
+    name, *keys = FORMER_NAMES[former].split(".")
+    assert keys[0] in TABLES[name]
+
+
+def test_a_module_of_ones_own_is_the_way_to_import_before_a_run() -> None:
+    with pytest.raises(ConfigError, match=r"TRAIN_FILE=my_module \./run_train\.sh"):
+        load_config(["--experimental.custom_import=my_models"])
 
 
 def test_all_defaults_of_torchtitan_load(tmp_path: Path) -> None:

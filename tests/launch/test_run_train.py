@@ -4,10 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomli
 
 REPO = Path(__file__).parents[2]
 
@@ -193,7 +193,7 @@ def check_installed(folder, requirement, *, version):
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.15.0+cu130", "constraint"])
 def test_tried_versions_of_torch_are_accepted_and_one_is_installed(tmp_path, version):
-    dependencies = tomli.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    dependencies = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
     (requirement,) = (line for line in dependencies if line.startswith("torch>="))
     constraints = (REPO / "scripts" / "constraints.txt").read_text().splitlines()
     (pinned,) = (line for line in constraints if line.startswith("torch=="))

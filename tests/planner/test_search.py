@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tomli
 
 from tests.programs import load_program
 from torchtitan_clone.config import ConfigError, load_config
@@ -33,7 +33,7 @@ def test_the_lines_of_each_mesh_are_those_of_a_valid_run(tmp_path):
         file.write_text(
             '[model]\nflavor = "8B"\n' + block.partition("\n")[2].replace("[training]", "[training]\nseq_len = 8192")
         )
-        assert tomli.loads(file.read_text())["training"]["global_batch_size"] == 2**18 // 8192
+        assert tomllib.loads(file.read_text())["training"]["global_batch_size"] == 2**18 // 8192
         plan = preflight.resolve(load_config([f"--job.config_file={file}"]), world_size=8, device_type="cuda")
         assert plan.tokens_per_step == 2**18
 
@@ -84,7 +84,7 @@ def test_options_that_are_not_searched_stay():
     of_run = [f"--parallelism.{key}={str(value).lower()}" for key, value in options.items()]
     # Asynchronous tensor parallelism is refused without tensor parallelism.
     text = planned(*words, *of_run, "--parallelism.tensor_parallel_degree=2", tokens=2**18, count=40)
-    meshes = [tomli.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
+    meshes = [tomllib.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
     assert {mesh["context_parallel_rotate_method"] for mesh in meshes} == {"alltoall"}
     assert {mesh["fsdp_prefetch_blocks"] for mesh in meshes} == {2}
     assert {mesh["fsdp_blocks_per_group"] for mesh in meshes} == {2}
@@ -114,7 +114,7 @@ def test_a_rule_that_refuses_all_meshes_is_the_error():
 def test_later_stages_and_frozen_layers_are_checked_on_each_mesh():
     assert "seq_len" not in planned("--data.stages=[{first_step = 3, seq_len = 1024}]")
     text = planned("--training.freeze_schedule=[{step = 3, layers = 2, pipeline_parallel_degree = 2}]")
-    meshes = [tomli.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
+    meshes = [tomllib.loads(block.partition("\n")[2])["parallelism"] for block in text.split("\n# ")[1:]]
     assert all(mesh["pipeline_parallel_degree"] >= 2 for mesh in meshes)
 
 

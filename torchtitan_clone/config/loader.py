@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import cast
 
 from torchtitan_clone.config.checks import find_path_errors
-from torchtitan_clone.config.overlay import ConfigError, Key, did_you_mean, overlay_reporting, shown
+from torchtitan_clone.config.overlay import ConfigError, Key, did_you_mean, nearest_name, overlay_reporting, shown
 from torchtitan_clone.config.schema import Config
 from torchtitan_clone.config.sources import COMMAND_LINE, TABLES, Settings, merge_into, parse_arguments, read_chain
-from torchtitan_clone.config.torchtitan_compat import describe_differences, torchtitan_key
+from torchtitan_clone.config.torchtitan_compat import FORMER_NAMES, describe_differences, torchtitan_key
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -71,15 +71,16 @@ class ForeignKeys:
     """Messages on keys of torchtitan with an effect that is not available."""
     unknown: list[str]
     """Messages on keys that torchtitan does not have either."""
-    ignored: int
-    """Number of keys of torchtitan without effect."""
+    ignored: list[str]
+    """Keys of torchtitan that are ignored."""
 
 
 def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
     """Removes the keys that are no options; logs those of torchtitan without effect."""
     unsupported: list[str] = []
     unknown: list[str] = []
-    ignored = 0
+    ignored: list[str] = []
+    without_effect: list[str] = []
     values = {".".join(path): setting.value for path, setting in settings.items()}
     reported: set[Key] = set()
     for path in [path for path in settings if not _is_known(path)]:
@@ -89,16 +90,18 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
         option = path[:2] if path[0] in TABLES else path[:1]
         if foreign := torchtitan_key(f"{name}." if setting.value == {} else name):
             if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
-                ignored += 1
-                logger.info("%s is ignored: it has no effect here", text)
+                ignored.append(name)
+                without_effect.append(name)
             elif not foreign.is_error:
-                ignored += 1
+                ignored.append(name)
                 logger.warning("%s is ignored: %s", text, foreign.reason)
             else:
                 unsupported.append(f"{text}: {foreign.reason}")
         elif option not in reported:
             reported.add(option)
             unknown.append(f"{setting.origin}: {_unknown(path)}")
+    if without_effect:
+        logger.info("keys of torchtitan without effect here, ignored: %s", ", ".join(without_effect))
     return ForeignKeys(unsupported=unsupported, unknown=unknown, ignored=ignored)
 
 
@@ -110,13 +113,22 @@ def _is_known(path: Key) -> bool:
 def _unknown(path: Key) -> str:
     table = path[0]
     key = path[min(1, len(path) - 1)]
-    elsewhere = " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])
+    if former := FORMER_NAMES.get(".".join(path)):
+        return f"{'.'.join(path)}: unknown option; did you mean {former}?"
+    elsewhere = _options_with(key)
     if table in TABLES:
         hint = f"; did you mean {elsewhere}?" if elsewhere else did_you_mean(key, TABLES[table], prefix=table)
         return f"{'.'.join(path)}: unknown option{hint}"
     if len(path) == 1 and elsewhere:
         return f"{table}: options must be in a table; did you mean {elsewhere}?"
+    keys = [key for options in TABLES.values() for key in options]
+    if len(path) == 1 and not nearest_name(table, TABLES) and (near := nearest_name(table, keys)):
+        return f"{table}: unknown option; did you mean {_options_with(near)}?"
     return f"[{table}]: unknown table{did_you_mean(table, TABLES)}"
+
+
+def _options_with(key: str) -> str:
+    return " or ".join(f"{name}.{key}" for name in TABLES if key in TABLES[name])
 
 
 def _nested(settings: Settings) -> dict[str, object]:

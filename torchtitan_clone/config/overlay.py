@@ -35,12 +35,22 @@ class ConfigError(Exception):
 
     def __str__(self) -> str:
         if len(self.messages) == 1:
-            return escape(self.messages[0])
+            return _on_lines(self.messages[0])
         lines = [f"{len(self.messages)} problems in the configuration:"]
-        lines += [f"  - {escape(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
+        lines += [f"  - {_on_lines(message)}" for message in self.messages[:SHOWN_PROBLEMS]]
         if len(self.messages) > SHOWN_PROBLEMS:
             lines.append(f"  and {len(self.messages) - SHOWN_PROBLEMS} more")
         return "\n".join(lines)
+
+
+class Excerpt(str):
+    """A message on lines of its own: what is wrong, then the line of a file and a caret below the place."""
+
+
+def _on_lines(message: str) -> str:
+    """Returns a message on one line, an excerpt on its indented lines, so that nothing in it can forge a line."""
+    lines = message.split("\n") if isinstance(message, Excerpt) else [message]
+    return "\n    ".join(map(escape, lines))
 
 
 def overlay(base: T, values: Mapping[str, object], *, where: str) -> T:
@@ -62,11 +72,26 @@ def overlay_reporting(base: T, values: Mapping[str, object], *, at: Key, report:
     return cast("T", _convert_table(values, cls, current=base, at=at, report=report))
 
 
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that is most similar, whatever the case of its letters; None if none is."""
+    names = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(name.casefold(), names, n=1)
+    return names[near[0]] if near else None
+
+
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Returns '; did you mean x?' if a known name is similar, else the list of known names."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {'.'.join(filter(None, (prefix, near[0])))}?" if near else f"; known: {', '.join(names)}"
+    near = nearest_name(name, names)
+    return f"; did you mean {'.'.join(filter(None, (prefix, near)))}?" if near else f"; known: {', '.join(names)}"
+
+
+def no_such(option: str, value: str, *, what: str, known: Iterable[str]) -> str:
+    """Returns the message for an option that names what a dict lacks: the nearest name, and all that are known."""
+    names = list(known)
+    near = nearest_name(value, names)
+    hint = f"did you mean {shown(near)}? Known" if near else "known"
+    return f"{option} = {shown(value)}: no such {what}; {hint}: {', '.join(names)}"
 
 
 def describe(annotation: object) -> str:
@@ -140,7 +165,8 @@ def _convert(value: object, annotation: object, *, current: object, at: Key, rep
         return float(value)
     if type(value) is annotation or any(type(value) is type(choice) and value == choice for choice in args):
         return value
-    report(at, f" = {shown(value)}: must be {describe(annotation)}")
+    same = [shown(choice) for choice in args if origin is Literal and str(choice).casefold() == str(value).casefold()]
+    report(at, f" = {shown(value)}: must be {describe(annotation)}{f'; did you mean {same[0]}?' if same else ''}")
     return _REJECTED
 
 

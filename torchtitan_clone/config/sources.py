@@ -2,16 +2,17 @@
 
 import os
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
 
-import tomli
-
-from torchtitan_clone.config.overlay import MAX_SHOWN, Key
+from torchtitan_clone.config.overlay import MAX_SHOWN, Excerpt, Key
 from torchtitan_clone.config.schema import Config
+from torchtitan_clone.config.torchtitan_compat import torchtitan_key
 from torchtitan_clone.documents import DocumentError, escape, read_regular
 
 COMMAND_LINE = "command line"
@@ -58,9 +59,14 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
             hint = f"; did you mean --job.config_file={word}?" if word.endswith(".toml") else ""
             problems.append(f'{COMMAND_LINE}: "{word}" is not an option; write --table.key=value{hint}')
             continue
-        path = SHORTHANDS.get(name, tuple(name.split(".")))
+        path = SHORTHANDS.get(name) or _option(name)
         origin = COMMAND_LINE
-        if equals:
+        if switch := None if _is_option(path) else _switched_off(path):
+            path, value = switch, False
+            if equals:
+                rule = f"--{name} takes no value; write --{'.'.join(switch)}=false"
+                problems.append(f"{COMMAND_LINE}: {rule}")
+        elif equals:
             value = _parse_value(text, path=path)
         elif words and not words[0].startswith("--") and name not in SHORTHANDS:
             value = _parse_value(words.pop(0), path=path)
@@ -72,13 +78,46 @@ def parse_arguments(argv: list[str], *, problems: list[str]) -> Settings:
     return settings
 
 
+def _option(name: str) -> Key:
+    """Returns the key of an option, in which hyphens stand for underscores, as in --training.local-batch-size."""
+    path = tuple(name.split("."))
+    written = tuple(key.replace("-", "_") for key in path)
+    return written if _is_named(written) or _switched_off(written) else path
+
+
+def _annotation(path: Key) -> object:
+    """Returns the type annotation of an option; None if there is none of that name."""
+    found: object = Config
+    for key in path:
+        found = _hints_of(found).get(key) if isinstance(found, type) and is_dataclass(found) else None
+    return found
+
+
+_hints_of = cache(get_type_hints)
+
+
+def _is_option(path: Key) -> bool:
+    return _annotation(path) is not None
+
+
+def _is_named(path: Key) -> bool:
+    return _is_option(path) or torchtitan_key(".".join(path)) is not None
+
+
+def _switched_off(path: Key) -> Key | None:
+    """Returns the option that --table.no_key sets to false, as programs with tyro write it; None if it is no switch."""
+    option = (*path[:-1], path[-1].removeprefix("no_"))
+    is_switch = _annotation(option) is bool or torchtitan_key(".".join(option)) is not None
+    return option if option != path and is_switch else None
+
+
 def _parse_toml(text: str) -> dict[str, object]:
     """Parses TOML; ValueError for what is malformed, nested too deep or too large."""
     try:
-        parsed = cast("dict[str, object]", tomli.loads(text))
+        parsed = cast("dict[str, object]", tomllib.loads(text))
     except RecursionError:
         raise ValueError(f"nested too deep; at most {MAX_DEPTH} levels are accepted") from None
-    except tomli.TOMLDecodeError:
+    except tomllib.TOMLDecodeError:
         raise
     except ValueError:  # Python's limit of 4,300 digits
         raise ValueError("an integer has too many digits; at most 64 bits are accepted") from None
@@ -184,11 +223,22 @@ def _malformed(path: Path, error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         line = error.object.count(b"\n", 0, error.start) + 1
         return f"{path}:{line}: not UTF-8: byte {error.object[error.start]:#04x}; save the file as UTF-8"
-    if not isinstance(error, tomli.TOMLDecodeError):
+    if not isinstance(error, tomllib.TOMLDecodeError):
         return f"{path}: {error}"
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-    line = found[1] if found and found[1] else len(_content(path).splitlines())
-    return f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
+    lines = _content(path).decode("utf-8-sig").split("\n")
+    line, column = (int(found[1]), int(found[2])) if found and found[1] else (len(lines), len(lines[-1]) + 1)
+    if not lines[line - 1].strip() and line > 1:  # the end of a document is often an empty line
+        line, column = line - 1, len(lines[line - 2]) + 1
+    text = f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
+    return Excerpt(f"{escape(text)}\n{_excerpt(lines[line - 1], column=column)}")
+
+
+def _excerpt(line: str, *, column: int) -> str:
+    """Returns what of a line is near a column, counted from 1, and below it a line with a caret at the column."""
+    first = max(0, column - 1 - MAX_SHOWN // 2)
+    before, after = line[first : column - 1], line[column - 1 : first + MAX_SHOWN]
+    return f"{escape(before)}{escape(after.rstrip())}\n{' ' * len(escape(before))}^"
 
 
 _KEY_SEGMENT = r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'"""

@@ -1,4 +1,4 @@
-"""Keys that only torchtitan v0.2 has: ignored if the value is "off" or tunes a feature that is off, else an error."""
+"""Keys of torchtitan that are no options here: ignored if off or without effect, else an error; and former names."""
 
 import math
 from dataclasses import dataclass
@@ -52,7 +52,12 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     "job.custom_config_module": TorchtitanKey(
         "add options to config/schema.py and remove the key", ("", "torchtitan.components.ft.config")
     ),
-    "experimental.*": TorchtitanKey("models and datasets are registered in MODELS and DATASETS; remove the key", ("",)),
+    "experimental.custom_args_module": TorchtitanKey("add options to config/schema.py and remove the key", ("",)),
+    "experimental.*": TorchtitanKey(
+        "write a module that imports it and calls torchtitan_clone.train.exit_process(sys.argv[1:]), start that with "
+        "TRAIN_FILE=my_module ./run_train.sh, and remove the key; see docs/extending.md",
+        ("",),
+    ),
     "metrics.save_for_all_ranks": TorchtitanKey("rank 0 writes values reduced over all ranks; set it to false"),
     "model.tokenizer_path": TorchtitanKey("set model.hf_assets_path to the folder that holds tokenizer.json", ()),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": TorchtitanKey(
@@ -95,6 +100,41 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
 }
 
 
+FORMER_NAMES = {
+    "activation_checkpoint.enable": "activation_checkpoint.mode",
+    "checkpoint.create_seed_checkpoint_only": "checkpoint.create_seed_checkpoint",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.interval_type": "checkpoint.interval_minutes",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
+    "config": "job.config_file",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.context_parallel_rotate_method": "parallelism.context_parallel_rotate_method",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "experimental.pipeline_parallel_schedule": "parallelism.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_schedule_csv": "parallelism.pipeline_parallel_schedule_csv",
+    "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "float8.enable_float8_linear": "model.converters",
+    "float8.filter_fqns": "quantize.linear.float8.filter_fqns",
+    "float8.recipe_name": "quantize.linear.float8.recipe_name",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "metrics.enable_color_printing": "metrics.disable_color_printing",
+    "module": "model.name",
+    "optimizer.foreach": "optimizer.implementation",
+    "optimizer.fused": "optimizer.implementation",
+    "parallelism.pipeline_parallel_microbatches": "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
+    "training.batch_size": "training.local_batch_size",
+    "training.compile": "compile.enable",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_type": "parallelism.data_parallel_replicate_degree",
+}
+"""Options by the names that other versions of torchtitan have for them, where the name of the key differs too."""
+
+
 def describe_differences(config: Config) -> str:
     """Returns what a run computes otherwise than in torchtitan, each with the option that does the same; "" if none."""
     found: list[str] = []
@@ -115,5 +155,7 @@ def _is_one_of(value: object, items: tuple[object, ...]) -> bool:
 
 def torchtitan_key(key: str) -> TorchtitanKey | None:
     """Returns the entry of a dotted torchtitan key, or None if torchtitan does not have the key either."""
+    if key in FORMER_NAMES:
+        return None
     matching = (entry for pattern, entry in TORCHTITAN_KEYS.items() if fnmatchcase(key, pattern))
     return TORCHTITAN_KEYS.get(key) or next(matching, None)

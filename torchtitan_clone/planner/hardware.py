@@ -2,13 +2,12 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-
-import tomli
 
 from torchtitan_clone.config import Config, ConfigError, overlay
 from torchtitan_clone.config.overlay import shown
@@ -168,7 +167,7 @@ def read_hardware(name: str) -> Hardware:
         remedy = "or the path of a table that scripts/measure_hardware.py wrote"
         raise ConfigError(f"hardware {shown(name)}: unknown; name one of {', '.join(known_hardware())}, {remedy}.")
     try:
-        values = tomli.loads(read_regular(path, follow_links=True).decode())
+        values = tomllib.loads(read_regular(path, follow_links=True).decode())
         hardware = overlay(Hardware(), values, where=path.name)
     except (DocumentError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"hardware table {path}: cannot be read: {error}; measure or download it again.") from None
