@@ -16,6 +16,7 @@ from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
+from torchtitan_clone.run.early import check_without_torch
 from torchtitan_clone.run.gc_control import importing
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
 
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
         rank = environment_integer("RANK", default=0)
         setup_logging(rank=rank, color=True)
         loaded = read_config(argv)
+        check_without_torch(loaded.config, problems=loaded.problems)
         setup_logging(rank=rank, color=not loaded.config.metrics.disable_color_printing)
         return run(loaded.config, stop=stop, problems=loaded.problems)
     except (ConfigError, NoAnswerError) as error:
@@ -106,7 +108,8 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
         config,
         world_size=launch.world_size,
         device_type=device.type if is_real else simulated,
-        problems=[*problems, *preflight.find_source_errors(config)],
+        problems=problems,
+        looks_for_data=True,
     )
     return plan, launch, device
 

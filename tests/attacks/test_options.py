@@ -113,8 +113,9 @@ def dry_run(argv: list[str], *, world_size: int = 1) -> str:
     """Does what `--dry-run` does; returns the printed text, or the errors."""
     try:
         loaded = read_config(argv)
-        problems = [*loaded.problems, *preflight.find_source_errors(loaded.config)]
-        plan = preflight.resolve(loaded.config, world_size=world_size, device_type="cpu", problems=problems)
+        plan = preflight.resolve(
+            loaded.config, world_size=world_size, device_type="cpu", problems=loaded.problems, looks_for_data=True
+        )
         preflight.check_start(plan)
         return describe_run(plan, device_type="cpu")
     except ConfigError as refusal:

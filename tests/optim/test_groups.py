@@ -119,7 +119,8 @@ def test_a_groups_own_weight_decay_applies_to_its_vectors():
             options({"pattern": "*", "name": "adamw"}, {"pattern": "x*"}, name="Lion"),
             [
                 'optimizer.name = "Lion": no such optimizer; known: AdamW, Adam',
-                'optimizer.groups, pattern "*": name = "adamw": no such optimizer; known: AdamW, Adam',
+                'optimizer.groups, pattern "*": name = "adamw": no such optimizer (did you mean "AdamW"?); '
+                "known: AdamW, Adam",
                 'optimizer.groups, pattern "x*": matches no parameter of the model; known: tok_embeddings.weight, '
                 "layers.*.attention.wq.weight, layers.*.attention_norm.weight, layers.*.experts.w1, norm.weight, "
                 "output.weight",

@@ -117,7 +117,8 @@ def dry_run_of(argv: list[str], *, world_size: int) -> str:
         loaded.config,
         world_size=world_size,
         device_type=simulated_device_type(loaded.config, present="cpu"),
-        problems=[*loaded.problems, *preflight.find_source_errors(loaded.config)],
+        problems=loaded.problems,
+        looks_for_data=True,
     )
     return summary(plan)
 
@@ -187,8 +188,10 @@ def test_one_refusal_names_all_that_a_file_lacks() -> None:
         'model.name = "flux"',
         "optimizer.nesterov",
         "parallelism",
-        'training.dataset = "c5"',
     ]
+    with pytest.raises(ConfigError) as caught:
+        dry_run(keys | {"model.name": "llama3"}, world_size=8)
+    assert any(message.startswith('training.dataset = "c5"') for message in caught.value.messages)
 
 
 def test_the_device_of_a_dry_run_is_an_option() -> None:

@@ -222,7 +222,11 @@ RULES = [
         "parallelism.tensor_parallel_degree = 4: does not divide training.seq_len 6; set it to a divisor "
         "(1, 2, 3 or 6)",
     ),
-    (pipeline(2, "1F1BB"), {}, 'pipeline_parallel_schedule = "1F1BB": no such schedule; known: GPipe, 1F1B, '),
+    (
+        pipeline(2, "1F1BB"),
+        {},
+        'pipeline_parallel_schedule = "1F1BB": no such schedule (did you mean "1F1B"?); known: GPipe, ',
+    ),
     (pipeline(2, "1F1B"), {"tied_embeddings": True}, "set model.args.tied_embeddings to false, or the degree to 1"),
     (
         pipeline(4, "1F1B", "--training.local_batch_size=3"),

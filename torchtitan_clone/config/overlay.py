@@ -90,8 +90,8 @@ def no_such(option: str, value: str, *, what: str, known: Iterable[str]) -> str:
     """Returns the message for an option that names what a dict lacks: the nearest name, and all that are known."""
     names = list(known)
     near = nearest_name(value, names)
-    hint = f"did you mean {shown(near)}? Known" if near else "known"
-    return f"{option} = {shown(value)}: no such {what}; {hint}: {', '.join(names)}"
+    hint = f" (did you mean {shown(near)}?)" if near else ""
+    return f"{option} = {shown(value)}: no such {what}{hint}; known: {', '.join(names)}"
 
 
 def describe(annotation: object) -> str:

@@ -1,7 +1,7 @@
 """Models: plain single-device PyTorch, one folder per family, and the decoder that they share."""
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.names import find_unknown_model
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models.decoder import Decoder, ModelArgs
 from torchtitan_clone.models.deepseek_v3 import SPEC as DEEPSEEK_V3
@@ -22,8 +22,8 @@ MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
 def find_model(model: Model) -> ModelSpec:
     """Returns the family of `model.name`, or one related to it that has the flavor; ConfigError for an unknown name."""
-    if model.name not in MODELS:
-        raise ConfigError([f"model.name = {shown(model.name)}: no such model; known: {', '.join(MODELS)}"])
+    if unknown := [*find_unknown_model(model, known=MODELS)]:
+        raise ConfigError(unknown)
     spec = MODELS[model.name]
     related = [] if model.flavor in spec.flavors else [MODELS[name] for name in spec.related]
     return next((other for other in related if model.flavor in other.flavors), spec)

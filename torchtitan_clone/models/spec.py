@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError, overlay
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.names import find_unknown_flavor
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.models.hf import DecoderHub
@@ -125,9 +125,8 @@ class ModelSpec:
 
     def resolve_args(self, model: Model) -> Any:
         """Returns the flavor's arguments with `[model.args]` applied; ConfigError for an unknown flavor or argument."""
-        if model.flavor not in self.flavors:
-            known = ", ".join(self.flavors)
-            raise ConfigError([f"model.flavor = {shown(model.flavor)}: {self.name} has no such flavor; known: {known}"])
+        if unknown := [*find_unknown_flavor(model, family=self.name, known=self.flavors)]:
+            raise ConfigError(unknown)
         return overlay(self.flavors[model.flavor], model.args, where="model.args")
 
     def state_on_meta(self, args: Any) -> dict[str, Tensor]:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.names import find_unknown_optimizers
 from torchtitan_clone.config.schema import Optimizer
-from torchtitan_clone.optim.groups import ResolvedGroup, find_unknown_optimizers, resolve_groups
+from torchtitan_clone.optim.groups import ResolvedGroup, resolve_groups
 from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup, scale_gradients
 
 
@@ -67,7 +68,7 @@ class OptimizerContainer:
 
 def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
     """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name."""
-    if unknown := find_unknown_optimizers(optimizer):
+    if unknown := [*find_unknown_optimizers(optimizer, known=OPTIMIZERS)]:
         raise ConfigError(unknown)
     trainable = {name: parameter for name, parameter in named_parameters.items() if parameter.requires_grad}
     return OptimizerContainer(optimizer, named_parameters=trainable)

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from torchtitan_clone.config.overlay import did_you_mean, shown
+from torchtitan_clone.config.names import describe_group, find_unknown_optimizers
+from torchtitan_clone.config.overlay import did_you_mean
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim.optimizers import OPTIMIZERS
 
@@ -41,18 +42,12 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
-def find_unknown_optimizers(optimizer: Optimizer) -> list[str]:
-    """Returns one message for each name that OPTIMIZERS lacks."""
-    names = {"optimizer.name": optimizer.name}
-    names |= {f"{_describe(group)}: name": group.name for group in optimizer.groups if group.name is not None}
-    unknown = {option: name for option, name in names.items() if name not in OPTIMIZERS}
-    known = ", ".join(OPTIMIZERS)
-    return [f"{option} = {shown(name)}: no such optimizer; known: {known}" for option, name in unknown.items()]
-
-
 def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[str]:
     """Returns one message for each broken rule, given the parameters of all ranks, which may be on the meta device."""
-    found = [*find_unknown_optimizers(optimizer), *_unmatched_patterns(optimizer, parameters=parameters)]
+    found = [
+        *find_unknown_optimizers(optimizer, known=OPTIMIZERS),
+        *_unmatched_patterns(optimizer, parameters=parameters),
+    ]
     return found or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
 
 
@@ -71,10 +66,10 @@ def _unmatched_patterns(optimizer: Optimizer, *, parameters: Mapping[str, Tensor
             continue
         if any(fnmatchcase(name, group.pattern) for name in parameters):
             rule = "every parameter that it matches belongs to an earlier group, and the first match wins"
-            yield f"{_describe(group)}: {rule}; list it before that group, or remove it"
+            yield f"{describe_group(group)}: {rule}; list it before that group, or remove it"
         else:
             known = dict.fromkeys(map(_without_index, parameters))
-            yield f"{_describe(group)}: matches no parameter of the model{did_you_mean(group.pattern, known)}"
+            yield f"{describe_group(group)}: matches no parameter of the model{did_you_mean(group.pattern, known)}"
 
 
 def _vectors_of_matrix_optimizers(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> Iterator[str]:
@@ -88,7 +83,3 @@ def _vectors_of_matrix_optimizers(optimizer: Optimizer, *, parameters: Mapping[s
 def _without_index(name: str) -> str:
     """Returns the pattern of a parameter in every layer: "layers.3.norm.weight" gives "layers.*.norm.weight"."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _describe(group: OptimizerGroup) -> str:
-    return f'optimizer.groups, pattern "{group.pattern}"'

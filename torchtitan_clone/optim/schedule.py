@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.names import find_unknown_decay
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import MAX_STEPS, LRScheduler
 
@@ -22,10 +23,7 @@ MAX_FACTOR = 1_000_000
 
 def find_schedule_errors(lr_scheduler: LRScheduler) -> list[str]:
     """Returns a message if SCHEDULES lacks the decay, and one for the first point that is out of order."""
-    found: list[str] = []
-    if lr_scheduler.decay_type not in SCHEDULES:
-        option = f"lr_scheduler.decay_type = {shown(lr_scheduler.decay_type)}"
-        found.append(f"{option}: no such shape; known: {', '.join(SCHEDULES)}")
+    found = list(find_unknown_decay(lr_scheduler, known=SCHEDULES))
     last = -1.0
     for point in lr_scheduler.points:
         if len(point) != 2 or not last < point[0] <= MAX_STEPS or not 0 <= point[1] <= MAX_FACTOR:

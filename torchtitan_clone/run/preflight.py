@@ -25,7 +25,7 @@ from torchtitan_clone.checkpoint.commit import (
     progress_to_resume,
 )
 from torchtitan_clone.config import Config, ConfigError, load_config
-from torchtitan_clone.config.overlay import shown
+from torchtitan_clone.config.overlay import no_such, shown
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.data import Dataset, MixtureDataset, build_tokenizer, describe_data, open_dataset
@@ -68,8 +68,13 @@ class PreparedRun:
     """Tokens of validation.prompts."""
 
 
-def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequence[str] = ()) -> RunPlan:
-    """Resolves names and sizes. ConfigError with `problems` and all broken rules."""
+def resolve(
+    config: Config, *, world_size: int, device_type: str, problems: Sequence[str] = (), looks_for_data: bool = False
+) -> RunPlan:
+    """Resolves names and sizes. ConfigError with `problems` and all broken rules.
+
+    With `looks_for_data` also with why the data is not on this machine, which is not searched for an invalid model.
+    """
     config = resolved_precision(config, device_type=device_type)
     found = list(problems)
     spec, model_args, tokenizer = None, None, None
@@ -82,6 +87,9 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
         model_args = None if invalid else model_args
         if model_args is not None and (config.checkpoint.last_save_in_hf or config.checkpoint.hf_export_interval):
             found += spec.hugging_face.find_format_errors(model_args)
+    if looks_for_data and model_args is not None:
+        with _collected(found):
+            describe_data(training=config.training, data=config.data)
     found += find_run_errors(
         config,
         world_size=world_size,
@@ -113,14 +121,6 @@ def resolve(config: Config, *, world_size: int, device_type: str, problems: Sequ
     return plan
 
 
-def find_source_errors(config: Config) -> list[str]:
-    """Returns why the data that the options name is not on this machine."""
-    found: list[str] = []
-    with _collected(found):
-        describe_data(training=config.training, data=config.data)
-    return found
-
-
 @contextmanager
 def _collected(found: list[str]) -> Iterator[None]:
     """Adds the messages of a ConfigError to `found`, so that one start names all problems."""
@@ -135,7 +135,7 @@ def _check_torch(config: Config) -> None:
     backend = config.compile.backend
     # Imports the backends; inductor is always there.
     if config.compile.enable and backend != "inductor" and backend not in (known := torch.compiler.list_backends(())):
-        raise ConfigError(f"compile.backend = {shown(backend)}: no such backend; known: {', '.join(known)}")
+        raise ConfigError(no_such("compile.backend", backend, what="backend", known=known))
     is_old = torch.__version__ < SPLITS_BACKWARD_SINCE
     if is_old and not any(find_pipeline_schedule_errors(config.parallelism)) and splits_backward(config.parallelism):
         raise ConfigError(

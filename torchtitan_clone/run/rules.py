@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from torchtitan_clone.config import Config, Degrees, resolved_degrees
 from torchtitan_clone.config.checks import find_config_errors, find_range_errors
+from torchtitan_clone.config.names import find_unknown_schedule
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.remedies import either, nearest_divisors, nearest_multiples
 from torchtitan_clone.config.schema import Parallelism, Training
@@ -336,11 +337,10 @@ def find_pipeline_errors(config: Config, *, n_layers: int, tied_embeddings: bool
 
 def find_pipeline_schedule_errors(parallelism: Parallelism) -> Iterator[str]:
     """Yields a message if there is no such schedule, or if its file cannot be read or schedules other ranks."""
-    name, path = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_schedule_csv
+    path = parallelism.pipeline_parallel_schedule_csv
     ranks = parallelism.pipeline_parallel_degree
+    yield from find_unknown_schedule(parallelism, known=SCHEDULES)
     if not path:
-        if name not in SCHEDULES:
-            yield f"{_PIPELINE}schedule = {shown(name)}: no such schedule; known: {', '.join(SCHEDULES)}."
         return
     try:
         found = 1 + max(read_schedule_file(path).ranks)

@@ -1,0 +1,118 @@
+"""What is wrong with a configuration shows before torch is imported, by names that are read from the source."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_clone.models import MODELS
+from torchtitan_clone.optim import OPTIMIZERS, SCHEDULES
+from torchtitan_clone.parallel import stages
+from torchtitan_clone.run.early import families, keys_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_names_in_the_source_are_those_of_the_dicts() -> None:
+    found = families()
+    assert {name: family.flavors for name, family in found.items()} == {
+        name: list(spec.flavors) for name, spec in MODELS.items()
+    }
+    assert {name: family.related for name, family in found.items()} == {
+        name: spec.related for name, spec in MODELS.items()
+    }
+    assert keys_of("OPTIMIZERS", file="optim/optimizers.py") == list(OPTIMIZERS)
+    assert keys_of("SCHEDULES", file="optim/schedule.py") == list(SCHEDULES)
+    assert keys_of("SCHEDULES", file="parallel/stages.py") == list(stages.SCHEDULES)
+
+
+def start(*argv: str, module: str = "torchtitan_clone.train", cwd: Path) -> tuple[int, list[str], bool]:
+    """Returns the exit code of a start, the lines of its error, and whether it has imported torch."""
+    answer = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, *argv],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = answer.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "torchtitan_clone.config" in imported
+    return answer.returncode, [line for line in lines if not line.startswith("import time:")], "torch" in imported
+
+
+FLAVOR = "error: model.flavor = "
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (
+            ["--model.flavor=8b"],
+            f'{FLAVOR}"8b": no such flavor of llama3 (did you mean "8B"?); known: debugmodel, 1B, ',
+        ),
+        (["--model.name=Llama3"], 'error: model.name = "Llama3": no such model (did you mean "llama3"?); known: '),
+        (["--model.name=gpt2"], 'error: model.name = "gpt2": no such model; known: '),
+        (
+            ["--model.name=qwen3", "--model.flavor=30b-a3b"],
+            f'{FLAVOR}"30b-a3b": no such flavor of qwen3 (did you mean "30B-A3B"?); known: ',
+        ),
+        (
+            ["--optimizer.name=adamw"],
+            'error: optimizer.name = "adamw": no such optimizer (did you mean "AdamW"?); known: ',
+        ),
+        (
+            ['--optimizer.groups=[{pattern="*", name="ADAM"}]'],
+            'error: optimizer.groups, pattern "*": name = "ADAM": no such optimizer (did you mean "Adam"?); known: ',
+        ),
+        (
+            ["--lr_scheduler.decay_type=Cosine"],
+            'error: lr_scheduler.decay_type = "Cosine": no such shape (did you mean "cosine"?); known: ',
+        ),
+        (
+            ["--parallelism.pipeline_parallel_schedule=1f1b"],
+            'error: parallelism.pipeline_parallel_schedule = "1f1b": no such schedule (did you mean "1F1B"?); known: ',
+        ),
+        (["--optimizer.lr=-3"], "error: optimizer.lr = -3.0: must be above 0 and at most 1e+30."),
+    ],
+)
+def test_a_wrong_name_or_value_is_one_line_before_torch_is_imported(
+    tmp_path: Path, argv: list[str], problem: str
+) -> None:
+    code, lines, has_torch = start(*argv, cwd=tmp_path)
+    assert (code, len(lines), has_torch) == (2, 1, False)
+    assert lines[0].startswith(problem)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_all_that_shows_without_torch_is_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "titan.toml"
+    file.write_text('[model]\nflavor = "8b"\n[optimizer]\nlr = -1\nearly_step_in_backward = true\n')
+    code, lines, has_torch = start("--job.config_file=titan.toml", cwd=tmp_path)
+    assert (code, has_torch) == (2, False)
+    assert lines[0] == "error: 3 problems in the configuration:"
+    assert lines[1].startswith("  - titan.toml:5: optimizer.early_step_in_backward = true: ")
+
+
+def test_what_a_program_adds_is_known(tmp_path: Path) -> None:
+    program = tmp_path / "mine.py"
+    program.write_text(
+        "import sys\nfrom torchtitan_clone.models import MODELS\nfrom torchtitan_clone.train import exit_process\n"
+        'MODELS["mine"] = MODELS["llama3"]\nexit_process(sys.argv[1:])\n'
+    )
+    code, lines, has_torch = start("--model.name=mine", "--dry-run", module="mine", cwd=tmp_path)
+    assert (code, lines, has_torch) == (0, [], True)
+    _, lines, _ = start("--model.name=other", "--dry-run", module="mine", cwd=tmp_path)
+    assert lines[0].startswith('error: model.name = "other": no such model; known: llama3, ')
+    assert lines[0].endswith(", mine")
+
+
+def test_an_invalid_model_is_named_without_a_look_at_the_data(tmp_path: Path) -> None:
+    missing = "--training.dataset_path=nowhere"
+    _, lines, _ = start("--model.args.n_layer=3", missing, "--dry-run", cwd=tmp_path)
+    assert lines == ["error: model.args.n_layer: unknown option; did you mean model.args.n_layers?"]
+    _, lines, _ = start(missing, "--dry-run", cwd=tmp_path)
+    assert lines[0].startswith('error: training.dataset_path = "nowhere": no such file')
