@@ -12,6 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -54,10 +55,12 @@ def stream(documents: list[list[int]], *, dtype: str = "uint16") -> bytes:
     return np.array(list(itertools.chain(*documents)), dtype=dtype).tobytes()
 
 
-def llm_c(documents: list[list[int]], *, magic: int = 20240520, version: int = 1, dtype: str = "uint16") -> bytes:
+def llm_c(
+    documents, *, magic: int = 20240520, version: int = 1, dtype: str = "uint16", count: int | None = None
+) -> bytes:
     content = stream(documents, dtype=dtype)
     header = np.zeros(256, dtype=np.int32)
-    header[:3] = magic, version, len(content) // np.dtype(dtype).itemsize
+    header[:3] = magic, version, len(content) // np.dtype(dtype).itemsize if count is None else count
     return header.tobytes() + content
 
 
@@ -94,6 +97,15 @@ def write_arrow(folder, documents):
     return write(folder, {"cache-1.arrow": b"a result that is kept"})
 
 
+def write_arrow_file(folder, documents):
+    """Arrow's file format, which ends with a list of its batches."""
+    table = pyarrow.table({"input_ids": pyarrow.array(documents, type=pyarrow.large_list(pyarrow.int16()))})
+    folder.mkdir()
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=7)
+    return folder
+
+
 def write_parquet(folder, documents, *, name="a.parquet"):
     table = pyarrow.table({"input_ids": pyarrow.array(documents, type=pyarrow.list_(pyarrow.int32()))})
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,8 +122,9 @@ WRITERS = {
     "olmo": write_olmo,
     "numpy": write_numpy,
     "arrow": write_arrow,
+    "arrow file": write_arrow_file,
 }
-IN_DOCUMENTS = ["megatron", "megatron of sequences", "megatron of int32", "arrow"]
+IN_DOCUMENTS = ["megatron", "megatron of sequences", "megatron of int32", "arrow", "arrow file"]
 
 
 def open_ids(folder, *, cache, **options):
@@ -152,6 +165,68 @@ def test_documents_end_where_the_index_says(tmp_path, name):
     complete = tokens[:].tolist()
     for start, stop in itertools.combinations(range(0, len(complete) + 1, 37), 2):
         assert tokens[start:stop].tolist() == complete[start:stop]
+
+
+@pytest.mark.parametrize("kind", ["datasets", "stream", "file", "parquet"])
+def test_lists_of_a_fixed_size_are_documents(tmp_path, caplog, kind):
+    """Without an end-of-text token they are probably blocks of a text, which one warning says."""
+    blocks = np.random.default_rng(0).integers(1, 2048, (30, 16))
+    column = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(blocks.flatten(), type=pyarrow.int32()), 16)
+    table, folder = pyarrow.table({"input_ids": column}), tmp_path / "ids"
+    folder.mkdir()
+    if kind == "datasets":
+        features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"), length=16)})
+        datasets.Dataset.from_dict({"input_ids": blocks.tolist()}, features=features).save_to_disk(folder)
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(table, folder / "a.parquet")
+    else:
+        writer = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with writer(str(folder / "a.arrow"), table.schema) as file:
+            file.write_table(table.slice(0, 11))
+            file.write_table(table.slice(11), max_chunksize=5)
+    store = open_ids(folder, cache=tmp_path / "cache").store
+    found = documents_of(store, "train") + documents_of(store, "validation")
+    assert sorted(found) == sorted([*block, EOS] for block in blocks.tolist())
+    (said,) = [message for message in caplog.messages if "end-of-text" in message]
+    assert said.startswith(f"{folder}: all 30 documents have 16 tokens, and none ends with the end-of-text token")
+
+
+@pytest.mark.parametrize("name", ["megatron", "parquet", "nanoGPT", "olmo"])
+def test_documents_that_are_no_blocks_are_not_warned_of(tmp_path, caplog, name):
+    """Of one length with the end-of-text token in one, of different lengths, and streams."""
+    equal = [ids.tolist() for ids in np.random.default_rng(0).integers(1, 2048, (30, 16))]
+    for number, documents in enumerate(([*equal[:-1], [*equal[-1][:-1], EOS]], [*equal[:-1], equal[-1] * 2])):
+        folder = {**WRITERS, "parquet": write_parquet}[name](tmp_path / f"ids{number}", documents)
+        open_ids(folder, cache=tmp_path / "cache")
+    assert "none ends with the end-of-text" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "megatron", "numpy", "arrow"])
+@pytest.mark.parametrize("ids", [list(range(1, 201)), [*range(1, 200), EOS]])
+def test_the_end_of_the_only_document_is_held_out(tmp_path, name, ids):
+    store = open_ids(WRITERS[name](tmp_path / "ids", [ids]), cache=tmp_path / "cache", held_out_fraction=0.05).store
+    assert documents_of(store, "train") == [[*ids[:190], EOS]]
+    assert documents_of(store, "validation") == [ids[190:] if ids[-1] == EOS else [*ids[190:], EOS]]
+    store = open_ids(tmp_path / "ids", cache=tmp_path / "cache", held_out_fraction=0.0).store
+    assert store.meta.documents == {"train": 1, "validation": 0}
+
+
+def test_a_saved_dataset_of_text_names_the_remedy(tmp_path):
+    datasets.Dataset.from_dict({"text": ["a text", "another"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(
+        ConfigError, match=r"text is not read from Arrow files: save it with datasets\.load_from_disk\("
+    ):
+        open_corpus(tmp_path / "saved", cache=tmp_path / "cache")
+    datasets.load_from_disk(tmp_path / "saved").to_parquet(tmp_path / "read" / "data.parquet")
+    store = open_corpus(tmp_path / "read", cache=tmp_path / "cache", held_out_fraction=0.0).store
+    assert store.meta.documents["train"] == 2
+
+
+def test_a_readme_beside_token_ids_is_metadata(tmp_path):
+    documents = random_documents(20)
+    folder = write(write_megatron(tmp_path / "ids", documents), {"README.md": "# Data"})
+    store = open_ids(folder, cache=tmp_path / "cache", held_out_fraction=0.0).store
+    assert documents_of(store, "train") == documents
 
 
 def test_a_stream_without_an_end_and_ids_of_four_bytes(tmp_path):
@@ -264,6 +339,7 @@ REFUSED = {
     "an odd size": ({"a.bin": stream(random_documents(9)) + b"\0"}, "bytes, not 0 and .* ids of type uint16"),
     "ids of four bytes": ({"a.npy": stream(random_documents(9), dtype="uint32")}, "every second id is 0"),
     "a header of more ids": ({"a.bin": llm_c(random_documents(9))[:-2]}, "bytes, not 1,024 and .* ids of type uint16"),
+    "a negative count": ({"a.bin": llm_c([], count=-12)[:1000], "b.bin": llm_c(LARGE)}, "1,000 bytes, not 1,024 and -12"),
     "an index of less": ({"a.bin": b"12", "a.idx": megatron(random_documents(9))[".idx"]}, "2 bytes, and a.idx states"),
     "a short index": ({"a.bin": b"", "a.idx": b"MMIDIDX"}, "a.idx has 7 bytes, fewer than its header"),
     "another magic number": (damaged_index(lambda idx: put(idx, 0, "<B", 7)), "a.idx is not an index of Megatron"),

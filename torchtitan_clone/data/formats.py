@@ -3,13 +3,14 @@
     NAME.bin, NAME.idx       Megatron: documents of one or more sequences
     NAME.bin                 nanoGPT: a stream of ids; llm.c: the same after a header of 256 int32
     NAME.npy                 OLMo: a stream of ids without a header; or NumPy's format with one dimension
-    NAME.arrow               `datasets.Dataset.save_to_disk`: a column with the ids of each document
+    NAME.arrow               `datasets.Dataset.save_to_disk`, or Arrow's file format: a column with ids of documents
 
 A document of a *stream* ends at the tokenizer's end-of-text token, also across files; of the other formats, where the
 file's index says. Where such a document does not end with that token, it is *added* when the ids are read.
 """
 
 import json
+import logging
 import os
 import re
 import struct
@@ -29,8 +30,10 @@ from torchtitan_clone.documents import DocumentError, Value, open_regular, read_
 if TYPE_CHECKING:
     import pyarrow
 
+logger = logging.getLogger("torchtitan_clone")
+
 TOKEN_FILES = (".bin", ".npy", ".arrow")
-_METADATA = re.compile(r"\.(idx|json|csv\.gz|pkl)$")
+_METADATA = re.compile(r"\.(idx|json|md|csv\.gz|pkl)$")
 _VALIDATION = re.compile(r"(^|[._-])(val|valid|validation|test)([0-9._-]|$)")
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
@@ -182,8 +185,8 @@ class TokenFiles:
     def index(self, *, held_out_fraction: float) -> dict[str, SplitIndex]:
         """Returns the segments and documents of each split.
 
-        Held out are the files that are named so, else the last documents. ConfigError if a file is not what its name
-        says, or holds ids outside the vocabulary.
+        Held out are the files that are named so, else the last documents, or the end of the only one. ConfigError if a
+        file is not what its name says, or holds ids outside the vocabulary.
         """
         self._check_pairs()
         numbers = [number for number, path in enumerate(self.files) if path.suffix in TOKEN_FILES]
@@ -192,6 +195,8 @@ class TokenFiles:
         if named:
             validation = self._index_files([number for number in numbers if self.files[number] in named])
             return {"train": indexed, "validation": validation}
+        if len(indexed.offsets) == 2 and held_out_fraction > 0:
+            return _cut_document(indexed, fraction=held_out_fraction)
         documents = len(indexed.offsets) - 1
         kept = min(documents, max(1, documents - int(np.ceil(documents * held_out_fraction))))
         return {"train": _cut(indexed, 0, kept), "validation": _cut(indexed, kept, documents)}
@@ -221,6 +226,7 @@ class TokenFiles:
             stored = np.append(stored, total)
             lacking.append(np.array([total]))
         missing = np.concatenate(lacking)
+        warn_about_blocks(np.diff(stored), without_eos=len(missing), path=self.root)
         offsets = stored + np.searchsorted(missing, stored, side="right")
         return SplitIndex(segments=segments, offsets=offsets, added=missing + np.arange(len(missing)))
 
@@ -264,6 +270,16 @@ def check_ids(ids: np.ndarray, *, vocab_size: int, path: Path) -> None:
         refuse(path, f"{found}; set model.hf_assets_path to the tokenizer that the ids were made with")
 
 
+def warn_about_blocks(lengths: np.ndarray, *, without_eos: int, path: Path) -> None:
+    """Warns of documents that are all as long as the first, which the last may not fill, and lack the end of text."""
+    if len(lengths) == without_eos > 1 and (lengths[:-1] == lengths[0]).all() and lengths[-1] <= lengths[0]:
+        logger.warning(
+            "%s: all %s documents have %s tokens, and none ends with the end-of-text token, as if a text had been cut "
+            "into blocks; each is taken for a document, so save whole documents, or one array of all tokens (.npy)",
+            shorten(str(path)), f"{len(lengths):,}", f"{int(lengths[0]):,}",
+        )  # fmt: skip
+
+
 def named_validation(files: Sequence[Path], *, root: Path) -> set[Path]:
     """Returns the files whose names, or those of their folders, say that they are held out; none if all do."""
     parts = {path: (*path.relative_to(root).parts[:-1], path.stem) for path in files}
@@ -286,6 +302,20 @@ def _cut(index: SplitIndex, first: int, last: int) -> SplitIndex:
     return SplitIndex(
         segments=segments, offsets=index.offsets[first : last + 1] - start, added=index.added[low:high] - start
     )
+
+
+def _cut_document(index: SplitIndex, *, fraction: float) -> dict[str, SplitIndex]:
+    """Holds out the end of the only document; the end-of-text token is added where it is cut."""
+    stored = int(index.offsets[-1]) - len(index.added)
+    cut = max(1, stored - int(np.ceil(stored * fraction)))
+    if cut == stored:
+        return {"train": index, "validation": _cut(index, 1, 1)}
+    halves = SplitIndex(
+        segments=index.segments,
+        offsets=np.array([0, cut + 1, int(index.offsets[-1]) + 1]),
+        added=np.concatenate([[cut], index.added + 1]),
+    )
+    return {"train": _cut(halves, 0, 1), "validation": _cut(halves, 1, 2)}
 
 
 def _read_megatron(path: Path, *, number: int) -> Iterator[tuple[Segment, np.ndarray | None]]:
@@ -335,7 +365,7 @@ def _read_stream(path: Path, *, number: int, raw_dtype: str) -> Iterator[tuple[S
     item = np.dtype(dtype).itemsize
     if count is None:
         count = len(content) // item
-    if len(content) != start + item * count:
+    if count < 0 or len(content) != start + item * count:
         raise DocumentError(f"{len(content):,} bytes, not {start:,} and {count:,} ids of type {dtype}")
     if start == 0 and dtype == "uint16" and count > 8 and not content[: 1 << 20].view("uint16")[1::2].any():
         raise DocumentError(
@@ -362,9 +392,9 @@ def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segme
 
     file = pyarrow.memory_map(str(path)).read_buffer()
     try:
-        stream = pyarrow.ipc.open_stream(pyarrow.BufferReader(file))
-        check_list_column(stream.schema, path=path, column=column)
-        for batch in stream:
+        schema, batches = _open_arrow(file)
+        check_list_column(schema, path=path, column=column)
+        for batch in batches:
             batch.validate(full=True)
             if segment := _arrow_segment(batch.column(column), file=file, number=number):
                 yield segment
@@ -372,11 +402,27 @@ def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segme
         raise DocumentError(f"not a complete Arrow stream ({shorten(str(error))})") from error
 
 
+def _open_arrow(content: "pyarrow.Buffer") -> "tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]":
+    """Opens Arrow's stream or file format."""
+    import pyarrow.ipc
+
+    if content.size >= 8 and content[:8].to_pybytes() == b"ARROW1\0\0":
+        file = pyarrow.ipc.open_file(pyarrow.BufferReader(content))
+        return file.schema, map(file.get_batch, range(file.num_record_batches))
+    stream = pyarrow.ipc.open_stream(pyarrow.BufferReader(content))
+    return stream.schema, iter(stream)
+
+
 def check_list_column(schema: "pyarrow.Schema", *, path: Path, column: str) -> None:
     """Raises ConfigError unless the column holds lists of integers."""
+    import pyarrow.types as types
+
     lists = [field.name for field in schema if is_list_of_ids(field.type)]
     if lists.count(column) != 1:
         remedy = f"set it to one of {shorten(', '.join(lists))}" if lists else "such files are not read as text"
+        if not lists and any(types.is_string(field.type) or types.is_large_string(field.type) for field in schema):
+            save = 'datasets.load_from_disk("FOLDER").to_parquet("data.parquet")'
+            remedy = f"text is not read from Arrow files: save it with {save}, of a DatasetDict for each split"
         refuse(path, f"training.text_key = {toml_like(column)} names no column with lists of token ids; {remedy}")
 
 
@@ -384,13 +430,19 @@ def is_list_of_ids(kind: "pyarrow.DataType") -> bool:
     """Returns whether values of a type are lists of integers."""
     import pyarrow.types as types
 
-    return (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type)
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return is_list and types.is_integer(kind.value_type)
 
 
 def _arrow_segment(
-    column: "pyarrow.ListArray", *, file: "pyarrow.Buffer", number: int
+    column: "pyarrow.ListArray | pyarrow.FixedSizeListArray", *, file: "pyarrow.Buffer", number: int
 ) -> tuple[Segment, np.ndarray] | None:
-    offsets = column.offsets.to_numpy().astype(np.int64)
+    import pyarrow.types as types
+
+    if types.is_fixed_size_list(column.type):
+        offsets = column.type.list_size * np.arange(column.offset, column.offset + len(column) + 1)
+    else:
+        offsets = column.offsets.to_numpy().astype(np.int64)
     values = column.values
     if column.null_count or values.null_count:
         raise DocumentError("documents or ids are missing (null)")

@@ -34,6 +34,7 @@ from torchtitan_clone.data.formats import (
     named_validation,
     read_token_rows,
     segments_to_json,
+    warn_about_blocks,
 )
 from torchtitan_clone.data.sources import (
     FIRST_BAD_ROWS,
@@ -388,12 +389,18 @@ def _join_ids(
     batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str
 ) -> Generator[_Encoded, None, None]:
     """Ends documents of token ids with the end-of-text token where they do not."""
+    stored: list[np.ndarray] = []
+    root, without_eos = Path(), 0
     for documents, label in batches:
         complete = [ids if ids[-1] == tokenizer.eos_id else np.append(ids, tokenizer.eos_id) for ids in documents]
         lengths = np.array([len(ids) for ids in complete], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
         check_ids(tokens, vocab_size=tokenizer.vocab_size, path=label.part.source.root)
+        stored.append(np.array([len(ids) for ids in documents], dtype=np.int64))
+        root = label.part.source.root
+        without_eos += int((lengths - stored[-1]).sum())
         yield label, tokens.astype(dtype), lengths
+    warn_about_blocks(np.concatenate([np.empty(0, dtype=np.int64), *stored]), without_eos=without_eos, path=root)
 
 
 def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
