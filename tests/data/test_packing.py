@@ -83,6 +83,32 @@ def test_later_targets_are_tokens_of_the_same_row_and_document(seq_len, depth, d
     assert torch.equal(batch.microbatches(3)[1].mtp_targets_BKT, batch.mtp_targets_BKT[3:6])
 
 
+@pytest.mark.parametrize("document_masking", [True, False])
+@pytest.mark.parametrize(("seq_len", "depth"), [(1, 1), (9, 0), (64, 2)])
+def test_context_is_what_is_at_or_before_a_target_in_its_document(seq_len, depth, document_masking):
+    rows = random_rows(8, seq_len, seed=4)
+    rows[3, seq_len // 2 :] = EOS  # as best-fit packing fills a row
+    choices = {"eos_id": EOS, "document_masking": document_masking, "padding": 2, "mtp_depth": depth}
+    batch = pack(rows, **choices, marks_context=True)
+    assert pack(rows, **choices).is_context_BKT is None
+    later = [] if batch.mtp_targets_BKT is None else batch.mtp_targets_BKT.unbind(1)
+    for k, targets_BT in enumerate([batch.targets_BT, *later]):
+        for row, (targets, found) in enumerate(zip(targets_BT.tolist(), batch.is_context_BKT[:, k], strict=True)):
+            documents = [0] * seq_len if batch.documents_BT is None else batch.documents_BT[row].tolist()
+            targets_of = [document for document, target in zip(documents, targets, strict=True) if target >= 0]
+            last = {document: max(t for t in range(seq_len) if targets[t] >= 0 and documents[t] == document)
+                    for document in targets_of}  # fmt: skip
+            assert found.tolist() == [t <= last.get(documents[t], -1) for t in range(seq_len)], (k, row)
+    assert not batch.is_context_BKT[6:].any()
+    if document_masking:
+        assert not batch.is_context_BKT[3, :, seq_len // 2 :].any()
+        assert torch.equal(batch.is_context_BKT[:, 0], batch.targets_BT != IGNORE_INDEX)
+    index_T = torch.tensor([seq_len - 1, 0])
+    selected = batch.select_tokens(index_T).select_context(slice(1, 2)).is_context_BKT
+    assert torch.equal(selected, batch.is_context_BKT[..., :1])
+    assert torch.equal(batch.microbatches(3)[1].is_context_BKT, batch.is_context_BKT[3:6])
+
+
 def test_microbatches_concatenate_to_the_batch():
     batch = pack(random_rows(7, 16, seed=2), eos_id=EOS, document_masking=True)
     microbatches = batch.microbatches(3)

@@ -13,7 +13,12 @@ from torchtitan_clone.parallel.forward_backward import StepOutput
 def rows(count=2):
     tokens = torch.arange(count * 3).view(count, 3)
     return SimpleNamespace(
-        tokens_BT=tokens, positions_BT=tokens, targets_BT=tokens, documents_BT=None, mtp_targets_BKT=None
+        tokens_BT=tokens,
+        positions_BT=tokens,
+        targets_BT=tokens,
+        documents_BT=None,
+        mtp_targets_BKT=None,
+        is_context_BKT=None,
     )
 
 

@@ -89,6 +89,7 @@ def batch(first, last):
         positions_BT=tokens_BT,
         documents_BT=tokens_BT.clone(),
         mtp_targets_BKT=None,
+        is_context_BKT=None,
     )
 
 

@@ -43,17 +43,32 @@ ZERO_BUBBLE = {
     "parallelism__pipeline_parallel_last_stage_less_layers": 0, "model__args__n_layers": 4,
     "training__local_batch_size": 8, "parallelism__pipeline_parallel_microbatch_size": 2,
 }  # fmt: skip
+PIPELINE = {
+    "parallelism__pipeline_parallel_degree": 2, "training__local_batch_size": 8,
+    "parallelism__pipeline_parallel_microbatch_size": 2,
+}  # fmt: skip
 FULL = {
     "activation_checkpoint__mode": "full", "validation__enable": True, "validation__freq": 2, "validation__steps": 2
 }  # fmt: skip
 SHORT = {"training__steps": 4}
 COMPILED = {"compile__enable": True, "compile__backend": "aot_eager"}
+PADDED = {"data__packing": "best_fit"}
 CASES = {
+    "padding, micro-batches of 3": (1, {**PADDED, "training__global_batch_size": 9, "training__local_batch_size": 3}),
+    "padding, tensor x context": (4, {**PADDED, SHARD: 1, **TENSOR, **CONTEXT, **SHORT}),
+    "padding, pipeline": (2, {**PADDED, SHARD: 1, **PIPELINE, **SHORT}),
+    "padding, experts over 2": (2, {**PADDED, SHARD: 2, EXPERT: 2, "activation_checkpoint__mode": "full", **SHORT}),
     "micro-batches of 2, compiled, recomputed": (1, {"training__local_batch_size": 2, **COMPILED, **FULL, **SHORT}),
     "context, recomputed": (2, {SHARD: 1, **CONTEXT, **FULL, **SHORT}),
     "tensor, experts over 2": (2, {SHARD: 1, EXPERT: 2, **TENSOR, **SHORT}),
     "pipeline, zero bubble": (2, {SHARD: 1, **ZERO_BUBBLE, **SHORT}),
 }
+
+
+def context_of(targets, documents):
+    """Returns the indices of the tokens of a row that are at or before a target of their document."""
+    pairs = [*zip(targets, documents, strict=True)]
+    return [t for t, (_, own) in enumerate(pairs) if any(x >= 0 and other == own for x, other in pairs[t:])]
 
 
 class PlainTraining(PlainLoop):
@@ -63,6 +78,7 @@ class PlainTraining(PlainLoop):
         super().__init__(argv)
         self.routers = {name: module for name, module in self.model.named_modules() if isinstance(module, Router)}
         self.counts = {name: torch.ones(8) for name in self.routers}
+        self.kept = []
         self.terms = {}
         for name, router in self.routers.items():
             router.register_forward_hook(
@@ -70,24 +86,29 @@ class PlainTraining(PlainLoop):
             )
 
     def observe(self, name, router, x_BTD, experts_BTK):
-        """Computes the auxiliary terms of a layer, token by token and row by row."""
+        """Computes the auxiliary terms of a layer, token by token and row by row, of the tokens that count alone."""
         logits_BTE = F.linear(x_BTD, router.weight)
         probs_BTE = logits_BTE.softmax(-1)
         load_E = 8 * self.counts[name] / self.counts[name].sum()
+        rows = [tensors for *tensors, kept in zip(probs_BTE, experts_BTK, logits_BTE, self.kept, strict=True) if kept]
+        kept = [[x[self.kept[row]] for x in tensors] for row, tensors in enumerate(rows)]
         found = {
-            "batch_balance": sum(p_E @ load_E for p_E in probs_BTE.flatten(0, 1)),
+            "batch_balance": sum((probs_TE @ load_E).sum() for probs_TE, _, _ in kept),
             "sequence_balance": sum(
                 8 * torch.bincount(experts_TK.flatten(), minlength=8) / experts_TK.numel() @ probs_TE.sum(0)
-                for experts_TK, probs_TE in zip(experts_BTK, probs_BTE, strict=True)
+                for probs_TE, experts_TK, _ in kept
             ),
-            "router_z": logits_BTE.exp().sum(-1).log().square().sum(),
+            "router_z": sum(logits_TE.exp().sum(-1).log().square().sum() for _, _, logits_TE in kept),
         }  # fmt: skip
         self.terms = {term: self.terms.get(term, 0.0) + value for term, value in found.items()}
-        self.counts[name] = torch.bincount(experts_BTK.flatten(), minlength=8).float()
+        self.counts[name] = torch.bincount(torch.cat([x.flatten() for _, x, _ in kept]), minlength=8).float()
 
     def train_step(self, step):
         """Trains a step, or skips it; its columns in metrics.jsonl."""
         batch = next(self._loader)
+        rows_of_batch = zip(batch.targets_BT.tolist(), batch.documents_BT.tolist(), strict=True)
+        self.kept = [context_of(*row) for row in rows_of_batch]
+        assert sum(map(len, self.kept)) < 0.995 * batch.tokens_BT.numel()
         before = dict(self.counts)
         self.terms = {}
         for group in self.optimizer.param_groups:
@@ -143,16 +164,24 @@ def trained_biases(argv, skipped=SKIPPED):
 
 
 @pytest.fixture(scope="module")
+def corpus(short_documents):
+    """Returns documents of which most rows hold several, so that tokens that no target follows are frequent."""
+    return short_documents
+
+
+@pytest.fixture(scope="module")
 def references():
     """Results in plain PyTorch, by number of layers."""
     return {}
 
 
 def expected_for(corpus, folder, changes, references):
-    layers = {"model__args__n_layers": changes.get("model__args__n_layers", 2)}
-    key = layers["model__args__n_layers"]
+    names = ("model__args__n_layers", "data__packing", "training__global_batch_size")
+    chosen = {name: changes[name] for name in names if name in changes}
+    key = tuple(chosen.items())
     if key not in references:
-        argv = options(corpus, folder / "plain", **{**MOE, **layers}, training__local_batch_size=8)
+        size = chosen.get("training__global_batch_size", 8)
+        argv = options(corpus, folder / "plain", **{**MOE, **chosen}, training__local_batch_size=size)
         (references[key],) = run_ranks(train_plainly, 1, argv)
         assert all(bias_E.abs().max() > RATE for bias_E in references[key][1][-1].values())
         assert references[key][0][-1]["router/load_max_over_mean"] > 1.05
@@ -216,10 +245,11 @@ def test_a_resume_with_experts_over_other_ranks_continues_balancing(corpus, tmp_
 
 
 def test_replica_groups_count_the_tokens_of_all_and_of_committed_steps_only(corpus, tmp_path):
-    changes = {**MOE, "training__steps": 10}
-    argv = options(corpus, tmp_path / "single", **changes, training__local_batch_size=8)
+    changes = {**MOE, "training__steps": 10, "training__global_batch_size": 12}
+    argv = options(corpus, tmp_path / "single", **changes, training__local_batch_size=12)
     (biases,) = run_ranks(trained_biases, 1, argv, None)
-    with Cluster(corpus, tmp_path / "cluster", groups=2, pace=0.03, **changes) as cluster:
+    # Two groups of three fill the 6 rows that each of them reads up to two micro-batches of 4.
+    with Cluster(corpus, tmp_path / "cluster", groups=3, pace=0.03, **changes) as cluster:
         cluster.start_all(faults=[Fault(kind="kill", place="forward", step=4, group=1)]).watch_over()
         assert "healed from another replica group" in cluster.log
         (digests,) = cluster.digests("model/layers.0.feed_forward.router.expert_bias")[0]

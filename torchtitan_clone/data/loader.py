@@ -67,6 +67,8 @@ class LoaderOptions:
     num_ranks: int = 1
     token_indices: Tensor | None = None
     """Tokens of every sequence that this rank keeps (context parallelism); None keeps all."""
+    routed_tokens: slice | None = None
+    """Which of these tokens this rank's routers get (tensor parallelism); None: batches do not mark context."""
 
 
 class Loader:
@@ -266,9 +268,11 @@ class ValidationLoader:
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:
     choices = {"document_masking": options.document_masking, "mtp_depth": options.mtp_depth}
-    batch = pack(rows, eos_id=eos_id, padding=padding, **choices)
+    batch = pack(rows, eos_id=eos_id, padding=padding, marks_context=options.routed_tokens is not None, **choices)
     if options.token_indices is not None:
         batch = batch.select_tokens(options.token_indices)
+    if options.routed_tokens is not None:
+        batch = batch.select_context(options.routed_tokens)
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_clone.data.targets import later_targets, mark_context
 from torchtitan_clone.ops import IGNORE_INDEX, SOURCE_BITS
 
 
@@ -31,12 +32,20 @@ class Batch:
     num_targets: int
     mtp_targets_BKT: Tensor | None = None
     """int64; of depth k the token k after the target, or IGNORE_INDEX; None without multi-token prediction."""
+    is_context_BKT: Tensor | None = None
+    """bool; whether each token is context of a target: it is in the target's document, at or before the position that
+    predicts it. First for the next tokens, then for each depth of multi-token prediction; None without routers."""
 
     def label_sources(self, sources_B: np.ndarray, /) -> None:
         """Adds the index of the source of the first rows, plus 1, to their targets, SOURCE_BITS to the left."""
         targets_BT = self.targets_BT[: len(sources_B)].numpy()  # the threads of torch would wait for one another
         labels_B1 = ((sources_B + 1) << SOURCE_BITS)[:, None]
         np.add(targets_BT, labels_B1, out=targets_BT, where=targets_BT != IGNORE_INDEX)
+
+    def select_context(self, tokens: slice) -> "Batch":
+        """Returns the batch with is_context_BKT of these tokens only: with tensor parallelism a router gets some."""
+        is_context_BKT = None if self.is_context_BKT is None else self.is_context_BKT[..., tokens]
+        return replace(self, is_context_BKT=is_context_BKT)
 
     def microbatches(self, size: int) -> "list[Batch]":
         """Splits the batch into micro-batches of `size` rows; the last one may have fewer."""
@@ -68,7 +77,10 @@ class Batch:
         return replace(self, num_targets=int((self.targets_BT != IGNORE_INDEX).sum()))
 
 
-def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0, mtp_depth: int = 0) -> Batch:
+def pack(
+    rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int = 0, mtp_depth: int = 0,
+    marks_context: bool = False,
+) -> Batch:  # fmt: skip
     """Builds a batch from rows [B, T + 1] of token ids, in which eos_id ends a document.
 
     The last `padding` rows have no targets. With document masking neither has eos_id, because the token after it
@@ -86,7 +98,9 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
         documents_BT = np.cumsum(starts_BT, axis=1, dtype=np.int32)
         positions_BT -= np.maximum.accumulate(np.where(starts_BT, positions_BT, 0), axis=1)
     targets_BT[len(targets_BT) - padding :] = IGNORE_INDEX
-    mtp_targets_BKT = _mtp_targets(targets_BT, depth=mtp_depth) if mtp_depth else None
+    mtp_targets_BKT = later_targets(targets_BT, depth=mtp_depth) if mtp_depth else None
+    given = {"documents_BT": documents_BT, "mtp_targets_BKT": mtp_targets_BKT}
+    is_context_BKT = mark_context(targets_BT, **given) if marks_context else None
     return Batch(
         tokens_BT=torch.from_numpy(tokens_BT),
         targets_BT=torch.from_numpy(targets_BT),
@@ -94,14 +108,5 @@ def pack(rows: np.ndarray, *, eos_id: int, document_masking: bool, padding: int 
         documents_BT=None if documents_BT is None else torch.from_numpy(documents_BT),
         num_targets=int(np.count_nonzero(targets_BT != IGNORE_INDEX)),
         mtp_targets_BKT=None if mtp_targets_BKT is None else torch.from_numpy(mtp_targets_BKT),
+        is_context_BKT=None if is_context_BKT is None else torch.from_numpy(is_context_BKT),
     )
-
-
-def _mtp_targets(targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
-    """Returns the targets of each depth [B, K, T]: those of later positions of the same row and document."""
-    found = [targets_BT]
-    for _ in range(depth):
-        following_BT = np.full_like(targets_BT, IGNORE_INDEX)
-        following_BT[:, :-1] = found[-1][:, 1:]
-        found.append(np.where(targets_BT == IGNORE_INDEX, IGNORE_INDEX, following_BT))
-    return np.stack(found[1:], axis=1)

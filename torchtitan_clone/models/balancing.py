@@ -40,37 +40,51 @@ class RowShards(Protocol):
 
 
 @torch.library.custom_op("torchtitan_clone::count_experts", mutates_args={"counts_E"})
-def _count(counts_E: Tensor, experts: Tensor) -> None:
-    counts_E += count_experts(experts.flatten(), num_experts=len(counts_E))
+def _count(counts_E: Tensor, experts_BTK: Tensor, is_context_BT: Tensor | None) -> None:
+    is_counted_N = _is_counted(experts_BTK, is_context_BT).flatten()
+    counts_E += count_experts(experts_BTK.flatten(), num_experts=len(counts_E), is_counted=is_counted_N)
 
 
 @_count.register_fake
-def _(counts_E: Tensor, experts: Tensor) -> None: ...
+def _(counts_E: Tensor, experts_BTK: Tensor, is_context_BT: Tensor | None) -> None: ...
 
 
-def count_experts(experts: Tensor, *, num_experts: int) -> Tensor:
-    """Returns how often each expert is among the last dimension of `experts` [*, N]: [*, E], int64."""
+def _is_counted(experts_BTK: Tensor, is_context_BT: Tensor | None) -> Tensor:
+    """Returns 1 for the experts [B, T, K] of tokens that count and 0 for others, int64."""
+    if is_context_BT is None:
+        return torch.ones_like(experts_BTK)
+    return is_context_BT[..., None].expand_as(experts_BTK).to(experts_BTK.dtype)
+
+
+def count_experts(experts: Tensor, *, num_experts: int, is_counted: Tensor | None = None) -> Tensor:
+    """Returns how often each expert is among the last dimension of `experts` [*, N]: [*, E], int64.
+
+    `is_counted` [*, N] is 1 for those that count and 0 for others; None: all do.
+    """
     counts = experts.new_zeros(*experts.shape[:-1], num_experts)
-    return counts.scatter_add_(-1, experts, torch.ones_like(experts))  # bincount has no kernel for the meta device
+    is_counted = torch.ones_like(experts) if is_counted is None else is_counted
+    return counts.scatter_add_(-1, experts, is_counted)  # bincount has no kernel for the meta device
 
 
 class CountInBackward(torch.autograd.Function):
     """Returns the scores, and counts the chosen experts when their gradient is computed.
 
-    Backward runs exactly once for each token that is trained: recomputed forwards and validation do not count.
+    Backward runs exactly once for each token that is trained: recomputed forwards and validation do not count. Nor do
+    tokens that are no context of a target.
     """
 
     @staticmethod
-    def forward(ctx: Any, scores_NK: Tensor, experts_NK: Tensor, counts_E: Tensor) -> Tensor:
-        ctx.save_for_backward(experts_NK)
+    def forward(
+        ctx: Any, scores_BTK: Tensor, experts_BTK: Tensor, is_context_BT: Tensor | None, counts_E: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(experts_BTK, is_context_BT)
         ctx.counts_E = counts_E  # not saved: other micro-batches change it before backward
-        return scores_NK.view_as(scores_NK)
+        return scores_BTK.view_as(scores_BTK)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        (experts_NK,) = ctx.saved_tensors
-        _count(ctx.counts_E, experts_NK)
-        return grads[0], None, None
+        _count(ctx.counts_E, *ctx.saved_tensors)
+        return grads[0], None, None, None
 
 
 class ExpertLoads:
@@ -125,11 +139,12 @@ def update_router(router: Balanced, counts_E: Tensor) -> None:
 
 
 def auxiliary_sums(
-    logits_BTE: Tensor, scores_BTE: Tensor, experts_BTK: Tensor, *, terms: Sequence[str], load_E: Tensor | None,
-    rows: RowShards | None,
+    logits_BTE: Tensor, scores_BTE: Tensor, experts_BTK: Tensor, is_context_BT: Tensor | None, *, terms: Sequence[str],
+    load_E: Tensor | None, rows: RowShards | None,
 ) -> Tensor | None:  # fmt: skip
     """Returns the sums [A] over this rank's tokens of each of the `terms`, fp32; None if there are none.
 
+    Of the tokens those that are context of a target; without `is_context_BT` all.
     With p the scores of a token divided by their sum, and f the tokens of each expert over the mean of the experts,
     a token has the sum over the experts of f * p, which is 1 if either is balanced:
     batch_balance with f of the global batch of the last step that was committed, ones before the first. The load of the
@@ -141,23 +156,26 @@ def auxiliary_sums(
     if not terms:
         return None
     probs_BTE = scores_BTE / (scores_BTE.sum(dim=-1, keepdim=True) + 1e-20)
+    probs_BTE = probs_BTE if is_context_BT is None else probs_BTE * is_context_BT[..., None]
     sums: dict[str, Tensor] = {}
     if BATCH in terms:
         assert load_E is not None
         sums[BATCH] = (probs_BTE * load_E).sum()
     if SEQUENCE in terms:
-        load_BE = _row_load(experts_BTK, num_experts=logits_BTE.shape[-1], rows=rows)
+        load_BE = _row_load(experts_BTK, is_context_BT, num_experts=logits_BTE.shape[-1], rows=rows)
         sums[SEQUENCE] = (probs_BTE * load_BE[:, None]).sum()
     if Z in terms:
-        sums[Z] = logits_BTE.logsumexp(dim=-1).square().sum()
+        squares_BT = logits_BTE.logsumexp(dim=-1).square()
+        sums[Z] = (squares_BT if is_context_BT is None else squares_BT * is_context_BT).sum()
     return torch.stack([sums[name] for name in terms])
 
 
-def _row_load(experts_BTK: Tensor, *, num_experts: int, rows: RowShards | None) -> Tensor:
-    """Returns [B, E]: the tokens of each expert in complete rows, over the mean of the experts."""
-    counts_BE = count_experts(experts_BTK.flatten(1), num_experts=num_experts)
+def _row_load(experts_BTK: Tensor, is_context_BT: Tensor | None, *, num_experts: int, rows: RowShards | None) -> Tensor:
+    """Returns [B, E]: the tokens of each expert in complete rows, over the mean of the experts; 0 without context."""
+    is_counted_BN = _is_counted(experts_BTK, is_context_BT).flatten(1)
+    counts_BE = count_experts(experts_BTK.flatten(1), num_experts=num_experts, is_counted=is_counted_BN)
     counts_BE = counts_BE if rows is None else rows.sum(counts_BE)
-    return counts_BE / counts_BE.float().mean(dim=-1, keepdim=True)
+    return counts_BE * num_experts / counts_BE.sum(dim=-1, keepdim=True).clamp_min(1)
 
 
 # ---------------------------------------------------------------- statistics

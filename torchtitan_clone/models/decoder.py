@@ -140,10 +140,13 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns [B, T, D], and sums [A] of auxiliary terms where the feed-forward does."""
+    def forward(
+        self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, is_context_BT: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns [B, T, D], and sums [A] of auxiliary terms where the feed-forward does, of context if it is given."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, mask)
-        out = self.feed_forward(self.ffn_norm(x_BTD))
+        given = () if is_context_BT is None else (is_context_BT,)
+        out = self.feed_forward(self.ffn_norm(x_BTD), *given)
         return x_BTD + out if isinstance(out, Tensor) else (x_BTD + out[0], out[1])
 
 
@@ -219,6 +222,7 @@ class Decoder(nn.Module):
         documents_BT: OnHost | Tensor | None = None,
         targets_BT: Tensor | None = None,
         mtp_targets_BKT: Tensor | None = None,
+        is_context_BKT: Tensor | None = None,
         loss_fn: LossFn | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns logits [B, T, V], or with `loss_fn` the loss, or with auxiliary terms [1 + A]: the loss, their sums.
@@ -227,6 +231,7 @@ class Decoder(nn.Module):
         Without `mtp_targets_BKT` the layers of multi-token prediction do not run, and their terms are zero. Other
         stages than the last return hidden_BTD, or `(hidden_BTD, sums_A)`, which the next stage gets in place of the
         tokens; the embeddings of the tokens of each depth follow the hidden states: [B + K B, T, D].
+        `is_context_BKT` says which tokens count in routers, of the layers and of each depth; None: all do.
         """
         ropes = [rotary(positions_BT) for rotary in self.rotary]
         later_BKT = [] if mtp_targets_BKT is None else list(mtp_targets_BKT.unbind(1))
@@ -238,15 +243,17 @@ class Decoder(nn.Module):
         contexts = [(ropes[rope], masks[mask]) for rope, mask in self._kinds]
         if self.auxiliary and sums_A is None:
             sums_A = torch.zeros(len(self.auxiliary), device=h_BTD.device)
+        is_context = [None] * (1 + len(embedded)) if is_context_BKT is None else is_context_BKT.unbind(1)
         for name in [name for name in self.layers if int(name) < self.args.n_layers]:
-            h_BTD, sums_A = self._run_layer(name, h_BTD, *contexts[int(name)], sums_A=sums_A)
+            h_BTD, sums_A = self._run_layer(name, h_BTD, *contexts[int(name)], is_context[0], sums_A=sums_A)
         h_BTD = self.norm(h_BTD) if self.norm is not None else h_BTD
         if self.output is None:
             h_BTD = torch.cat((h_BTD, *embedded)) if embedded else h_BTD
             return h_BTD if sums_A is None else (h_BTD, sums_A)
         states = [h_BTD]
-        for index, embedded_BTD in enumerate(embedded, self.args.n_layers):
-            inputs = (states[-1], *contexts[index], embedded_BTD)
+        for depth, embedded_BTD in enumerate(embedded, start=1):
+            index = self.args.n_layers + depth - 1
+            inputs = (states[-1], *contexts[index], is_context[depth], embedded_BTD)
             h_BTD, sums_A = self._run_layer(str(index), *inputs, sums_A=sums_A)
             states.append(h_BTD)
         out = self.output(states[0], targets_BT, loss_fn, list(zip(states[1:], later_BKT, strict=True)))

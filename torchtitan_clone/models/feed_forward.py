@@ -33,7 +33,8 @@ class SwiGLU(nn.Module):
         self.w2 = Linear(hidden_dim, dim, bias=False)
         self.w3 = Linear(dim, hidden_dim, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, _is_context_BT: Tensor | None = None) -> Tensor:
+        """Returns [B, T, D]; in a model with routers it may get what these get besides."""
         gate, x = self.w1(x_BTD), self.w3(x_BTD)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.w2(F.silu(gate) * x)  # a compiler finds out by itself what to compute again

@@ -113,6 +113,7 @@ class Router(nn.Module):
     """Chooses K experts for each token and computes their scores, in fp32 in every mixed precision.
 
     `counts_E` are the tokens of this rank that were trained by expert. With `is_forced` tokens take experts in turn.
+    Tokens that are no context of a target are not counted, and add nothing to auxiliary losses.
     """
 
     expert_bias: Tensor | None
@@ -143,8 +144,11 @@ class Router(nn.Module):
         if self.expert_load is not None:
             self.expert_load = torch.ones(size, dtype=torch.float32, device=device)
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns scores [B, T, K] of the chosen experts, fp32, their numbers, and auxiliary sums [A] or None."""
+    def forward(self, x_BTD: Tensor, is_context_BT: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns scores [B, T, K] of the chosen experts, fp32, their numbers, and auxiliary sums [A] or None.
+
+        `is_context_BT` says which tokens are context of a target; None: all.
+        """
         args = self.args
         bias_E = None if self.bias is None else local_with_partial_grad(self.bias).float()
         logits_BTE = F.linear(x_BTD.float(), local_with_partial_grad(self.weight).float(), bias_E)
@@ -155,12 +159,13 @@ class Router(nn.Module):
         experts_BTK = self._in_turn(ranked_BTE) if self.is_forced else self._choose(ranked_BTE)
         scores_BTK = scores_BTE.gather(-1, experts_BTK)
         if torch.is_grad_enabled():
-            scores_BTK = cast("Tensor", CountInBackward.apply(scores_BTK, experts_BTK, self.counts_E))
+            scores_BTK = cast("Tensor", CountInBackward.apply(scores_BTK, experts_BTK, is_context_BT, self.counts_E))
         if args.normalize_scores:
             scores_BTK = scores_BTK / (scores_BTK.sum(dim=-1, keepdim=True) + 1e-20)
         sums_A = auxiliary_sums(
-            logits_BTE, scores_BTE, experts_BTK, terms=list(args.auxiliary), load_E=self.expert_load, rows=self.rows
-        )
+            logits_BTE, scores_BTE, experts_BTK, is_context_BT, terms=list(args.auxiliary), load_E=self.expert_load,
+            rows=self.rows,
+        )  # fmt: skip
         return scores_BTK * args.score_scale, experts_BTK, sums_A
 
     def _choose(self, scores_BTE: Tensor) -> Tensor:
@@ -279,9 +284,9 @@ class MoE(nn.Module):
         shared = args.num_shared_experts * args.hidden_dim
         self.shared_experts = SwiGLU(dim=dim, hidden_dim=shared) if shared else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, is_context_BT: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Returns [B, T, D], and with auxiliary losses the sums [A] of their terms."""
-        scores_BTK, experts_BTK, sums_A = self.router(x_BTD)
+        scores_BTK, experts_BTK, sums_A = self.router(x_BTD, is_context_BT)
         out_BTD = self.experts(x_BTD, scores_BTK, experts_BTK)
         out_BTD = out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
         return out_BTD if sums_A is None else (out_BTD, sums_A)

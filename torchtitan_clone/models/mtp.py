@@ -48,11 +48,12 @@ class PredictionBlock(TransformerBlock):
         self.norm = RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(
-        self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, embedded_BTD: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, is_context_BT: Tensor | None = None,
+        embedded_BTD: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the same as TransformerBlock; `embedded_BTD` are embeddings of the token k after each position."""
         assert embedded_BTD is not None
         # In the order of the published weights; the report has the hidden states first.
         x_BTD = self.eh_proj(torch.cat((self.enorm(embedded_BTD), self.hnorm(x_BTD)), dim=-1))
-        out = super().forward(x_BTD, rope, mask)
+        out = super().forward(x_BTD, rope, mask, is_context_BT)
         return self.norm(out) if isinstance(out, Tensor) else (self.norm(out[0]), out[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchtitan_clone.parallel.forward_backward import ForwardBackward, Rows, StepOutput
+from torchtitan_clone.parallel.forward_backward import ForwardBackward, Rows, StepOutput, optional_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,5 +82,4 @@ class GraphedForwardBackward:
 
 def _tensors_of(rows: Rows) -> Iterator[Tensor]:
     yield from (rows.tokens_BT, rows.positions_BT, rows.targets_BT)
-    if rows.mtp_targets_BKT is not None:
-        yield rows.mtp_targets_BKT
+    yield from optional_tensors(rows).values()

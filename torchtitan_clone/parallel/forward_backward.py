@@ -29,6 +29,8 @@ class Rows(Protocol):
     def targets_BT(self) -> Tensor: ...
     @property
     def mtp_targets_BKT(self) -> Tensor | None: ...
+    @property
+    def is_context_BKT(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
                 documents_BT = None if rows.documents_BT is None else OnHost(rows.documents_BT)
                 sums = model(
                     rows.tokens_BT, positions_BT=rows.positions_BT, documents_BT=documents_BT,
-                    targets_BT=rows.targets_BT, mtp_targets_BKT=rows.mtp_targets_BKT, loss_fn=loss_fn,
+                    targets_BT=rows.targets_BT, loss_fn=loss_fn, **optional_tensors(rows),
                 )  # fmt: skip
                 mean = objective.add(sums)
                 if torch.is_grad_enabled():
@@ -111,6 +113,12 @@ def build_forward_backward(model: nn.Module, *, loss_fn: LossFn, device: torch.d
         return objective.output()
 
     return run
+
+
+def optional_tensors(rows: Rows) -> dict[str, Tensor]:
+    """Returns the keywords of the model for what only some batches have besides documents."""
+    found = {"mtp_targets_BKT": rows.mtp_targets_BKT, "is_context_BKT": rows.is_context_BKT}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

@@ -75,6 +75,11 @@ def context_rank(degrees: Degrees, *, rank: int) -> int:
     return _coordinate(degrees, rank=rank)["cp"]
 
 
+def tensor_rank(degrees: Degrees, *, rank: int) -> int:
+    """Returns the index of this rank on the tp axis, whose ranks share the tokens of their sequences between layers."""
+    return _coordinate(degrees, rank=rank)["tp"]
+
+
 def describe_mesh(degrees: Degrees) -> str:
     """Returns the mesh as text: one line per rank, or for many ranks the first ones and the last."""
     sizes = {axis: size for axis in AXES if (size := getattr(degrees, axis)) > 1}

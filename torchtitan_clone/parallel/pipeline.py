@@ -162,13 +162,13 @@ def build_pipelined_forward_backward(
         objective.begin_step(num_targets=num_targets)
         with plain_parameters(model_parts):
             for rows in microbatches:
-                later_BKT = rows.mtp_targets_BKT
-                depth = 0 if later_BKT is None else later_BKT.shape[1]
+                depth = 0 if rows.mtp_targets_BKT is None else rows.mtp_targets_BKT.shape[1]
                 schedule, own = schedule_for(*rows.tokens_BT.shape, depth, trains)
                 step = schedule.step if trains else schedule.eval
-                optional = {"documents_BT": rows.documents_BT, "mtp_targets_BKT": later_BKT}
                 # The schedule splits only tensors into micro-batches, not None.
-                given: dict[str, Any] = {name: tensor for name, tensor in optional.items() if tensor is not None}
+                given: dict[str, Any] = {**forward_backward.optional_tensors(rows)}
+                if rows.documents_BT is not None:
+                    given["documents_BT"] = rows.documents_BT
                 step(
                     rows.tokens_BT, target=rows.targets_BT, return_outputs=False, positions_BT=rows.positions_BT,
                     targets_BT=rows.targets_BT, loss_fn=loss_fn, **given,

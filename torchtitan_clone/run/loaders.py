@@ -11,7 +11,7 @@ from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoad
 from torchtitan_clone.data.row_reader import StreamPosition, positions_from_json
 from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.parallel.context import local_tokens
-from torchtitan_clone.parallel.mesh import batch_rank, context_rank
+from torchtitan_clone.parallel.mesh import batch_rank, context_rank, tensor_rank
 from torchtitan_clone.run.plan import RunPlan
 
 
@@ -30,6 +30,7 @@ def open_loaders(
         rank=batch_rank(plan.degrees, rank=rank),
         num_ranks=plan.degrees.data,
         token_indices=tokens_of_rank(plan, rank=rank),
+        routed_tokens=_routed_tokens(plan, rank=rank) if plan.model_args.num_experts else None,
     )
     loader = Loader(
         dataset,
@@ -63,6 +64,13 @@ def tokens_of_rank(plan: RunPlan, *, rank: int, seq_len: int | None = None) -> T
         method=parallelism.context_parallel_rotate_method,
     )
     return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+
+
+def _routed_tokens(plan: RunPlan, *, rank: int) -> slice:
+    """Returns which of the tokens that a rank reads its routers get: those that its tensor parallelism gives it."""
+    size = plan.config.training.seq_len // plan.degrees.cp // plan.degrees.tp
+    first = tensor_rank(plan.degrees, rank=rank) * size
+    return slice(first, first + size)
 
 
 def _gather_positions(positions: list[StreamPosition]) -> list[StreamPosition]:

@@ -125,4 +125,11 @@ def fake_batch(plan: RunPlan) -> Batch:
         documents_BT=documents_BT if training.document_masking else None,
         num_targets=tokens_BT.numel(),
         mtp_targets_BKT=torch.stack([tokens_BT] * depth, dim=1) if depth else None,
+        is_context_BKT=_all_context(plan) if plan.model_args.num_experts else None,
     )
+
+
+def _all_context(plan: RunPlan) -> Tensor:
+    training, degrees = plan.config.training, plan.degrees
+    tokens = training.seq_len // degrees.cp // degrees.tp
+    return torch.ones(training.local_batch_size, 1 + plan.model_args.mtp_depth, tokens, dtype=torch.bool)

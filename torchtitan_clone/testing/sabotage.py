@@ -178,7 +178,7 @@ def _positions_count_from_the_start_of_each_shard(select: Any, batch: Batch, ind
     return replace(select(batch, index_T), positions_BT=batch.positions_BT[:, : len(index_T)].contiguous())
 
 
-@_mistake("context, prediction, ring masked", packing, "_mtp_targets")
+@_mistake("context, prediction, ring masked", packing, "later_targets")
 def _later_targets_lie_in_other_documents(_: object, targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
     return np.stack([np.roll(targets_BT, -1 - each, axis=1) for each in range(depth)], axis=1)
 

@@ -54,7 +54,10 @@ class Olmo3Args(Olmo2Args, WindowedArgs):
 class PostNormBlock(TransformerBlock):
     """Attention and feed-forward, each with a norm after it and a residual connection around both."""
 
-    def forward(self, x_BTD: Tensor, rope: Positions, mask: AttentionMask) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rope: Positions, mask: AttentionMask, is_context_BT: Tensor | None = None
+    ) -> Tensor:
+        """Returns [B, T, D]; there is no router that would ask for context."""
         x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, rope, mask))
         return x_BTD + self.ffn_norm(self.feed_forward(x_BTD))
 
