@@ -201,7 +201,7 @@ def test_documents_that_are_no_blocks_are_not_warned_of(tmp_path, caplog, name):
     assert "none ends with the end-of-text" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["nanoGPT", "megatron", "numpy", "arrow"])
+@pytest.mark.parametrize("name", ["nanoGPT", "megatron", "numpy", "arrow file"])
 @pytest.mark.parametrize("ids", [list(range(1, 201)), [*range(1, 200), EOS]])
 def test_the_end_of_the_only_document_is_held_out(tmp_path, name, ids):
     store = open_ids(WRITERS[name](tmp_path / "ids", [ids]), cache=tmp_path / "cache", held_out_fraction=0.05).store
@@ -213,9 +213,7 @@ def test_the_end_of_the_only_document_is_held_out(tmp_path, name, ids):
 
 def test_a_saved_dataset_of_text_names_the_remedy(tmp_path):
     datasets.Dataset.from_dict({"text": ["a text", "another"]}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(
-        ConfigError, match=r"text is not read from Arrow files: save it with datasets\.load_from_disk\("
-    ):
+    with pytest.raises(ConfigError, match=r"text is not read from Arrow files: save it with datasets\.load_from"):
         open_corpus(tmp_path / "saved", cache=tmp_path / "cache")
     datasets.load_from_disk(tmp_path / "saved").to_parquet(tmp_path / "read" / "data.parquet")
     store = open_corpus(tmp_path / "read", cache=tmp_path / "cache", held_out_fraction=0.0).store
@@ -339,7 +337,7 @@ REFUSED = {
     "an odd size": ({"a.bin": stream(random_documents(9)) + b"\0"}, "bytes, not 0 and .* ids of type uint16"),
     "ids of four bytes": ({"a.npy": stream(random_documents(9), dtype="uint32")}, "every second id is 0"),
     "a header of more ids": ({"a.bin": llm_c(random_documents(9))[:-2]}, "bytes, not 1,024 and .* ids of type uint16"),
-    "a negative count": ({"a.bin": llm_c([], count=-12)[:1000], "b.bin": llm_c(LARGE)}, "1,000 bytes, not 1,024 and -12"),
+    "a negative count": ({"a.bin": llm_c([], count=-12)[:1000], "b.bin": llm_c(LARGE)}, "not 1,024 and -12"),
     "an index of less": ({"a.bin": b"12", "a.idx": megatron(random_documents(9))[".idx"]}, "2 bytes, and a.idx states"),
     "a short index": ({"a.bin": b"", "a.idx": b"MMIDIDX"}, "a.idx has 7 bytes, fewer than its header"),
     "another magic number": (damaged_index(lambda idx: put(idx, 0, "<B", 7)), "a.idx is not an index of Megatron"),
