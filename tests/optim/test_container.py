@@ -1,11 +1,14 @@
 """Tests of container.py and optimizers.py: several optimizers, their settings, and their state by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
+from torchtitan_clone.models import MODELS
 from torchtitan_clone.optim import OPTIMIZERS, build_optimizer
 from torchtitan_clone.optim.optimizers import OptimizerKind
 
@@ -237,6 +240,46 @@ def test_state_loads_into_another_container(groups):
     train(model, container, 3)
     train(twin, twin_container, 3)
     assert_equal_weights(model, twin)
+
+
+def expected_update(name, weight, state, *, lr, decay, decoupled):
+    """Returns the weight after a step of Adam with gradient 0.5 from the state of two steps, by the paper's formula."""
+    weight, exp_avg, exp_avg_sq = (x.double() for x in (weight, state[f"{name}/exp_avg"], state[f"{name}/exp_avg_sq"]))
+    decay = 0.0 if weight.ndim < 2 or name.endswith("bias") else decay
+    grad = 0.5 if decoupled else 0.5 + decay * weight
+    weight = weight * (1 - lr * decay) if decoupled else weight
+    exp_avg, exp_avg_sq = 0.9 * exp_avg + 0.1 * grad, 0.95 * exp_avg_sq + 0.05 * grad**2
+    return weight - lr * exp_avg / (1 - 0.9**3) / ((exp_avg_sq / (1 - 0.95**3)).sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("family", MODELS)
+def test_every_state_of_every_kind_of_parameter_loads_as_it_was_and_is_used(family, name):
+    """Norms of layers and of heads, sinks, latents, routers, stacked experts and their biases, and later tokens."""
+    spec = MODELS[family]
+    more = {"mtp_depth": 1} if family == "deepseek_v3" else {}
+    model = spec.build(replace(spec.flavors["debugmodel"], n_layers=2, **more))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator)
+        parameter.grad = torch.full_like(parameter, 0.5)
+    saved = {}
+    for state_name, tensor in container_of(model, name=name).state_dict().items():
+        is_step = state_name.endswith("/step")
+        saved[state_name] = tensor.fill_(2.0) if is_step else tensor.uniform_(0.1, 1.0, generator=generator)
+    given = {state_name: tensor.clone() for state_name, tensor in saved.items()}
+    container = container_of(model, name=name, lr=0.25, weight_decay=0.5)
+    container.load_state_dict(given)
+    found = container.state_dict()
+    assert set(found) == {f"{n}/{k}" for n, _ in model.named_parameters() for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert all(found[state_name] is given[state_name] for state_name in found)
+    assert all(torch.equal(found[state_name], saved[state_name]) for state_name in found)
+    settings = {"lr": 0.25, "decay": 0.5, "decoupled": name == "AdamW"}
+    expected = {n: expected_update(n, p.detach(), saved, **settings) for n, p in model.named_parameters()}
+    container.step()
+    for parameter_name, parameter in model.named_parameters():
+        weights = parameter.detach().double()
+        torch.testing.assert_close(weights, expected[parameter_name], rtol=1e-5, atol=1e-5, msg=parameter_name)
 
 
 def test_a_parameter_without_a_gradient_has_state_too():
