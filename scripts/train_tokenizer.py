@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data.sources import BadRows, find_source, read_documents
+from torchtitan_clone.data.sources import BadRows, describe_empty, find_source, read_documents
 from torchtitan_clone.data.tokenizer import CONFIG_FILE, MAX_ID, SHIPPED_FOLDER, TOKENIZER_FILE
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.outputs import reports_errors
@@ -61,7 +61,7 @@ def main() -> int:
     source = find_source(Training(dataset_path=options.dataset_path, text_key=options.text_key))
     texts = (text for text, _ in read_documents(source, bad_rows=BadRows(limit=0)))
     if (first := next(texts, None)) is None:
-        raise ConfigError(f"no text in {source.root}; set --dataset_path to text files.")
+        raise ConfigError(f"{describe_empty(source)}; set --dataset_path to text files.")
     tokenizer = train(chain([first], texts), vocab_size=options.vocab_size)
     options.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(options.folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())

@@ -1,5 +1,6 @@
 """A token store has every document once, is made once, and is complete or does not exist."""
 
+import gzip
 import itertools
 import logging
 import multiprocessing
@@ -9,9 +10,10 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 
-from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, texts, write, write_corpus
+from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, parquet, texts, write, write_corpus
 from tests.data.loaders import train_loader, validation_loader
 from tests.data.processes import children, is_alive, wait_for
 from tests.data.test_tokenizer import word_level
@@ -79,7 +81,8 @@ def test_a_large_vocabulary_uses_four_bytes_per_token(tmp_path):
 
 def test_a_text_cannot_contain_the_separator_of_documents(tmp_path):
     text = "before<|end_of_text|>after"
-    store = open_corpus(write(tmp_path / "text", {"a.txt": text}), cache=tmp_path / "cache").store
+    folder = write(tmp_path / "text", {"a.txt": text})
+    store = open_corpus(folder, cache=tmp_path / "cache", held_out_fraction=0.0).store
     (ids,) = documents(store, "train")
     assert ids.index(TOKENIZER.eos_id) == len(ids) - 1
     assert TOKENIZER.decode(ids[:-1]) == text
@@ -136,9 +139,56 @@ def test_different_settings_make_different_stores(tmp_path, corpus):
     assert len(folders) == 3
 
 
+@pytest.mark.parametrize("size", [9_000, 1_500_000])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "folder/a.md"])
+def test_the_end_of_the_only_text_is_held_out(tmp_path, name, size):
+    """At the end of a line, also of a text that is several documents."""
+    lines = [f"line {number} of the text\n" for number in range(size // 20)]
+    content = "".join(lines).encode()
+    path = write(tmp_path, {name: gzip.compress(content) if name.endswith(".gz") else content}) / name
+    path = path.parent if "/" in name else path
+    store = open_corpus(path, cache=tmp_path / "cache", held_out_fraction=0.02).store
+    train, validation = ("".join(decoded(store, split)) for split in ("train", "validation"))
+    assert train + validation == "".join(lines)
+    assert validation.startswith("line ")
+    assert 0 <= len(validation) - 0.02 * len(content) < 25
+    assert store.meta.documents == {"train": -(-size // (1 << 20)), "validation": 1}
+    everything = open_corpus(path, cache=tmp_path / "cache", held_out_fraction=0.0).store
+    assert everything.meta.documents["validation"] == 0
+    assert everything.fingerprint != store.fingerprint
+
+
+def decoded(store, split) -> list[str]:
+    return [TOKENIZER.decode(ids[:-1]) for ids in documents(store, split)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_end_of_the_only_row_is_held_out(tmp_path, name):
+    text = "a text without line ends " * 40
+    files = {"a.jsonl": jsonl([text, ""]), "a.parquet": parquet([text])}
+    store = open_corpus(write(tmp_path / "text", {name: files[name]}), cache=tmp_path / "cache").store
+    assert decoded(store, "train") + decoded(store, "validation") == [text[:900], text[900:]]
+
+
+def test_the_end_of_the_only_row_of_ids_is_held_out(tmp_path):
+    ids = list(range(1, 201))
+    write(tmp_path / "ids", {"a.parquet": parquet([ids], kind=pyarrow.list_(pyarrow.int32()))})
+    store = open_corpus(tmp_path / "ids", cache=tmp_path / "cache").store
+    assert documents(store, "train") == [[*ids[:180], TOKENIZER.eos_id]]
+    assert documents(store, "validation") == [[*ids[180:], TOKENIZER.eos_id]]
+
+
+def test_copies_of_one_document_are_all_trained_on(tmp_path):
+    """Which the error about their validation says, without the remedies that change nothing."""
+    dataset = open_corpus(write(tmp_path / "a", {"a.jsonl": jsonl(["x y"] * 3)}), cache=tmp_path / "cache")
+    assert dataset.store.meta.documents == {"train": 3, "validation": 0}
+    with pytest.raises(ConfigError, match=r"0 in 0 documents; .*validation\.enable to false, or add other documents"):
+        dataset.num_rows("validation", seq_len=16)
+
+
 def test_an_empty_source_is_an_error_and_leaves_no_store(tmp_path):
     folder = write(tmp_path / "empty", {"a.txt": "", "b.jsonl": b"\n\n"})
-    with pytest.raises(ConfigError, match=r"no text in .*set training\.dataset_path"):
+    with pytest.raises(ConfigError, match=r"no text in a\.txt, b\.jsonl of .*set training\.dataset_path"):
         open_corpus(folder, cache=tmp_path / "cache")
     assert not [name for name in files_below(tmp_path / "cache") if "partial" in name or "stores/" in name]
 

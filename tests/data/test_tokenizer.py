@@ -125,7 +125,7 @@ def test_special_tokens_above_the_vocabulary_have_no_length(tmp_path):
     [
         (["--vocab_size=-1"], "--vocab_size=-1: must be from 257 (the bytes and <|end_of_text|>) to 16777216"),
         (["--vocab_size=256"], "--vocab_size=256: must be from 257"),
-        (["--dataset_path=empty"], "error: no text in "),
+        (["--dataset_path=empty"], "error: empty: no text in a.txt of empty; set"),
         (["--folder=taken"], "error: "),
         (["--folder=blocked"], "error: "),
     ],

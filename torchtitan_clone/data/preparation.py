@@ -9,6 +9,7 @@ does not exist. What is killed therefore continues after the last finished part.
 """
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -36,10 +37,12 @@ from torchtitan_clone.data.formats import (
     segments_to_json,
     warn_about_blocks,
 )
+from torchtitan_clone.data.kinds import kind_of
 from torchtitan_clone.data.sources import (
     FIRST_BAD_ROWS,
     BadRows,
     Source,
+    describe_empty,
     digest_of,
     read_documents,
     recognized,
@@ -143,6 +146,8 @@ class _Part:
     folder: Path
     has_ids: bool
     """Whether the source has token ids instead of text, which its first file says."""
+    cuts_end: bool
+    """Whether the end of its text is held out, instead of documents by their hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +165,8 @@ class _Label:
 
 _Document = str | np.ndarray
 """Text, or the token ids of a parquet file."""
+_LabelledDocument = tuple[_Document, int, bool]
+"""With the bytes of the source read so far, and whether it is held out."""
 _Encoded = tuple[_Label, np.ndarray, np.ndarray]
 """A batch, its tokens and the length of each document."""
 
@@ -188,8 +195,18 @@ class _Preparation:
         # Tasks, each of which has a lock of its own, leave the listing to who joins the parts.
         updates = not self.owner and _can_write(self._work_dir)
         fingerprint = source_fingerprint(self.source, listing=listing, updates=updates)
-        key = self._key(digest_of([fingerprint, "held out by name"]) if _held_out_files(self.source) else fingerprint)
+        if _held_out_files(self.source):
+            fingerprint = digest_of([fingerprint, "held out by name"])
+        elif self._cuts_end(self.data.held_out_fraction):
+            fingerprint = digest_of([fingerprint, "held out at the end"])
+        key = self._key(fingerprint)
         return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
+
+    def _cuts_end(self, held_out_fraction: float) -> bool:
+        """Whether the source is one text: its pieces are too few, and too large, to be chosen by hash."""
+        files = self.source.files
+        is_text = len(files) == 1 and kind_of(files[0], text_key=self.source.text_key).content in ("text", "json")
+        return is_text and held_out_fraction > 0
 
     @property
     def _partial(self) -> Path:
@@ -227,7 +244,8 @@ class _Preparation:
             # Without the list of hashes, each task would read the corpus to look for the store.
             if (self._work_dir / LISTING_FILE).exists() and self._find_store()[1].exists():
                 return True  # the parts are gone
-            parts = self._parts(self.data.held_out_fraction)
+            fraction = self.data.held_out_fraction
+            parts = self._parts(fraction, cuts_end=self._cuts_end(fraction))
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
 
@@ -274,19 +292,20 @@ class _Preparation:
     def _tokenize(self, key: StoreKey) -> StoreMeta:
         """Makes the parts that do not exist, and joins all."""
         fraction = self.data.held_out_fraction
-        stores = self._all_parts(fraction)
+        stores = self._all_parts(fraction, cuts_end=self._cuts_end(fraction))
         documents = _total(stores, "documents")
-        if fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
+        if fraction and sum(documents.values()) == 1:
+            stores = self._all_parts(fraction, cuts_end=True)
+        elif fraction and min(documents.values()) == 0 and max(documents.values()) > 1:
             # Too few documents for both splits to get some by chance: hold out the one with the lowest hash.
             found = _documents(
                 self.source, has_ids=_has_ids(self.source), bad_rows=BadRows(limit=self.data.max_bad_rows)
             )
             stores = self._all_parts(min(unit_hash(document) for document, _ in found))
-        if not _total(stores, "documents")["train"]:  # there is only one document, or copies of one
+        if not _total(stores, "documents")["train"]:  # copies of one document, or one of one character
             stores = self._all_parts(0.0)
         if not _total(stores, "documents")["train"]:
-            reason = f"training data {self.source.name}: no text in {self.source.root}"
-            raise ConfigError(f"{reason}; set training.dataset_path to text files.")
+            raise ConfigError(f"training data {describe_empty(self.source)}; set training.dataset_path to text files.")
         return self._join(stores, key=key)
 
     def _join(self, stores: Sequence[TokenStore], *, key: StoreKey) -> StoreMeta:
@@ -304,13 +323,13 @@ class _Preparation:
             bad_rows=BadRows(limit=count, count=count, first=first),
         )
 
-    def _all_parts(self, held_out_fraction: float) -> list[TokenStore]:
-        parts = self._parts(held_out_fraction)
+    def _all_parts(self, held_out_fraction: float, *, cuts_end: bool = False) -> list[TokenStore]:
+        parts = self._parts(held_out_fraction, cuts_end=cuts_end)
         self._joined.extend(parts)
         self._make_parts(parts)
         return [open_store(part.folder, key=part.key) for part in parts]
 
-    def _parts(self, held_out_fraction: float) -> list[_Part]:
+    def _parts(self, held_out_fraction: float, *, cuts_end: bool) -> list[_Part]:
         """Divides the files in their order; a part is identified by names, sizes and times, without reading it."""
         parts: list[_Part] = []
         files: list[Path] = []
@@ -324,10 +343,12 @@ class _Preparation:
             size += status.st_size
             if size >= self.part_bytes or following is None or (file in held_out) != (following in held_out):
                 source = replace(self.source, files=tuple(files))
-                key = self._key(digest_of([entries, self.source.text_key, *recognized(source)]))
+                variant = [*recognized(source), *(["held out at the end"] if cuts_end else [])]
+                key = self._key(digest_of([entries, self.source.text_key, *variant]))
                 key = replace(key, held_out_fraction=float(file in held_out) if held_out else held_out_fraction)
                 folder = self._work_dir / "parts" / digest_of(asdict(key))[:16]
-                parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder, has_ids=has_ids))
+                kind = {"has_ids": has_ids, "cuts_end": cuts_end}
+                parts.append(_Part(source=source, bytes_before=before, key=key, folder=folder, **kind))
                 files, entries, before, size = [], [], before + size, 0
         return parts
 
@@ -429,20 +450,39 @@ def _documents(source: Source, *, has_ids: bool, bad_rows: BadRows) -> Iterator[
 def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
     """Yields documents for one process and their label; the last batch of a part is empty."""
     bad_rows = BadRows(limit=limit)
-    documents = _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows)
-    fraction = part.key.held_out_fraction
+    documents = (_cut_end if part.cuts_end else _choose_by_hash)(part, bad_rows=bad_rows)
     bytes_read = 0
     while True:
         batch = list(_take_characters(documents, BATCH_CHARACTERS))
-        held_out = np.array([is_held_out(document, fraction=fraction) for document, _ in batch], dtype=bool)
+        held_out = np.array([is_validation for *_, is_validation in batch], dtype=bool)
         bytes_read = batch[-1][1] if batch else bytes_read
         label = _Label(part=part, held_out=held_out, bytes_read=bytes_read, bad_rows=bad_rows)
-        yield [document for document, _ in batch], label
+        yield [document for document, *_ in batch], label
         if not batch:
             return
 
 
-def _take_characters(documents: Iterator[tuple[_Document, int]], size: int) -> Iterator[tuple[_Document, int]]:
+def _choose_by_hash(part: _Part, *, bad_rows: BadRows) -> Iterator[_LabelledDocument]:
+    for document, size in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
+        yield document, size, is_held_out(document, fraction=part.key.held_out_fraction)
+
+
+def _cut_end(part: _Part, *, bad_rows: BadRows) -> Iterator[_LabelledDocument]:
+    """Holds out the end of all documents together, of which one is cut, at a line end if it has one before."""
+    counted = _documents(part.source, has_ids=part.has_ids, bad_rows=BadRows(limit=bad_rows.limit))
+    total = sum(len(document) for document, _ in counted)
+    left = total - math.ceil(total * part.key.held_out_fraction)
+    for document, size in _documents(part.source, has_ids=part.has_ids, bad_rows=bad_rows):
+        cut = min(len(document), max(0, left))
+        left -= len(document)
+        if isinstance(document, str) and 0 < cut < len(document):
+            cut = document.rfind("\n", 0, cut) + 1 or cut
+        for piece, is_validation in ((document[:cut], False), (document[cut:], True)):
+            if len(piece):
+                yield piece, size, is_validation
+
+
+def _take_characters(documents: Iterator[_LabelledDocument], size: int) -> Iterator[_LabelledDocument]:
     while size > 0 and (document := next(documents, None)):
         size -= len(document[0])
         yield document

@@ -28,7 +28,7 @@ from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.compression import ERRORS, decompressed
 from torchtitan_clone.data.formats import select_token_files, with_companions
 from torchtitan_clone.data.kinds import LINE_BYTES, kind_of
-from torchtitan_clone.data.selection import select_readable
+from torchtitan_clone.data.selection import list_names, select_readable
 from torchtitan_clone.documents import DocumentError, open_regular, read_json, shorten
 from torchtitan_clone.files import write_atomically
 
@@ -204,6 +204,11 @@ def _files_below(root: Path, *, skipped: Collection[str] = ()) -> list[Path]:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         found += [Path(folder, name) for name in (*names, *links) if not name.startswith(".")]
     return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def describe_empty(source: Source) -> str:
+    """Returns that none of the files of a source has text."""
+    return f"{source.name}: no text in {list_names(source.files, root=source.root)} of {source.root}"
 
 
 def read_documents(source: Source, *, bad_rows: BadRows) -> Iterator[tuple[str, int]]:

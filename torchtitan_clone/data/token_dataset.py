@@ -53,10 +53,11 @@ class TokenDataset:
         if num_rows := len(open_rows(self.store, split, seq_len=seq_len)):
             return num_rows
         remedies = {"train": "add text", "validation": "raise data.held_out_fraction, set validation.enable to false"}
+        shorter = ", or lower training.seq_len" if meta.documents[split] else ", or add other documents"
         raise ConfigError(
             f"training.seq_len = {seq_len}: a sequence takes training.seq_len + 1 = {seq_len + 1:,} tokens, and the "
             f"{split} split of {meta.source} has {meta.tokens[split]:,} in {meta.documents[split]:,} documents; "
-            f"{remedies[split]}, or lower training.seq_len."
+            f"{remedies[split]}{shorter}."
         )
 
     def train_rows(self, *, seq_len: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
