@@ -25,7 +25,7 @@ TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 
 LAYERS = [
     {"documents", "files", "network", "torch_compat", "doors"},
-    {"config"},
+    {"config", "cache_folders", "compiler_guard"},
     {"ops", "observe"},
     {"replicas"},
     {"models", "data", "optim", "parallel", "checkpoint"},

@@ -1,4 +1,4 @@
-"""File operations whose effect survives a crash of the machine, the user's cache folder, and sizes as text."""
+"""File operations whose effect survives a crash of the machine, and sizes as text."""
 
 import os
 from pathlib import Path
@@ -27,11 +27,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink(missing_ok=True)
             raise
     sync_folder(path.parent)
-
-
-def user_cache_folder() -> Path:
-    """Returns the folder of this package's caches, torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "torchtitan_clone")
 
 
 def format_bytes(size: int) -> str:

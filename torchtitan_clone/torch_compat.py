@@ -292,15 +292,16 @@ def recompute_inputs_of_products() -> None:
     config.ban_recompute_materialized_backward = False
 
 
-def keep_precompiled_headers(folder: Path) -> None:
-    """Makes torch.compile precompile its header of C++ into this folder, and use the one that is there.
+def set_up_inductor(*, precompiled_headers: Path, compiler: str) -> None:
+    """Makes torch.compile call this compiler of C++, and precompile its header into this folder.
 
     Its own is in the folder of temporary files, wherever its cache is; other users know its name and can make it first.
     """
-    from torch._inductor import codecache
+    from torch._inductor import codecache, config
 
-    codecache._HEADER_DIR = str(folder)
-    codecache._HEADER_LOCK_DIR = str(folder / "locks")
+    config.cpp.cxx = (None, compiler)
+    codecache._HEADER_DIR = str(precompiled_headers)
+    codecache._HEADER_LOCK_DIR = str(precompiled_headers / "locks")
 
 
 def has_triton() -> bool:

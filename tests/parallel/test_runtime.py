@@ -1,10 +1,10 @@
 """Settings of the process: random numbers by axis, timeouts, compiled code, and the wait for all ranks."""
 
+import getpass
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,14 +43,14 @@ def compile_cache_of(argv: list[str]) -> str | None:
 
 
 def compile_cache() -> str | None:
-    set_compile_cache()
+    set_compile_cache("eager")
     return os.environ.get(CACHE)
 
 
 COMPILE = """
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torchtitan_clone.parallel.runtime import set_compile_cache
-set_compile_cache()
+set_compile_cache("inductor")
 CppPythonBindingsCodeCache.load_pybinding(["float*"], "#include <torch/csrc/inductor/cpp_prefix.h>")
 """
 
@@ -60,10 +60,8 @@ def test_compiled_code_is_kept_in_the_users_cache_folder(corpus, tmp_path):
     user = {"XDG_CACHE_HOME": str(tmp_path)}
     (found,) = run_ranks(compile_cache_of, 1, compiled, env=user)
     assert Path(found).parent == tmp_path / "torchtitan_clone" / "inductor"
-    assert run_ranks(compile_cache, 1, env={**user, CACHE: "mine"}) == ["mine"]
-    (tmp_path / "file").touch()
-    (without,) = run_ranks(compile_cache, 1, env={"XDG_CACHE_HOME": str(tmp_path / "file")})
-    assert without is None or without.startswith(tempfile.gettempdir())
+    mine = str(tmp_path / "mine")
+    assert run_ranks(compile_cache, 1, env={**user, CACHE: mine}) == [mine]
 
 
 def compile_cache_with(components: list[str]) -> str:
@@ -78,8 +76,8 @@ def test_a_cpu_sets_up_the_compiler_for_the_model_only(tmp_path, components):
     assert (str(tmp_path) in found) == (components == ["model"])
 
 
-def test_precompiled_headers_are_kept_in_the_users_cache_folder(tmp_path):
-    """Not where other users could put theirs; who sets $TORCHINDUCTOR_CACHE_DIR gets them in the same place."""
+def test_precompiled_headers_are_kept_with_the_code(tmp_path):
+    """Not where other users could put theirs, but with the code in $TORCHINDUCTOR_CACHE_DIR."""
     temporary, compiler = tmp_path / "tmp", tmp_path / "g++"
     temporary.mkdir()
     compiler.write_text(
@@ -93,9 +91,33 @@ def test_precompiled_headers_are_kept_in_the_users_cache_folder(tmp_path):
     )
     assert "file too short" in result.stderr  # what the compiler wrote is no library
     (header,) = tmp_path.glob("**/*.gch")
-    assert header.parent.name == "precompiled_headers"
-    assert header.parents[2] == tmp_path / "torchtitan_clone" / "inductor"
+    assert header.parent == tmp_path / "mine" / "precompiled_headers"
     assert not list(temporary.glob("**/precompiled_headers"))
+
+
+STRANGE = """
+import os
+from torchtitan_clone.parallel.runtime import set_compile_cache
+set_compile_cache("inductor")
+from torch._inductor import codecache, config
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], codecache._HEADER_DIR, config.cpp.cxx[1])
+"""
+
+
+@pytest.mark.parametrize("chosen", ["tmp/torchinductor_{user}", "strange"])
+def test_no_cache_of_code_is_where_others_could_have_made_it(tmp_path, chosen):
+    """With a home that cannot be written, torch's default among temporary files, and another folder of theirs."""
+    temporary, strange = tmp_path / "tmp", tmp_path / chosen.format(user=getpass.getuser())
+    for folder in (temporary, strange):
+        folder.mkdir()
+    strange.chmod(0o777)
+    (tmp_path / "file").touch()
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(temporary), CACHE: str(strange)}
+    command = [sys.executable, "-c", STRANGE]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
+    own = temporary / f"torchtitan_clone-{os.geteuid()}" / "inductor"
+    assert [path for path in done.stdout.split() if not Path(path).is_relative_to(own)] == []
+    assert not list(strange.iterdir())
 
 
 OPERATOR = """
@@ -113,7 +135,7 @@ def main():
     from torch._dynamo.utils import counters
     from torchtitan_clone.parallel.runtime import set_compile_cache
     torch._inductor.config.cpp_cache_precompile_headers = False  # takes 8 s
-    set_compile_cache()
+    set_compile_cache("inductor")
     x = torch.zeros(9, requires_grad=True)
     torch.compile(lambda x: twice(x).exp().sum())(x).backward()
     print(x.grad[0].item(), counters["aot_autograd"]["autograd_cache_hit"])
@@ -123,7 +145,7 @@ def main():
 def test_the_cache_is_that_of_the_package_and_the_processor(tmp_path):
     code = (
         "import os, sys, torch; from torchtitan_clone.parallel.runtime import set_compile_cache; "
-        "set_compile_cache(); "
+        "set_compile_cache('eager'); "
         f"print(torch.compiler.config.cache_key_tag, os.environ['{CACHE}'])"
     )
     copy = tmp_path / "copy" / "torchtitan_clone"

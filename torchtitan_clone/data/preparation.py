@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from torchtitan_clone.cache_folders import user_cache_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import Data
@@ -66,7 +67,7 @@ from torchtitan_clone.data.token_store import (
 )
 from torchtitan_clone.data.tokenizer import Tokenizer
 from torchtitan_clone.documents import shorten
-from torchtitan_clone.files import user_cache_folder, write_atomically
+from torchtitan_clone.files import write_atomically
 
 if TYPE_CHECKING:
     from tqdm import tqdm

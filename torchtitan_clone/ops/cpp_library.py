@@ -4,17 +4,25 @@ import ctypes
 import logging
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import which
 
 import torch
 
-from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone import compiler_guard
+from torchtitan_clone.cache_folders import (
+    NoCodeFolderError,
+    code_folders,
+    is_intact,
+    locked,
+    use_folder,
+    write_with_digest,
+)
 from torchtitan_clone.torch_compat import HAS_AMX, HAS_AVX512_BF16
 
 logger = logging.getLogger("torchtitan_clone")
@@ -71,40 +79,86 @@ def permits_tiles(library: ctypes.CDLL) -> bool:
 
 
 def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str] = ()) -> ctypes.CDLL:
-    """Returns the library of these files, which is compiled into the user's cache folder if it is not there.
+    """Returns the library of these files, which is compiled if no folder of code has it for this processor.
 
-    Where that folder cannot be written, each process compiles. CompilationError if there is no library.
+    CompilationError if there is no library.
     """
-    folder = user_cache_folder()
-    try:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return _load(folder, sources, flags=flags, libraries=libraries)
-        with TemporaryDirectory() as private:
-            return _load(Path(private), sources, flags=flags, libraries=libraries)
-    except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} ended with status {error.returncode}: {error.stderr[-1000:]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
+    compiler = which(cpp_compiler())
     remedy = "install g++, or set $CXX to the command of another compiler of C++"
+    try:
+        folders = code_folders(f"cpp/{identify_processor()}")
+        _use_folder(folders[-1])
+        name = _name_library(sources, compiler=compiler, flags=flags, libraries=libraries)
+        found = _find(folders, name)
+        if not found and not compiler:
+            raise CompilationError(f"C++ was not compiled: {cpp_compiler()} is not on $PATH; {remedy}")
+        return ctypes.CDLL(str(found or _build(folders[-1] / name, sources, flags, libraries)))
+    except subprocess.CalledProcessError as error:
+        reason = f"{cpp_compiler()} ended with status {error.returncode}: {error.stderr[-1000:].strip()}"
+    except NoCodeFolderError as error:
+        reason, _, remedy = str(error).rpartition("; ")
+    except OSError as error:
+        reason, remedy = str(error), "free space, or set $XDG_CACHE_HOME to another folder"
     raise CompilationError(f"C++ was not compiled: {reason}; {remedy}")
 
 
-def _load(folder: Path, sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequence[str]) -> ctypes.CDLL:
-    command = [cpp_compiler(), "-std=c++17", *flags, "-shared", "-fPIC", *map(str, sources), *libraries]
+_use_folder = cache(use_folder)
+
+
+def _name_library(
+    sources: Sequence[Path], *, compiler: str | None, flags: Sequence[str], libraries: Sequence[str]
+) -> str:
+    """Returns the name of a library by what it is compiled of and by; without a compiler a pattern for any."""
     texts = [path.read_text() for path in (*sources, *sorted(sources[0].parent.glob("*.h")))]
-    parts = [cpp_compiler(), *flags, *libraries, torch.__version__, *texts]
-    library = folder / f"cpp_{blake2b(chr(0).join(parts).encode(), digest_size=16).hexdigest()}.so"
-    if library.exists():
-        with suppress(OSError):  # a file that is damaged
-            return ctypes.CDLL(str(library))
-    with TemporaryDirectory(dir=folder) as temporary:
-        partial = Path(temporary, library.name)
-        command += ["-o", str(partial)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
-        partial.rename(library)  # ranks of a machine may compile at the same time
-    return ctypes.CDLL(str(library))
+    parts = [*flags, *libraries, torch.__version__, *texts]
+    if compiler is None:
+        return f"{_digest(parts)}-*.so"
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    return f"{_digest(parts)}-{_digest([cpp_compiler(), repr(version)])}.so"
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return blake2b(chr(0).join(texts).encode(), digest_size=10).hexdigest()
+
+
+def _find(folders: Sequence[Path], name: str) -> Path | None:
+    return next((path for folder in folders for path in sorted(folder.glob(name)) if is_intact(path)), None)
+
+
+def _build(library: Path, sources: Sequence[Path], flags: Sequence[str], libraries: Sequence[str]) -> Path:
+    """Compiles and links a library; others that need it wait. Objects are kept until then: a run may end before."""
+    objects = [library.with_name(f"{library.stem}.{source.stem}.o") for source in sources]
+    with locked(library.with_suffix(".lock")):
+        if is_intact(library):  # another process has compiled it meanwhile
+            return library
+        for source, path in zip(sources, objects, strict=True):
+            if not is_intact(path):
+                _run_compiler([*flags, "-fPIC", "-c", str(source)], output=path)
+        _run_compiler([*flags, "-shared", *map(str, objects), *libraries], output=library)
+        for path in objects:
+            path.unlink(missing_ok=True)
+    return library
+
+
+def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
+    """Runs the compiler as long as this process lives, and writes its output with a digest."""
+    partial = output.with_name(f"{output.name}.new.partial")
+    guard = [sys.executable, "-I", "-S", compiler_guard.__file__, str(os.getpid()), str(_TIMEOUT_SECONDS)]
+    command = [*guard, cpp_compiler(), "-std=c++17", *arguments, "-o", str(partial)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+        write_with_digest(output, partial.read_bytes())
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@cache
+def identify_processor() -> str:
+    """Returns a hash of the instructions of this processor, and of what torch may use of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = sorted({line for line in lines if line.startswith(("model", "flags", "Features"))})
+    return blake2b(repr((torch.backends.cpu.get_cpu_capability(), found)).encode(), digest_size=8).hexdigest()
 
 
 @torch.compiler.assume_constant_result

@@ -2,10 +2,12 @@
 
 import logging
 import os
+import shlex
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -16,21 +18,23 @@ from shutil import which
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone import compiler_guard
+from torchtitan_clone.cache_folders import NoCodeFolderError, code_folders, locked, use_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
-from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone.files import write_atomically
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
 from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
-from torchtitan_clone.ops.cpp_library import cpp_compiler, start_compiling
+from torchtitan_clone.ops.cpp_library import cpp_compiler, identify_processor, start_compiling
 from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
-    keep_precompiled_headers,
     log_compilation,
     process_groups,
     recompute_inputs_of_products,
     set_group_timeout,
+    set_up_inductor,
 )
 
 logger = logging.getLogger("torchtitan_clone")
@@ -205,15 +209,20 @@ def set_up_compile(options: Compile, *, device_type: str) -> None:
     is_cpu = device_type == "cpu"  # where the loss is not compiled
     if is_cpu and (options.compiles_model or IS_FASTER_IN_EAGER):
         start_compiling()
-    if not (options.compiles_model if is_cpu else options.enable):
-        return
-    if is_cpu:
+    try:
+        if not is_cpu:  # this package has kernels of Triton, whose cache is also in the home by default
+            chosen = os.environ.get("TRITON_CACHE_DIR", "")
+            os.environ["TRITON_CACHE_DIR"] = str(code_folders("triton", chosen=chosen)[-1])
+        if options.compiles_model if is_cpu else options.enable:
+            set_compile_cache(options.backend)
+    except NoCodeFolderError as error:
+        raise ConfigError(f"compiled code cannot be kept: {error}") from None
+    if is_cpu and options.compiles_model:
         recompute_inputs_of_products()
-    set_compile_cache()
 
 
-def set_compile_cache() -> None:
-    """Makes torch.compile keep its results in the user's cache folder, if it can be written and no other is chosen.
+def set_compile_cache(backend: str) -> None:
+    """Makes torch.compile keep its results in the user's cache folder, or in $TORCHINDUCTOR_CACHE_DIR.
 
     torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
     other users, whose code would be loaded from it.
@@ -221,25 +230,31 @@ def set_compile_cache() -> None:
     torch's keys name neither the instructions that code for a CPU uses nor the gradients of this package's operators:
     each processor has a folder of its own, and a tag of each key names both.
     """
-    processor, tag = _identify_processor(), os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    processor, tag = identify_processor(), os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = f"{tag}{processor}{_identify_package()}"
-    folder = user_cache_folder() / "inductor" / processor
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        return
-    chosen, torch_default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"{tempfile.gettempdir()}/torchinductor_"
-    if not chosen or chosen.startswith(torch_default):  # libraries that use torch.compile write torch's default there
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    keep_precompiled_headers(folder / "precompiled_headers")
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    if chosen.startswith(f"{tempfile.gettempdir()}/torchinductor_"):  # as libraries that use torch.compile set it
+        chosen = ""
+    folder = code_folders(f"inductor/{processor}", chosen=chosen)[-1]
+    use_folder(folder)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    if backend == "inductor":
+        set_up_inductor(precompiled_headers=folder / "precompiled_headers", compiler=_guarded_compiler(folder))
 
 
-def _identify_processor() -> str:
-    """Returns a hash of the instructions of this processor, and of what torch may use of them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    found = sorted({line for line in lines if line.startswith(("model", "flags", "Features"))})
-    return blake2b(repr((torch.backends.cpu.get_cpu_capability(), found)).encode(), digest_size=8).hexdigest()
+def _guarded_compiler(folder: Path) -> str:
+    """Returns the command of a compiler of C++ that ends with the process that started it."""
+    compiler = which(cpp_compiler()) or cpp_compiler()
+    guarded = folder / "compiler" / Path(compiler).name  # by which torch knows its kind
+    guard, command = shlex.join([sys.executable, "-I", "-S", compiler_guard.__file__]), shlex.quote(compiler)
+    question = f'case "$1" in --version | -dump*) exec {command} "$@" ;; esac'
+    script = f'#!/bin/sh\n{question}\nexec {guard} "$PPID" inf {command} "$@"\n'
+    guarded.parent.mkdir(exist_ok=True)
+    with locked(guarded.with_suffix(".lock")):
+        if not guarded.exists() or guarded.read_text() != script:
+            write_atomically(guarded, script.encode())
+            guarded.chmod(0o755)
+    return str(guarded)
 
 
 @cache

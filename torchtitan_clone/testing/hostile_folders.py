@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan_clone.files import user_cache_folder
+from torchtitan_clone.cache_folders import user_cache_folder
 from torchtitan_clone.testing.harness import RankFailed, collect, start_ranks
 from torchtitan_clone.testing.runs import train_rank
 
