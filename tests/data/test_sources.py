@@ -2,12 +2,14 @@
 
 import contextlib
 import gzip
+import json
 import logging
 import os
 import sysconfig
 from pathlib import Path
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.data.corpora import jsonl, parquet, texts, write, zst
@@ -125,6 +127,38 @@ def test_a_bad_row_is_reported_with_its_line(tmp_path, row, reason):
     assert read(tmp_path, max_bad_rows=1) == ["x", "y"]
 
 
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+CONVERSATIONS = [
+    ({"messages": TURNS}, "'messages' is a chat"),
+    ({"id": 1, "conversations": [{"from": "human", "value": "Hi"}]}, "'conversations' is a chat"),
+    ({"text": TURNS}, "'text' is a chat"),
+    ({"instruction": "Add", "input": "1, 2", "output": "3"}, "'instruction' and 'output' are a prompt and its answer"),
+    ({"prompt": "Add", "completion": "3"}, "'completion' and 'prompt' are a prompt and its answer"),
+    ({"question": "1 + 2?", "answer": "3"}, "'answer' and 'question' are a prompt and its answer"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), CONVERSATIONS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_are_named_regardless_of_the_limit(tmp_path, row, reason, kind):
+    if kind == "jsonl":
+        write(tmp_path, {"a.jsonl": json.dumps(row) + "\n"})
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, max_bad_rows=9)
+    assert f"a.{kind}{':1' if kind == 'jsonl' else ''}: {reason}; fine-tuning with masked prompts" in str(error.value)
+    assert "max_bad_rows" not in str(error.value)
+    assert ("apply_chat_template(row[" in str(error.value)) == ("chat" in reason)
+
+
+def test_a_text_beside_a_conversation_is_read(tmp_path):
+    row = {"text": "x", "messages": TURNS, "prompt": "a", "completion": "b"}
+    assert read(write(tmp_path, {"a.jsonl": json.dumps(row) + "\n"})) == ["x"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "b.parquet")
+    assert read(tmp_path) == ["x", "x"]
+
+
 def test_bad_rows_of_all_files_are_counted_together(tmp_path):
     broken = b"\n".join(row for row, _ in BAD_ROWS)
     write(tmp_path, {"a.jsonl": broken, "b.txt": b"good\nb\xe4d", "c.parquet": parquet([None, "x"])})
@@ -185,7 +219,11 @@ def test_a_parquet_column_whose_name_is_not_utf8_is_one_error(tmp_path):
 def test_a_missing_or_unknown_source_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"training\.dataset_path = .*missing\": no such file or folder"):
         find_source(Training(dataset_path=str(tmp_path / "missing")))
-    with pytest.raises(ConfigError, match=r"training\.dataset_path = .*no files to read in"):
+    command = r"`hf download org/name --repo-type dataset --local-dir name`\) and name that folder, or stream it"
+    with pytest.raises(ConfigError, match=rf'{command} with training\.dataset = "org/name"'):
+        find_source(Training(dataset_path="org/name"))
+    (tmp_path / ".hidden.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"training\.dataset_path = .*no files to read in .* begin with a dot"):
         find_source(Training(dataset_path=str(tmp_path)))
     with pytest.raises(
         ConfigError, match=r'dataset = "stdlb": unknown dataset; set it to one of c4, stdlib or .*"org/name"'

@@ -120,6 +120,16 @@ def test_special_tokens_above_the_vocabulary_have_no_length(tmp_path):
     assert tokenizer.byte_lengths() == [1, 0]
 
 
+def test_an_id_of_the_hub_names_the_command_that_downloads_it(tmp_path):
+    command = r"hf download org/name tokenizer\.json tokenizer_config\.json --local-dir name"
+    with pytest.raises(ConfigError, match=rf"no such folder; .* tokenizer of the Hugging Face hub, .*`{command}`"):
+        build_tokenizer("org/name")
+    for path in ("name", str(tmp_path / "name"), "org/name/more", "~/name"):
+        with pytest.raises(ConfigError, match="no such folder; set it to that of a tokenizer") as error:
+            build_tokenizer(path)
+        assert "hf download" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

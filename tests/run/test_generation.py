@@ -100,6 +100,10 @@ def test_lines_of_standard_input_are_prompts(killed_run, capsys, monkeypatch):
 
 ERRORS = {
     "unknown folder": (["nowhere"], "nowhere: there is no such folder"),
+    "an id of the hub": (
+        ["org/name"],
+        "is a model of the Hugging Face hub, download it (`hf download org/name --local-dir name`)",
+    ),
     "no step": (["."], "the folder has no complete checkpoint"),
     "empty prompt": (["RUN", "--prompt=a", "--prompt="], "prompt 2 is empty"),
     "not UTF-8": (["RUN", "--prompt=a", "--prompt=\udcff"], "prompt 2 is not valid UTF-8"),

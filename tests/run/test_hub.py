@@ -289,6 +289,14 @@ def test_a_run_trains_on_from_imported_weights(corpus, tmp_path):
         ({"model__args__n_heads": 8, "model__args__norm_eps": 1e-6}, ["n_heads = 4", "norm_eps = 1e-05"]),
         ({"model__args__tied_embeddings": True}, ["set model.args.tied_embeddings = false"]),
         ({"checkpoint__initial_load_path": "nowhere"}, ["nowhere: there is no such folder"]),
+        (
+            {"checkpoint__initial_load_path": "org/name"},
+            ["org/name: there is no such folder; if", "hf download org/name"],
+        ),
+        (
+            {"checkpoint__initial_load_path": "org/name", "checkpoint__initial_load_in_hf": False},
+            ["hf download org/name", "and set checkpoint.initial_load_in_hf = true"],
+        ),
         ({"checkpoint__initial_load_in_hf": False}, ["initial_load_in_hf"]),
     ],
 )

@@ -20,6 +20,7 @@ from pathlib import Path
 from torchtitan_clone.checkpoint.position import check_position
 from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import (
     MAX_BYTES,
@@ -164,6 +165,10 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     folder = Path(checkpoint.initial_load_path)
     step = newest_complete_step(folder)
     found = folder if step is None else step_folder(folder, step)
+    if not folder.exists():
+        hint = describe_download(str(folder), repository="model")
+        also = ", and set checkpoint.initial_load_in_hf = true" if hint else ""
+        raise ConfigError(f"checkpoint.initial_load_path = {folder}: there is no such folder{hint}{also}")
     if not (found / MANIFEST_FILE).exists():
         raise ConfigError(
             f"checkpoint.initial_load_path = {folder}: it is not a checkpoint, because it has no {MANIFEST_FILE}; give "

@@ -26,6 +26,7 @@ from torchtitan_clone.checkpoint.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SC
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
 from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources_of
@@ -289,7 +290,8 @@ class WeightFolder:
 def open_weight_folder(path: Path) -> WeightFolder:
     """Reads config.json, the index and the headers. ConfigError if the folder is missing, incomplete or damaged."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder")
+        hint = describe_download(str(path), repository="model")
+        raise ConfigError(f"{path}: there is no such folder{hint}")
     try:
         config = _read_table(path, CONFIG_FILE)
         if config is None:

@@ -1,6 +1,8 @@
 """Valid values near an invalid one, for the remedy in an error message."""
 
 import math
+import re
+from typing import Literal
 
 
 def nearest_divisors(number: int, target: int) -> list[int]:
@@ -14,6 +16,16 @@ def nearest_multiples(number: int, target: int) -> list[int]:
     """Returns the positive multiples of `number` just below and just above `target`."""
     below = target // number * number
     return [count for count in (below, below + number) if count > 0]
+
+
+def describe_download(path: str, *, repository: Literal["model", "tokenizer", "dataset"]) -> str:
+    """Returns how to download a missing path that may name a repository of the Hugging Face hub; "" for other paths."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        return ""
+    options = {"dataset": " --repo-type dataset", "tokenizer": " tokenizer.json tokenizer_config.json", "model": ""}
+    command = f"hf download {path}{options[repository]} --local-dir {path.partition('/')[2]}"
+    stream = f', or stream it with training.dataset = "{path}"' if repository == "dataset" else ""
+    return f"; if it is a {repository} of the Hugging Face hub, download it (`{command}`) and name that folder{stream}"
 
 
 def either(numbers: list[int]) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO, TypeVar
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.checks import describe_empty_path
 from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.config.schema import Training
 from torchtitan_clone.data.compression import ERRORS, decompressed
 from torchtitan_clone.data.formats import select_token_files, with_companions
@@ -49,6 +50,9 @@ EMPTY_ROWS = 1 << 20
 """More rows without text in succession are an error: a small compressed file can hold any number of them."""
 FIRST_BAD_ROWS = 5
 _MAX_REASON = 500
+_PAIRS = [{"instruction", "output"}, {"instruction", "response"}, {"prompt", "completion"}, {"prompt", "response"}]
+_PAIRS += [{"prompt", "chosen"}, {"question", "answer"}, {"question", "response"}]
+_ONLY_TEXT = "fine-tuning with masked prompts is not supported, only training on whole texts"
 _LISTING_BYTES = 1 << 30
 
 
@@ -64,6 +68,10 @@ class Source:
     """Which files below the root are not read, in words."""
 
 
+class RowFormatError(ValueError):
+    """A row of a format that is not read: all rows of the data are, so that skipping it is no remedy."""
+
+
 @dataclass(kw_only=True)
 class BadRows:
     """Counts rows that cannot be read; raises ConfigError when there are more than the limit."""
@@ -73,6 +81,8 @@ class BadRows:
     first: list[str] = field(default_factory=list)
 
     def add(self, place: str, *, error: Exception) -> None:
+        if isinstance(error, RowFormatError):
+            raise ConfigError(f"{shorten(place, max_chars=_MAX_REASON)}: {error}.") from error
         self.count += 1
         if self.count <= FIRST_BAD_ROWS:
             reason = str(error)
@@ -169,7 +179,10 @@ def _without_stand_in(dataset: str) -> str:
 
 def _path_source(path: Path, *, option: str, text_key: str) -> Source:
     if not os.path.exists(path):  # unlike Path.exists also for a path that is too long
-        raise ConfigError(f"{option}: no such file or folder (current folder: {Path.cwd()}); name an existing one.")
+        hint = describe_download(str(path), repository="dataset")
+        raise ConfigError(
+            f"{option}: no such file or folder (current folder: {Path.cwd()}); name an existing one{hint}."
+        )
     is_folder = os.path.isdir(path)
     below = _files_below(path) if is_folder else []
     files = (select_token_files(below, root=path) or tuple(below)) if is_folder else with_companions(path)
@@ -331,6 +344,8 @@ def text_of_row(row: object, *, text_key: str) -> str:
     """Returns the text of a row; ValueError with the reason if it has none."""
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {_json_type(row)}")
+    if not isinstance(row.get(text_key), str) and (conversation := _describe_conversation(row)):
+        raise RowFormatError(conversation)
     if text_key not in row:
         keys = shorten(", ".join(map(repr, row))) or "no keys"
         raise ValueError(f"no key {text_key!r} (training.text_key) among {keys}")
@@ -342,6 +357,22 @@ def text_of_row(row: object, *, text_key: str) -> str:
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
         raise ValueError(f"{text_key!r} is not valid Unicode ({error.reason})") from error
     return text
+
+
+def _describe_conversation(row: Mapping[str, object]) -> str:
+    """Returns what to do with a row of a chat, or of a prompt and its answer; "" for others."""
+    for key, value in row.items():
+        turn = value[0] if isinstance(value, list) and value else None
+        if isinstance(turn, dict) and ("role" in turn or "from" in turn):
+            template = f"tokenizer.apply_chat_template(row[{shorten(key)!r}], tokenize=True, return_dict=False)"
+            what = f"{shorten(key)!r} is a chat"
+            return (
+                f"{what}; {_ONLY_TEXT}, here as token ids: save {template} of transformers as lists in a .parquet file"
+            )
+    pair = next((pair for pair in _PAIRS if pair <= row.keys()), None)
+    if pair is None:
+        return ""
+    return f"{' and '.join(map(repr, sorted(pair)))} are a prompt and its answer; {_ONLY_TEXT}: join them to one text"
 
 
 def _json_type(value: object) -> str:
@@ -364,16 +395,32 @@ def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
 
 
 def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> None:
-    import pyarrow.types as types
-
     option = f"training.text_key = {toml_like(text_key)}"
+    if text_key not in schema.names or not _is_string(schema.field(text_key).type):
+        turns = {field.name: _turn_of(field.type) for field in schema}
+        if conversation := _describe_conversation(turns):
+            raise ConfigError(f"{file}: {conversation}.")
     if schema.names.count(text_key) != 1:
         found = "several such columns" if text_key in schema.names else "no such column"
         raise ConfigError(f"{option}: {file} has {found}; set it to one of {shorten(', '.join(schema.names))}.")
     kind = schema.field(text_key).type
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+    if not _is_string(kind):
         raise ConfigError(f"{option}: the column of {file} holds {shorten(str(kind))}, not strings; set it to another.")
+
+
+def _is_string(kind: "pyarrow.DataType") -> bool:
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _turn_of(kind: "pyarrow.DataType") -> list[dict[str, None]]:
+    """Returns an item of a column of lists of structures, with its fields; none for other columns."""
+    import pyarrow.types as types
+
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    return [{field.name: None for field in kind.value_type}] if is_list and types.is_struct(kind.value_type) else []
 
 
 def source_fingerprint(source: Source, *, listing: Path, updates: bool = True) -> str:

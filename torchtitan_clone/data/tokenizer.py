@@ -11,6 +11,7 @@ import tokenizers
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.documents import DocumentError, Value, find_member, is_unicode, parse_json, read_member, shorten
 
 SHIPPED_FOLDER = Path(__file__).parent / "assets" / "stdlib_tokenizer"
@@ -75,6 +76,9 @@ def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
     try:
         content = read_member(folder, name=TOKENIZER_FILE)
         if content is None:
+            if not folder.is_dir():
+                hint = describe_download(str(folder), repository="tokenizer")
+                raise ConfigError(f"{option}: there is no such folder; set it to that of a tokenizer{hint}.")
             raise ConfigError(
                 f"{option}: the folder has no {TOKENIZER_FILE}; set it to a folder with the tokenizer of a Hugging "
                 "Face model, or leave it unset for the tokenizer of this package."

@@ -10,6 +10,7 @@ from torchtitan_clone.checkpoint.hf import CONFIG_FILE as HUB_CONFIG_FILE
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import Config, ConfigError, load_config
+from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.config.schema import Checkpoint, Parallelism
 from torchtitan_clone.data import Tokenizer, build_tokenizer
 from torchtitan_clone.models import Decoder, ModelArgs, ModelSpec, find_model
@@ -40,7 +41,8 @@ def open_trained_model(
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device}: torch finds no GPU on this machine; give --device=cpu")
     if not path.is_dir():
-        raise ConfigError(f"{path}: there is no such folder; give that of a run, of a step or of a Hugging Face model")
+        hint = describe_download(str(path), repository="model")
+        raise ConfigError(f"{path}: there is no such folder; give that of a run, a step or a Hugging Face model{hint}")
     if (path / HUB_CONFIG_FILE).is_file():
         return _open_hub_folder(path, dtype=dtype, device=device, hf_assets_path=hf_assets_path)
     return _open_checkpoint(_find_step(path), dtype=dtype, device=device, hf_assets_path=hf_assets_path)
