@@ -10,6 +10,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SOURCE_FILE = re.compile(r"`([\w.]+/[\w./]+\.(?:py|sh|toml))`")
 STEP_FILE = re.compile(r"\| `torchtitan_clone/([\w/]+\.py)` \| (\d+) \|")
+DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
+LAST_LINE = re.compile(r"20\d\d-\d\d-\d\d\. Revisit when [^\n]+\.")
 
 
 def text_without_code(page: Path) -> str:
@@ -42,6 +44,20 @@ def test_every_page_is_linked_from_an_index():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_benchmarks_are_one_page():
+    assert len((ROOT / "docs" / "benchmarks.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_decisions_have_a_date_and_a_reason_to_revisit_them(page):
+    """The last line of an entry is such as "2026-11-24. Revisit when torch's kernel is as fast."."""
+    _, *entries = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    wrong = [entry.splitlines()[0] for entry in entries if not LAST_LINE.fullmatch(entry.rstrip().splitlines()[-1])]
+    assert not wrong, "end these with a line as '2026-11-24. Revisit when ...': " + "; ".join(wrong)
+    titles = [entry.splitlines()[0] for entry in entries]
+    assert len(set(titles)) == len(titles)
 
 
 def test_one_training_step_is_eight_files():
