@@ -1,9 +1,17 @@
-"""Links, sizes and file names that the documentation states are right."""
+"""Links, numbers and file names that the documentation states are right."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from benchmarks import fault_kinds, golden, regress
+from tests import test_code_shape as shape
+from torchtitan_clone.config import sources as config_sources
+from torchtitan_clone.data import kinds, sources
+from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
+from torchtitan_clone.testing.sabotage import MISTAKES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -12,6 +20,28 @@ SOURCE_FILE = re.compile(r"`([\w.]+/[\w./]+\.(?:py|sh|toml))`")
 STEP_FILE = re.compile(r"\| `torchtitan_clone/([\w/]+\.py)` \| (\d+) \|")
 DECISIONS = sorted(path for path in (ROOT / "docs" / "decisions").glob("*.md") if path.name != "README.md")
 LAST_LINE = re.compile(r"20\d\d-\d\d-\d\d\. Revisit when [^\n]+\.")
+MIB = 2**20
+NUMBERS: dict[tuple[str, str], Callable[[], tuple[int, ...]]] = {
+    ("benchmarks.md", r"trains (\d+) configurations with the code"): lambda: (len(golden.CASES) + 1,),
+    ("benchmarks.md", r"trains (\d+) configurations of two commits"): lambda: (len(regress.CONFIGURATIONS),),
+    ("benchmarks.md", r"faults of (\d+) kinds"): lambda: (len(fault_kinds.KINDS),),
+    ("decisions/parallel.md", r"(\d+) of (\d+): each axis"): lambda: (len(QUICK), len(all_cases())),
+    ("decisions/parallel.md", r"Price: (\d+) comparisons"): lambda: (len(MISTAKES),),
+    ("decisions/config.md", r"at most (\d+) MiB, ([\d,]+) values and (\d+) levels"): lambda: (
+        config_sources.MAX_FILE_BYTES // MIB, config_sources.MAX_VALUES, config_sources.MAX_DEPTH,
+    ),
+    ("data.md", r"more than (\d+) MiB, a line of `.jsonl` of more than (\d+) MiB"): lambda: (
+        sources.DOCUMENT_BYTES // MIB, kinds.LINE_BYTES // MIB,
+    ),
+    ("design.md", r"`trainer.py` \| at most (\d+) lines"): lambda: (shape.MOST_LINES["trainer"],),
+    ("design.md", r"scripts \| at most (\d+) lines"): lambda: (shape.MOST_LINES["script"],),
+    ("design.md", r"class \| at most (\d+) attributes"): lambda: (shape.MOST_ATTRIBUTES,),
+    ("design.md", r"median at most (\d+) lines, 90th percentile at most (\d+), longest at most (\d+)"): lambda: (
+        shape.FUNCTION_LINES["median"], shape.FUNCTION_LINES["90 %"], shape.FUNCTION_LINES["longest"],
+    ),
+    ("design.md", r"`Any` in annotations \| at most (\d+)"): lambda: (shape.MOST_ANY,),
+}  # fmt: skip
+"""Numbers that a page of docs/ states about the code: the page, a pattern of them, and what the code says."""
 
 
 def text_without_code(page: Path) -> str:
@@ -48,6 +78,14 @@ def test_readme_is_short():
 
 def test_the_benchmarks_are_one_page():
     assert len((ROOT / "docs" / "benchmarks.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize(("page", "pattern"), NUMBERS)
+def test_numbers_are_those_of_the_code(page, pattern):
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    stated = [tuple(int(number.replace(",", "")) for number in match.groups()) for match in re.finditer(pattern, text)]
+    assert stated, f"docs/{page} no longer says {pattern!r}; remove it from NUMBERS or follow the new words"
+    assert set(stated) == {NUMBERS[page, pattern]()}
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
