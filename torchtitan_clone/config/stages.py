@@ -100,7 +100,7 @@ class Timeline:
 
 
 def resolved_timeline(data: Data, *, training: Training, global_batch_size: int) -> Timeline | None:
-    """Returns the stages of a run, None where no table asks for any; find_mixture_errors() refuses invalid ones."""
+    """Returns the stages of a run, None where no table asks for any; find_data_errors() refuses invalid ones."""
     if not (data.sources or data.stages or data.skip_steps):
         return None
     weights = {source.name: source.weight for source in data.sources} or {WHOLE_RUN: 1.0}
