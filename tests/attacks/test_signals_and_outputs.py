@@ -1,7 +1,7 @@
 """Attacks on the processes of a run: closed outputs, closed terminals, kills, and names that forge lines of a log.
 
-Of torchtitan_clone/observe/outputs.py, torchtitan_clone/observe/logging.py, torchtitan_clone/config/signals.py,
-torchtitan_clone/launch/rank_logs.py and torchtitan_clone/data/unnamed_semaphores.py.
+Of torchtitan_clone/observe/outputs.py, torchtitan_clone/observe/logging.py, torchtitan_clone/config/signals.py
+and torchtitan_clone/launch/rank_logs.py.
 """
 
 import os
@@ -179,20 +179,20 @@ def test_killed_launchers_leave_nothing_behind(tmp_path, python):
         assert list((tmp_path / f"{moment}{number}" / "tmp").rglob("*")) == []
 
 
-def test_loader_workers_have_no_named_semaphores(corpus, tmp_path):
-    """A name in /dev/shm stays if the resource tracker is killed together with all other processes."""
+def test_loader_workers_leave_no_semaphores_when_their_trainer_is_killed(corpus, tmp_path):
     argv = options(corpus, tmp_path, training__steps=1_000_000, data__num_workers=1, checkpoint__enable=False)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchtitan_clone.train", *argv], env=ENVIRONMENT, stdout=subprocess.DEVNULL
-    )
+    with (tmp_path / "stderr").open("w") as stderr:
+        command = [sys.executable, "-m", "torchtitan_clone.train", *argv]
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr)
     wait_for_step(tmp_path, 3, timeout=120)
-    pids = [process.pid, *children(process.pid)]
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
-    for pid in reversed(pids):
-        os.kill(pid, signal.SIGKILL)
+    tracker_and_worker = children(process.pid)
+    semaphores = set(re.findall(r"/dev/shm/sem\S+", Path(f"/proc/{process.pid}/maps").read_text()))
+    assert (len(tracker_and_worker), len(semaphores)) == (2, 11)
+    process.kill()
     process.wait()
-    assert len(pids) == 3, "the trainer, a worker and the resource tracker"
-    assert [line for line in maps.splitlines() if "/dev/shm/" in line and not line.endswith("(deleted)")] == []
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in tracker_and_worker))
+    assert [name for name in semaphores if Path(name).exists()] == []
+    assert "semaphore" not in (tmp_path / "stderr").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------- forgery

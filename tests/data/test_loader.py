@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 from dataclasses import fields
 from pathlib import Path
@@ -141,6 +142,16 @@ def test_workers_read_what_this_process_reads(local_dataset):
     without = train_loader(local_dataset)
     without.load_state_dict(state, allow_change=False)
     assert_equal(next_batches(without, 4), expected[7:])
+
+
+def test_workers_without_semaphores_are_an_error(local_dataset):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as if /dev/shm were full
+    try:
+        with pytest.raises(ConfigError, match=r"data\.num_workers = 2: .* need a writable /dev/shm.*; .*set it to 0\."):
+            next(train_loader(local_dataset, num_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_an_error_of_a_worker_is_that_of_the_process(tmp_path, local_dataset):

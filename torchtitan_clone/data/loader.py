@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import resource_tracker
+from multiprocessing import get_context, resource_tracker
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,7 +34,6 @@ from torchtitan_clone.data.row_reader import (
     streams_to_plain,
 )
 from torchtitan_clone.data.streaming import merge_positions
-from torchtitan_clone.data.unnamed_semaphores import UnnamedContext
 from torchtitan_clone.documents import DocumentError, Value
 
 logger = logging.getLogger("torchtitan_clone")
@@ -302,10 +301,17 @@ def _start_reading(reader: RowReader, *, num_workers: int) -> Iterator[RowChunk]
             collate_fn=_identity,
             num_workers=num_workers,
             worker_init_fn=_init_worker,
-            multiprocessing_context=UnnamedContext(),  # spawns: a fork would copy torch's threads and CUDA
+            multiprocessing_context="spawn",  # a fork would copy torch's threads and CUDA
             generator=torch.Generator(),  # the workers' seed would come from the default one, whose state is saved
         )
     with _blocked_stop_signals():
+        try:
+            get_context("spawn").Lock()
+        except OSError as error:
+            raise ConfigError(
+                f"data.num_workers = {num_workers}: worker processes share semaphores, which need a writable /dev/shm: "
+                f"{error}; mount one, or set it to 0."
+            ) from error
         return _raise_errors(iter(loader))
 
 
@@ -321,7 +327,11 @@ def _raise_errors(chunks: Iterator[RowChunk | ConfigError]) -> Iterator[RowChunk
 def _blocked_stop_signals() -> Iterator[None]:
     """Blocks the stop signals in processes that start inside, until they can handle them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    resource_tracker.ensure_running()  # unblocks some of them when it starts
+    # Training exits without teardown; the tracker then removes the workers' semaphores, and would warn of each run's.
+    warnings_before = os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = f"{warnings_before},ignore:resource_tracker"
+    resource_tracker.ensure_running()  # unblocks some of the signals when it starts
+    os.environ["PYTHONWARNINGS"] = warnings_before
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
