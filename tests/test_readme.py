@@ -23,7 +23,7 @@ NOT_EXECUTED = {
     r"^pre-commit install": "changes the repository's git hooks",
     r"^\.ci/run": "runs the tests themselves",
     r"report\.py.*--serve": "serves until it is interrupted; tests/observe/test_report.py does so",
-    r"gpu_suite\.sh": "needs a GPU",
+    r"gpu_suite\.sh|my_machine\.toml": "needs a GPU",
     r"^(sudo )?apt(-get)? ": "installs system packages",
     r"^(sbatch|squeue|scancel|sinfo)": "needs Slurm",
     r"slurm/submit\.py(?!.*--dry-run)": "needs Slurm",
@@ -101,10 +101,6 @@ def shortened(command: str) -> str:
         return f"{command} {text} --rounds=1 --kills=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
-    if "measure_hardware.py" in command:
-        return f"{command} --rounds=1 --ranks=1"  # planner_cpu.py measures two
-    if "planner_cpu.py" in command:
-        return f"{command} --rounds=1 --ranks=1 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
     if "benchmarks/published.py" in command:

@@ -103,7 +103,7 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     device = pick_device(launch)
     is_real = not config.job.dry_run and config.comm.mode == "default"
     hardware = None if is_real else named_hardware(config)
-    simulated = hardware.device_type if hardware else simulated_device_type(config, present=device.type)
+    simulated = "cuda" if hardware else simulated_device_type(config, present=device.type)
     plan = preflight.resolve(
         config,
         world_size=launch.world_size,
@@ -121,7 +121,7 @@ def _describe(plan: "RunPlan", *, present: str) -> int:
 
     preflight.check_start(plan)
     hardware = named_hardware(plan.config)
-    device_type = hardware.device_type if hardware else simulated_device_type(plan.config, present=present)
+    device_type = "cuda" if hardware else simulated_device_type(plan.config, present=present)
     sys.stdout.write(describe_run(plan, device_type=device_type))
     if hardware:
         from torchtitan_clone.planner.time_model import describe_step_time

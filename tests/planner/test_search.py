@@ -11,7 +11,7 @@ import pytest
 
 from tests.programs import load_program
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.planner.hardware import Cpu, read_hardware
+from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.search import Job, describe_mesh_options, describe_plans, search
 from torchtitan_clone.run import preflight
 
@@ -118,15 +118,13 @@ def test_later_stages_and_frozen_layers_are_checked_on_each_mesh():
     assert all(mesh["pipeline_parallel_degree"] >= 2 for mesh in meshes)
 
 
-def test_ranks_on_a_processor_share_its_memory():
-    apart = read_hardware("h100")
-    together = replace(apart, device_type="cpu", cpu=Cpu(cores=8))
-    gib = [Job(gpus=4, hardware=each, tokens_per_step=1, run_tokens=1).usable_gib for each in (apart, together)]
-    assert gib == pytest.approx([0.9 * 79.1, 0.9 * 79.1 / 4])
+def test_a_model_that_fits_on_no_mesh_is_an_error():
+    h100 = read_hardware("h100")
+    assert Job(gpus=4, hardware=h100, tokens_per_step=1, run_tokens=1).usable_gib == pytest.approx(0.9 * 79.1)
     with pytest.raises(ConfigError, match=r"GiB more than the 0\.9 GiB that are usable"):
         describe_plans(
             [DEBUG, "--model.flavor=8B", "--model.args.n_layers=4"], gpus=4, tokens=2**14, count=1,
-            hardware=replace(together, memory_gib=4.0),
+            hardware=replace(h100, memory_gib=1.0),
         )  # fmt: skip
 
 

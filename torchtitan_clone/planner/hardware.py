@@ -49,40 +49,13 @@ class Fitted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cpu:
-    """What a step takes on a processor besides FLOPs and bytes; a GPU does it while its queue is full."""
-
-    cores: int = 0
-    """Cores that the ranks of a node share, dividing their speed; 0: each rank has a device of its own."""
-    contention: float = 1.0
-    """Slowdown of computation on several ranks, besides that they divide the speed."""
-    update_us: float = 0.0
-    """Time of a layer once a step: gradient norm, optimizer."""
-    layer_us: float = 0.0
-    """Time of a layer without tokens in each micro-batch, forward and backward: Python, autograd, the hooks of FSDP."""
-    shard_us: float = 0.0
-    """What FSDP on several ranks adds to it, besides the time of its collectives."""
-    tensor_us: float = 0.0
-    """What tensor parallelism adds to it."""
-    context_us: float = 0.0
-    """What context parallelism adds to it."""
-    tensor_passes: float = 0.0
-    """Reads and writes of what tensor parallelism communicates, before and after its collectives."""
-    pipeline: float = 1.0
-    """How many times as long a pipeline stage computes as a part of a complete model does."""
-    score_ns: float = 0.0
-    """Time of attention forward for a query, key and head, besides its FLOPs."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Speeds of one device of a cluster; bandwidths are per device and direction."""
+    """Speeds of one GPU of a cluster; bandwidths are per GPU and direction."""
 
     name: str = ""
     sources: list[str] = field(default_factory=list[str])
-    device_type: str = "cuda"
     memory_gib: float = 0.0
-    """Memory that a process can allocate; that of all ranks together where they share a processor (cpu.cores)."""
+    """Memory that a process can allocate."""
     peak_tflops: float = 0.0
     """Of dense bf16 products on the data sheet, from which MFU is computed; 0: unknown."""
     products: list[list[float]] = field(default_factory=list[list[float]])
@@ -91,19 +64,14 @@ class Hardware:
     operation_us: float = 0.0
     """Time that an operation takes in addition to its FLOPs or bytes."""
     node_size: int = 8
-    """Devices of a node."""
+    """GPUs of a node."""
     link_gbps: float = 1.0
     """Bandwidth within a node."""
     link_us: float = 0.0
     """Time of one message of a collective within a node, whatever its size."""
     network_gbps: float = 1.0
     network_us: float = 0.0
-    cpu: Cpu = field(default_factory=Cpu)
     fitted: Fitted = field(default_factory=Fitted)
-
-    def local_ranks(self, ranks: int) -> int:
-        """Returns the number of ranks that share one processor and its memory."""
-        return min(ranks, self.node_size) if self.cpu.cores else 1
 
     @cached_property
     def _curve(self) -> list[tuple[float, float]]:
@@ -168,9 +136,12 @@ def read_hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware {shown(name)}: unknown; name one of {', '.join(known_hardware())}, {remedy}.")
     try:
         values = tomllib.loads(read_regular(path, follow_links=True).decode())
+        kind, _ = values.pop("device_type", "cuda"), values.pop("cpu", None)  # of tables of earlier versions
         hardware = overlay(Hardware(), values, where=path.name)
     except (DocumentError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"hardware table {path}: cannot be read: {error}; measure or download it again.") from None
+    if kind != "cuda":
+        raise ConfigError(f"hardware table {path}: device_type = {shown(kind)}: only GPUs are planned for.")
     if error := next(_table_errors(hardware), None):
         raise ConfigError(f"hardware table {path}: {error}; correct it.")
     return hardware
@@ -182,9 +153,7 @@ def _table_errors(hardware: Hardware) -> Iterator[str]:
     is_valid = all(len(pair) == 2 and all(0 < each < math.inf for each in pair) for pair in curve)
     if not curve or not is_valid or sorted(curve) != curve:
         yield "products must be pairs of a size and TFLOP/s, all finite and above 0, with increasing sizes"
-    if hardware.device_type not in ("cpu", "cuda"):
-        yield f'device_type = {shown(hardware.device_type)} must be "cpu" or "cuda"'
-    for prefix, table in (("", hardware), ("cpu.", hardware.cpu), ("fitted.", hardware.fitted)):
+    for prefix, table in (("", hardware), ("fitted.", hardware.fitted)):
         for name, value in vars(table).items():
             divides = DIVISORS.fullmatch(prefix + name)
             if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and not divides)):

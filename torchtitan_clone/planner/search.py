@@ -54,7 +54,7 @@ class Job:
     @property
     def usable_gib(self) -> float:
         """Memory that the estimate of a rank may fill."""
-        return USABLE_MEMORY * self.hardware.memory_gib / self.hardware.local_ranks(self.gpus)
+        return USABLE_MEMORY * self.hardware.memory_gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _broken_rules(plan: RunPlan, *, job: Job) -> list[str]:
         world_size=job.gpus,
         args=plan.model_args,
         tokenizer_vocab_size=None,
-        device_type=job.hardware.device_type,
+        device_type="cuda",
     )
 
 
@@ -277,16 +277,16 @@ def describe_plans(argv: list[str], *, gpus: int, hardware: Hardware, tokens: in
     # Nothing is read: the folder of the tokenizer may be on another machine.
     config = replace(file, model=replace(file.model, hf_assets_path=None))
     if tokens is None:
-        tokens = resolve(config, world_size=gpus, device_type=hardware.device_type).tokens_per_step
+        tokens = resolve(config, world_size=gpus, device_type="cuda").tokens_per_step
     rows = rows_of_step(config, tokens=tokens)
     config = replace(config, training=replace(config.training, global_batch_size=rows))
     configured = None
     with suppress(ConfigError):  # of a mesh that does not suit these devices
-        configured = predict(resolve(config, world_size=gpus, device_type=hardware.device_type), hardware=hardware)
+        configured = predict(resolve(config, world_size=gpus, device_type="cuda"), hardware=hardware)
     # Of one rank, for which later stages and frozen layers are not meant: each mesh is checked with them.
     training = replace(config.training, global_batch_size=-1, local_batch_size=1, freeze_schedule=[])
     alone = replace(config, parallelism=Parallelism(), training=training, data=replace(config.data, stages=[]))
-    base = resolve(alone, world_size=1, device_type=hardware.device_type)
+    base = resolve(alone, world_size=1, device_type="cuda")
     kept = {name: getattr(config.parallelism, name) for name in KEPT}
     training = replace(base.config.training, freeze_schedule=config.training.freeze_schedule)
     options = replace(base.config, parallelism=replace(Parallelism(), **kept), training=training, data=config.data)

@@ -1,8 +1,8 @@
 """Predicts the time of a training step from the work of its layers, a hardware table and the schedule of the pipeline.
 
 An operation takes the larger of its FLOPs over the speed and of its bytes over the bandwidth. FSDP's collectives are
-hidden by the computation of a layer as far as it lasts, on devices with streams; those of the tensor, context and
-expert axes wait for each other. Times are in seconds.
+hidden by the computation of a layer as far as it lasts; those of the tensor, context and expert axes wait for each
+other. Times are in seconds.
 """
 
 from collections import Counter
@@ -36,8 +36,7 @@ from torchtitan_clone.run.plan import RunPlan
 OPTIMIZER_BYTES = 8
 """AdamW reads weight, gradient and both moments and writes three of them; the gradient norm reads the gradient."""
 PARTS = (
-    "products", "attention", "elementwise", "dispatch", "tp", "cp", "ep", "fsdp", "dp_replicate", "pp", "bubble",
-    "optimizer",
+    "products", "attention", "elementwise", "tp", "cp", "ep", "fsdp", "dp_replicate", "pp", "bubble", "optimizer",
 )  # fmt: skip
 
 
@@ -102,30 +101,9 @@ class Machine:
     itemsize: int
     hides_tensor: bool
 
-    @property
-    def _local_ranks(self) -> int:
-        """Number of ranks on one processor."""
-        return self.hardware.local_ranks(self.degrees.world_size)
-
-    @property
-    def _sharing(self) -> float:
-        """How many times longer computation takes than on a processor of its own."""
-        return self._local_ranks * (self.hardware.cpu.contention if self._local_ranks > 1 else 1.0)
-
-    def dispatch_seconds(self) -> float:
-        """Returns the time of a layer, forward and backward, that does not depend on its size."""
-        cpu, degrees = self.hardware.cpu, self.degrees
-        shards = degrees.dp_shard * degrees.cp > 1
-        added = shards * cpu.shard_us + (degrees.tp > 1) * cpu.tensor_us + (degrees.cp > 1) * cpu.context_us
-        return self.core_seconds(cpu.layer_us + added)
-
-    def core_seconds(self, us: float) -> float:
-        """Returns the time of what takes a rank so many microseconds of one core."""
-        return 1e-6 * us * max(1.0, self._local_ranks / max(1, self.hardware.cpu.cores))
-
     def memory_seconds(self, size: float) -> float:
         """Returns the time of reading and writing `size` bytes."""
-        return size * self._sharing / (1e9 * self.hardware.memory_gbps)
+        return size / (1e9 * self.hardware.memory_gbps)
 
     def elementwise_seconds(self, elements: float) -> float:
         """Returns the time of what follows products with so many results."""
@@ -144,16 +122,16 @@ class Machine:
             # Casts read twice, for the scale and for the value, and write one byte; inputs before they are gathered.
             cast = product.inner * (product.rows / self.degrees.tp + product.columns)
             casts = self.memory_seconds(5 * cast)
-        computed = product.flops * self._sharing / speed
+        computed = product.flops / speed
         moved = self.memory_seconds(product.elements * self.itemsize)
         return max(computed, moved) + casts + 1e-6 * hardware.operation_us
 
-    def attention_seconds(self, flops: float, *, features: float) -> float:
-        """Returns the time of attention with so many FLOPs and features of a head."""
+    def attention_seconds(self, flops: float) -> float:
+        """Returns the time of attention with so many FLOPs."""
         hardware, fitted = self.hardware, self.hardware.fitted
         speed = hardware.product_speed(hardware.products[-1][0]) * fitted.attention
         slower = 1 + fitted.context * (1 - 1 / self.degrees.cp)
-        return flops * (1 / speed + 1e-9 * hardware.cpu.score_ns / (4 * features)) * slower * self._sharing
+        return flops * (1 / speed) * slower
 
     def transfer_seconds(self, transfer: Transfer) -> float:
         """Returns the time of one collective that no computation hides."""
@@ -161,8 +139,7 @@ class Machine:
         seconds = self.hardware.collective_seconds(transfer.collective, size=transfer.size, ranks=size, stride=stride)
         if transfer.axis != "tp":
             return seconds
-        copies = self.memory_seconds(self.hardware.cpu.tensor_passes * transfer.size)
-        return seconds * (1 - self.hardware.fitted.async_tensor * self.hides_tensor) + copies
+        return seconds * (1 - self.hardware.fitted.async_tensor * self.hides_tensor)
 
     def shard_seconds(self, group: Sharded, *, kind: str, itemsize: int) -> float:
         """Returns the time in which FSDP gathers or reduces a group of weights."""
@@ -176,9 +153,8 @@ class Machine:
         return self.hardware.collective_seconds("all_reduce", size=size, ranks=self.degrees.dp_replicate, stride=stride)
 
     def hidden(self, seconds: Seconds, *, axis: str, collectives: float) -> Seconds:
-        """Returns computation together with collectives that it hides as far as it lasts, if the device has streams."""
-        hidden = 0.0 if self.hardware.device_type == "cpu" else min(seconds.total, collectives)
-        return seconds + Seconds({axis: collectives - hidden})
+        """Returns computation together with collectives that it hides as far as it lasts."""
+        return seconds + Seconds({axis: collectives - min(seconds.total, collectives)})
 
 
 def _axis(axis: str, *, degrees: Degrees) -> tuple[int, int]:
@@ -203,14 +179,12 @@ def layer_passes(layer: Layer, *, shape: Shape, machine: Machine) -> Passes:
         backward["products"] += (2 + product.again) * seconds
         results += product.rows * product.columns * product.count
     again = shape.share_again
-    attention = machine.attention_seconds(attention_flops(layer, shape=shape), features=shape.args.attention_dim)
+    attention = machine.attention_seconds(attention_flops(layer, shape=shape))
     forward["attention"] = attention
     backward["attention"] = (BACKWARD_ATTENTION + (again if shape.recompute != "op" else 0.0)) * attention
     elementwise = machine.elementwise_seconds(results)
     forward["elementwise"] = elementwise
     backward["elementwise"] = (2 + again) * elementwise
-    dispatch = machine.dispatch_seconds()
-    forward["dispatch"], backward["dispatch"] = dispatch / 3, (2 + again) / 3 * dispatch
     for transfer in layer_transfers(layer, shape=shape):
         seconds = machine.transfer_seconds(transfer)
         forward[transfer.axis] += transfer.forward * seconds
@@ -225,9 +199,8 @@ def output_passes(shape: Shape, *, machine: Machine) -> Passes:
     product = Product(rows=shape.tokens * (1 + args.mtp_depth), inner=args.dim, columns=columns, is_linear=False)
     seconds = machine.product_seconds(product)
     logits = machine.elementwise_seconds(product.rows * columns)
-    dispatch = machine.dispatch_seconds()  # both ends count as a layer
     passes = Passes(
-        forward=Seconds({"products": seconds, "elementwise": logits, "dispatch": dispatch}),
+        forward=Seconds({"products": seconds, "elementwise": logits}),
         backward=Seconds({"products": 2 * seconds, "elementwise": logits}),
     )
     if degrees.tp == 1:
@@ -333,9 +306,8 @@ def step_seconds(plan: RunPlan, *, hardware: Hardware, real_order: bool) -> Seco
 
 def pipeline_step(stages: Sequence[Stage], *, plan: RunPlan, microbatches: int, real_order: bool) -> Seconds:
     """Returns the times of one pass through the pipeline: those of the busiest rank, and its bubble."""
-    slower = stages[0].machine.hardware.cpu.pipeline
     passes = {
-        id(stage): (stage.forward(gathers=stage.reshards).times(slower), stage.backward(reduces=False).times(slower))
+        id(stage): (stage.forward(gathers=stage.reshards), stage.backward(reduces=False))
         for stage in {id(stage): stage for stage in stages}.values()
     }
     forward, backward = ([passes[id(stage)][half] for stage in stages] for half in (0, 1))
@@ -409,10 +381,7 @@ def _optimizer_seconds(plan: RunPlan, *, machine: Machine) -> float:
     degrees = plan.degrees
     ranks = degrees.pp * degrees.dp_shard * degrees.cp * degrees.tp
     size = model_work(plan).parameters / ranks * getattr(torch, plan.config.training.dtype).itemsize
-    layers = (len(model_work(plan).layers) - plan.frozen_layers) / degrees.pp + 1  # the ends count as one
-    return machine.memory_seconds(size * OPTIMIZER_BYTES) + layers * machine.core_seconds(
-        machine.hardware.cpu.update_us
-    )
+    return machine.memory_seconds(size * OPTIMIZER_BYTES)
 
 
 def predict_step_time(plan: RunPlan, *, hardware: Hardware, real_order: bool = True) -> StepTime:
