@@ -38,7 +38,7 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     weights = Weights(checkpoint)
     config = load_config([f"--job.config_file={checkpoint / 'config.toml'}"])
     model = replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path)
-    spec, tokenizer = find_model(model), build_tokenizer(model.hf_assets_path)
+    spec, tokenizer = find_model(model), build_tokenizer(model.hf_assets_path, add_bos=config.data.add_bos)
     args = args_at_step(replace(config, model=model), weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:

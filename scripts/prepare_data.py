@@ -61,7 +61,7 @@ def main(words: list[str] | None = None) -> int:
     choices = {"training": config.training, "data": config.data, "part_bytes": part_bytes}
     if not (local := find_sources(training=config.training, data=config.data)):
         raise ConfigError("every source is streamed, and tokenized while it trains; nothing is prepared.")
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
     task = {"task": options.task, "tasks": options.tasks}
     if options.tasks > 1 and not prepare_share(**choices, **task, tokenizer=tokenizer):
         print(f"task {options.task} of {options.tasks} is done; others are not")

@@ -223,12 +223,6 @@ TOKENIZERS = {
     "an id of many digits": lambda f: tokenizer(
         f, {"a": 0}, config=EOS | {"added_tokens_decoder": {"9" * 5000: {"content": "<end>", "special": True}}}
     ),
-    "an id that is not free": lambda f: tokenizer(
-        f, {"a": 0}, special=(), config=EOS | {"added_tokens_decoder": {"0": {"content": "<end>", "special": True}}}
-    ),
-    "an id beyond the next": lambda f: tokenizer(
-        f, {"a": 0}, special=(), config=EOS | {"added_tokens_decoder": {"9": {"content": "<end>", "special": True}}}
-    ),
     "tokenizer.json is a pipe": lambda f: (tokenizer(f, {"a": 0}, config=EOS), pipe(f, "tokenizer.json"), f)[-1],
     "a link outside": lambda f: (tokenizer(f, {"a": 0}, config=EOS), link(f, "tokenizer_config.json", "../x"), f)[-1],
     "a template is a pipe": lambda f: (tokenizer(f, {"a": 0}, config=EOS), os.mkfifo(f / "chat_template.jinja"), f)[-1],

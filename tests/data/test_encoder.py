@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,14 @@ def test_batches_come_back_in_order_with_their_labels(num_processes, dtype):
         assert lengths.tolist() == [len(document) for document in expected]
     assert number == 11
     assert not encoders()
+
+
+def test_a_beginning_token_precedes_each_text():
+    tokenizer = replace(TOKENIZER, bos_id=7)
+    ((_, tokens, lengths),) = encode_batches([(["a", ""], 0)], tokenizer=tokenizer, dtype="uint16", num_processes=1)
+    (ids,) = TOKENIZER.encode_batch(["a"])
+    assert tokens.tolist() == [7, *ids, TOKENIZER.eos_id, 7, TOKENIZER.eos_id]
+    assert lengths.tolist() == [len(ids) + 2, 2]
 
 
 def test_closing_early_ends_the_processes():

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from scripts import train_tokenizer
 from tests.data.corpora import TOKENIZER, texts, write
@@ -64,15 +64,24 @@ def test_an_eos_token_may_be_an_object(tmp_path):
     assert build_tokenizer(folder).eos_id == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "complaint"),
-    [(None, "has no eos_token"), ({}, "has no eos_token"), ({"eos_token": "</s>"}, "'</s>', which has no id")],
-)
-def test_a_missing_eos_token_is_an_error_with_the_choices(tmp_path, config, complaint):
+@pytest.mark.parametrize("config", [None, {}, {"eos_token": None}, {"eos_token": ""}])
+def test_a_missing_eos_token_is_an_error_with_the_choices(tmp_path, config):
     folder = word_level(tmp_path, {"a": 0}, config=config)
     with pytest.raises(ConfigError) as error:
         build_tokenizer(folder)
-    assert all(fragment in str(error.value) for fragment in (folder, complaint, "to one of the special tokens: <end>."))
+    expected = (folder, "has no eos_token", "to one of the special tokens: <end>.")
+    assert all(fragment in str(error.value) for fragment in expected)
+
+
+@pytest.mark.parametrize("declared", [None, "0", "9", "128001"])
+def test_an_eos_token_without_an_id_gets_the_next_free_one(tmp_path, caplog, declared):
+    """The ids that tokenizer_config.json gives may be those of a larger vocabulary, as in torchtitan's test assets."""
+    decoder = {} if declared is None else {declared: {"content": "</s>", "special": True}}
+    config = {"eos_token": "</s>", "added_tokens_decoder": decoder}
+    tokenizer = build_tokenizer(word_level(tmp_path, {"a": 0}, config=config))
+    assert (tokenizer.eos_id, tokenizer.vocab_size, tokenizer.decode([2])) == (2, 3, "</s>")
+    assert "the eos_token '</s>' of tokenizer_config.json has no id in tokenizer.json; it gets the next" in caplog.text
+    assert tokenizer.encode_batch(["a"]) == [[0]]
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
@@ -117,7 +126,7 @@ def test_special_tokens_above_the_vocabulary_have_no_length(tmp_path):
     folder = word_level(tmp_path, {"a": 0}, config={"eos_token": "<end>", "added_tokens_decoder": added})
     tokenizer = build_tokenizer(folder)
     assert tokenizer.backend.token_to_id("<mask>") == 2
-    assert tokenizer.byte_lengths() == [1, 0]
+    assert tokenizer.byte_lengths()[1:] == [0]
 
 
 def test_an_id_of_the_hub_names_the_command_that_downloads_it(tmp_path):
@@ -156,6 +165,115 @@ def test_added_tokens_that_are_text_have_its_bytes(tmp_path):
     (ids,) = tokenizer.encode_batch([text])
     lengths = tokenizer.byte_lengths()
     assert sum(lengths[token] for token in ids) == len(text.encode())
+
+
+TEXT = "The owner said: \u6f22\u5b57 and \U0001f389 cost 77 e\u0301uro.\n  \ufb01ne </s>"
+TRAINED = [f"The street to {n} costs {n * n} euro, said the owner of the old house." for n in range(60)]
+
+
+def word_piece():
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.train_from_iterator(TRAINED, trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "</s>"]))
+    return made
+
+
+def unigram():
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.train_from_iterator(
+        TRAINED, trainers.UnigramTrainer(vocab_size=100, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    )
+    return made
+
+
+def byte_fallback():
+    """As Llama 2: a mark before the text, and bytes for characters that are not in the vocabulary."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    characters = sorted({*"".join(TRAINED), "\u2581"} - {" "})
+    vocabulary = {token: number for number, token in enumerate(["<unk>", "</s>", *bytes_, *characters])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "</s>"])
+    return made
+
+
+def byte_level():
+    """As Qwen, which composes characters, and with a space before the text."""
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet)
+    made.train_from_iterator(TRAINED, trainer)
+    return made
+
+
+MADE = {made.__name__: made for made in (word_piece, unigram, byte_fallback, byte_level)}
+
+
+def stored(folder, made, config=None):
+    """Writes a tokenizer; returns the folder."""
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"} | (config or {})))
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_bytes_of_tokens_are_those_of_the_text(tmp_path, name):
+    tokenizer = build_tokenizer(stored(tmp_path, MADE[name]()))
+    texts_ = [TEXT, "", "  ", "owner", *TRAINED[:3]]
+    for text, (ids, sizes) in zip(texts_, tokenizer.encode_with_sizes(texts_), strict=True):
+        assert [ids] == tokenizer.encode_batch([text])
+        assert len(ids) == len(sizes)
+        assert sum(sizes) == len(text.encode()) or not ids
+        assert min(sizes, default=0) >= 0
+    (_, sizes), (_, twice) = tokenizer.encode_with_sizes(["owner", "owner owner"])
+    assert sum(twice[len(sizes) :]) in (5, 6)  # of the second word, with the space before it or without
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_bytes_of_ids_alone_are_close_to_those_of_the_text(tmp_path, name):
+    tokenizer = build_tokenizer(stored(tmp_path, MADE[name]()))
+    lengths = tokenizer.byte_lengths()
+    text = " ".join(TRAINED)
+    found = sum(lengths[token] for token in tokenizer.encode_batch([text])[0])
+    assert found == pytest.approx(len(text.encode()), rel=0.01)
+    assert lengths[tokenizer.eos_id] == 0
+
+
+def test_an_eos_token_that_is_in_the_vocabulary_only_has_no_bytes(tmp_path):
+    """As in torchtitan's test assets, whose end of text is no added token."""
+    made = Tokenizer.from_str(TOKENIZER.backend.to_str())
+    content = json.loads(made.to_str())
+    content["model"]["vocab"]["</s>"] = 2048
+    tokenizer = build_tokenizer(stored(tmp_path, Tokenizer.from_str(json.dumps(content))))
+    assert (tokenizer.eos_id, tokenizer.byte_lengths()[2048]) == (2048, 0)
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path):
+    content = json.loads(word_piece().to_str()) | {"pre_tokenizer": {"type": "FixedLength", "length": 0}}
+    tokenizer = build_tokenizer(stored(tmp_path, Tokenizer.from_str(json.dumps(content))))
+    for encode in (tokenizer.encode_batch, tokenizer.encode_with_sizes):
+        with pytest.raises(
+            ConfigError, match=r"model\.hf_assets_path: chunk size must be non-zero; it must encode any"
+        ):
+            encode(["a text"])
+
+
+@pytest.mark.parametrize("model", [{"dropout": 0.1}, {"dropout": 1.0}])
+def test_random_ids_are_refused(tmp_path, model):
+    made = byte_level()
+    made.model.dropout = model["dropout"]
+    with pytest.raises(ConfigError, match="draws the ids of a text at random"):
+        build_tokenizer(stored(tmp_path, made))
 
 
 def test_a_text_that_cannot_be_encoded_is_an_error(tmp_path):

@@ -3,13 +3,12 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
+from tests.data.test_tokenizer import MADE, stored
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import EvaluationTask
@@ -19,7 +18,7 @@ from torchtitan_clone.ops import SOURCE_BITS
 from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
 from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
 from torchtitan_clone.run.samples import encode_prompts
-from torchtitan_clone.run.scoring import ScoredText, pack_texts
+from torchtitan_clone.run.scoring import ScoredText, cut_text, pack_texts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output, rows
 from torchtitan_clone.testing.trainers import open_trainers
@@ -163,16 +162,39 @@ def test_a_task_that_cannot_be_evaluated_is_named(task, message):
     assert message in str(error.value)
 
 
-def test_a_text_without_a_token_that_has_bytes_is_named(tmp_path):
-    words = Tokenizer(WordLevel({"[UNK]": 0, "<eos>": 1, "hello": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    words.add_special_tokens(["[UNK]", "<eos>"])
-    words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    (tmp_path / "a.txt").write_text("neither of these")
-    task = {"name": "mine", "kind": "text", "path": str(tmp_path / "a.txt")}
-    with pytest.raises(ConfigError, match=r'name "mine": every token of its text is a special one'):
-        tasks_of(task, tokenizer=build_tokenizer(str(tmp_path)))
+UNIFORM = math.log(100)
+"""The loss of each token of a model that knows nothing, and has 100 tokens."""
+
+
+@pytest.mark.parametrize("bos_id", [None, 1])
+@pytest.mark.parametrize("name", MADE)
+def test_bits_per_byte_are_those_of_the_bytes_of_the_text(tmp_path, name, bos_id):
+    """Of its first token only where a token precedes it. No token has other bytes than the text has there."""
+    tokenizer = replace(build_tokenizer(stored(tmp_path / "t", MADE[name]())), bos_id=bos_id)
+    found = ["[owner] \u6f22\u5b57 of 7 euro, said the street", "costs", "owner of the house " * 30]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in found))
+    (task,) = tasks_of({"name": "mine", "kind": "text", "path": str(tmp_path / "a.jsonl")}, tokenizer=tokenizer)
+    encoded = tokenizer.encode_with_sizes(found)
+    firsts = [] if bos_id is not None else [sizes[0] for _, sizes in encoded if len(sizes) > 1]
+    missing = sum(len(text.encode()) for text, (ids, _) in zip(found, encoded, strict=True) if len(ids) < 2)
+    size = len("".join(found).encode()) - sum(firsts) - missing
+    tokens = sum(len(ids) - 1 for ids, _ in encoded)
+    measured = task.measure([-UNIFORM * text.num_scored for text in task.texts])
+    assert measured["bits_per_byte"] == pytest.approx(tokens * UNIFORM / (math.log(2) * size), rel=1e-12)
+    assert measured["loss"] == pytest.approx(UNIFORM, rel=1e-12)
+
+
+def test_a_text_is_cut_so_that_the_last_stretch_has_context():
+    """As the rolling windows of lm-evaluation-harness."""
+    found = [(list(text.tokens), text.first) for text in cut_text(range(12), seq_len=4)]
+    assert found == [([0, 1, 2, 3, 4], 1), ([4, 5, 6, 7, 8], 1), ([7, 8, 9, 10, 11], 2)]
+    assert [(list(text.tokens), text.first) for text in cut_text(range(4), seq_len=4)] == [([0, 1, 2, 3], 1)]
+    assert cut_text([0], seq_len=4) == cut_text([], seq_len=4) == []
+    for length in range(2, 40):
+        for seq_len in (1, 3, 8):
+            texts = cut_text(range(length), seq_len=seq_len)
+            assert [token for text in texts for token in text.tokens[text.first :]] == list(range(1, length))
+            assert all(text.size == min(seq_len, length - 1) for text in texts)
 
 
 def test_rows_of_a_text_that_cannot_be_read_are_skipped_as_those_of_training(tmp_path):
@@ -242,6 +264,30 @@ def test_accuracies_divide_by_the_length_of_choices():
     assert found["accuracy"] == found["accuracy_per_char"] == 0.0
     assert found["accuracy_per_byte"] == 1.0
     assert found["gold_bits_per_byte"] == pytest.approx(5.0 / math.log(2) / 6)
+
+
+@pytest.mark.parametrize(("query", "space"), [("is", " "), ("is ", ""), ("is", "")])
+def test_the_space_between_query_and_choice_has_no_length(query, space):
+    """Where it is written must not matter: 4.5 / 2 and 8 / 4 of two choices, not 4.5 / 3 and 8 / 5."""
+    example = Example(query=query, choices=[f"{space}ab", f"{space}abcd"], gold=1, where="")
+    found = measure_choices([example], [[-4.5, -8.0]])
+    assert (found["accuracy"], found["accuracy_per_char"], found["accuracy_per_byte"]) == (0.0, 1.0, 1.0)
+    size = 4 + (space or query).count(" ")
+    assert found["gold_bits_per_byte"] == pytest.approx(8.0 / math.log(2) / size)
+    blank = Example(query=query, choices=[" ", "a"], gold=0, where="")
+    assert measure_choices([blank], [[-1.0, -2.0]])["accuracy_per_char"] == 1.0
+
+
+@pytest.mark.parametrize("bos_id", [None, 7])
+@pytest.mark.parametrize("query", ["import", "import ", "import  \n"])
+def test_exactly_the_tokens_after_the_query_are_scored(query, bos_id):
+    """Spaces at its end belong to the choice, so that both are encoded as one text is."""
+    tokenizer = replace(build_tokenizer(None), bos_id=bos_id)
+    (text,) = score_pairs([(query, "os.path")], tokenizer=tokenizer)
+    plain, start = build_tokenizer(None), [] if bos_id is None else [bos_id]
+    assert text.tokens == start + plain.encode_batch([f"{query}os.path"])[0]
+    assert plain.decode(text.tokens[len(start) : text.first]) == "import"
+    assert plain.decode(text.tokens[text.first :]) == f"{query.removeprefix('import')}os.path"
 
 
 def test_a_choice_that_merges_with_its_query_is_scored():

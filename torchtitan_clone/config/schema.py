@@ -220,6 +220,8 @@ class Data:
     """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
     cache_folder: str | None = None
     """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
+    add_bos: bool | None = None
+    """Put the beginning-of-text token of the tokenizer before each text; unset: as the files of the tokenizer say."""
     prepare_processes: Annotated[int, Range(1, 1024, or_auto=True)] = -1
     """Number of processes that tokenize a new dataset; -1: one per CPU core."""
     held_out_fraction: Fraction = 0.01

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Encoded = tuple["array[int]", "array[int]"]
-"""Concatenated tokens of some documents, eos included, and the length of each document in tokens."""
+"""Concatenated tokens of some documents, bos and eos included, and the length of each document in tokens."""
 
 
 class TokenizerProcessError(RuntimeError):
@@ -43,7 +43,7 @@ def encode_batches(
         ids, lengths = encoded
         return np.asarray(ids).astype(dtype), np.asarray(lengths)
 
-    setup = (tokenizer.backend.to_str(), tokenizer.eos_id)
+    setup = (tokenizer.backend.to_str(), tokenizer.bos_id, tokenizer.eos_id)
     processes: list[Popen[bytes]] = []
     of_thread = threading.local()
 
@@ -103,7 +103,8 @@ def _serve() -> None:
     """Answers until the input ends, also where the other process is killed while it writes or reads."""
     import tokenizers
 
-    content, eos_id = pickle.load(sys.stdin.buffer)
+    content, bos_id, eos_id = pickle.load(sys.stdin.buffer)
+    start = [] if bos_id is None else [bos_id]
     backend = tokenizers.Tokenizer.from_str(content)
     backend.encode_special_tokens = True  # to_str() does not save it
     while True:
@@ -116,9 +117,10 @@ def _serve() -> None:
             for text in texts:
                 # One at a time: what the library allocates for a text stays in the processor's cache.
                 (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+                ids.fromlist(start)
                 ids.fromlist(encoding.ids)
                 ids.append(eos_id)
-                lengths.append(len(encoding) + 1)
+                lengths.append(len(start) + len(encoding) + 1)
             answer = ids, lengths
         except BaseException as error:  # noqa: BLE001, the library's panics are no Exception
             answer = f"{type(error).__name__}: {error}"

@@ -2,17 +2,23 @@
 
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import tokenizers
+from tokenizers import processors
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.documents import DocumentError, Value, find_member, is_unicode, parse_json, read_member, shorten
+
+logger = logging.getLogger("torchtitan_clone")
 
 SHIPPED_FOLDER = Path(__file__).parent / "assets" / "stdlib_tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
@@ -21,6 +27,8 @@ MAX_ID = (1 << 24) - 1
 _PANIC = "PanicException"
 """Class of the errors of Rust's `panic!`: a BaseException that cannot be imported."""
 _FILES = (TOKENIZER_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+_UNKNOWN_BYTES = 4
+"""Assumed for the unknown token where its text is not known: the most that a character has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,48 +36,115 @@ class Tokenizer:
     """A tokenizer, with the id of the end-of-text token, which follows every document."""
 
     backend: tokenizers.Tokenizer
+    """Without a post-processor, whose part bos_id has."""
     vocab_size: int
     """Highest id + 1; ids may have gaps."""
     eos_id: int
-    fingerprint: str
+    bos_id: int | None = None
+    """The beginning-of-text token, which precedes every text; None: there is none."""
+    prefix_id: int
+    """The token that stands before a text of which the first token is scored too: the bos_token, else the eos_token."""
+    digest: str
+    """Of tokenizer.json."""
+    is_as_stored: bool = True
+    """Whether the files in the folder give the same ids: an id of eos_token, and whether bos_id is put before texts."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies what becomes of a text; compared with that of token stores and checkpoints."""
+        return self.digest if self.bos_id is None else f"{self.digest} bos {self.bos_id}"
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.backend.encode_special_tokens = True  # the library does not pickle it
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def describe(self) -> str:
+        """Returns its size and the tokens around each text, in one line."""
+        start = "" if self.bos_id is None else f"{self.decode([self.bos_id])} ({self.bos_id}) before each text, "
+        return f"{self.vocab_size:,} ids, {start}{self.decode([self.eos_id])} ({self.eos_id}) after it"
+
+    def encode_batch(self, texts: Sequence[str], *, add_bos: bool = True) -> list[list[int]]:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
-        try:
-            return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
-        except Exception as error:  # the library has no class of its own
-            if type(error) is not Exception:
-                raise
-            raise ConfigError(f"the tokenizer of model.hf_assets_path: {error}; it must encode any text") from None
+        with _explained_errors("it must encode any text"):
+            found = [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return found if self.bos_id is None or not add_bos else [[self.bos_id, *ids] for ids in found]
+
+    def encode_with_sizes(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Returns the ids of each text, and how many of its UTF-8 bytes each stands for; they add up to the text's.
+
+        A token stands for what is from its start to that of the next one, so that characters that the tokenizer drops
+        or replaces count too; bos_id for nothing.
+        """
+        with _explained_errors("it must encode any text"):
+            encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        start = [] if self.bos_id is None else [self.bos_id]
+        found: list[tuple[list[int], list[int]]] = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            starts = accumulate((first for first, _ in encoding.offsets[1:]), max, initial=0)
+            places = [*starts, len(text)] if encoding.ids else []
+            sizes = [len(text[first:last].encode()) for first, last in pairwise(places)]
+            found.append(([*start, *encoding.ids], [0 for _ in start] + sizes))
+        return found
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether every character of a token is one byte of the text, so that byte_lengths() is exact."""
+        decoder = self.backend.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def byte_lengths(self) -> list[int]:
-        """Returns the bytes of text that each id stands for; 0 for special tokens and ids without a token."""
+        """Returns the bytes that each id adds to a text, 0 for special tokens and ids without a token.
+
+        An estimate where the tokenizer drops or replaces characters. Where the text is known, encode_with_sizes() is
+        exact, and token stores count its bytes.
+        """
         added = self.backend.get_added_tokens_decoder()
-        is_byte_level = "ByteLevel" in str(json.loads(self.backend.to_str()).get("decoder"))
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
         lengths = [0] * max(self.vocab_size, 1 + max(added, default=0))  # tokenizer_config.json may add higher ids
-        for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
-            if token_id in added:
-                lengths[token_id] = 0 if added[token_id].special else len(token.encode(errors="replace"))
-            else:
-                # A character of a byte-level token is one byte; others mark a space and spell out single bytes.
-                text = re.sub("<0x[0-9A-F]{2}>", "x", token.replace("\u2581", " "))
-                lengths[token_id] = len(token if is_byte_level else text.encode(errors="replace"))
+        if self.is_byte_level:
+            for token, token_id in vocabulary.items():
+                lengths[token_id] = len(token.encode(errors="replace") if token_id in added else token)
+        else:
+            ids = sorted(set(vocabulary.values()))
+            with _explained_errors("it must decode any id"):  # after itself: the first token of a text has no space
+                once, twice = (self.backend.decode_batch([[each] * n for each in ids], False) for n in (1, 2))
+            for token_id, one, two in zip(ids, once, twice, strict=True):
+                is_byte = re.fullmatch("<0x[0-9A-F]{2}>", self.backend.id_to_token(token_id) or "")
+                lengths[token_id] = 1 if is_byte else max(0, len(two.encode()) - len(one.encode()))
+        for token_id in (each for each, token in added.items() if token.special):
+            lengths[token_id] = 0
+        lengths[self.eos_id] = 0
+        if (unknown := self._unknown_id()) is not None:
+            lengths[unknown] = _UNKNOWN_BYTES
         return lengths[: self.vocab_size]
+
+    def _unknown_id(self) -> int | None:
+        model = json.loads(self.backend.to_str())["model"]
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self.backend.token_to_id(token)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens included."""
-        return self.backend.decode(list(ids), skip_special_tokens=False)
+        with _explained_errors("it must decode any id"):
+            return self.backend.decode(list(ids), skip_special_tokens=False)
 
 
-def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
+@contextmanager
+def _explained_errors(rule: str) -> Iterator[None]:
+    """Raises ConfigError for what the library raises, which has no class of its own, and for its panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != _PANIC:
+            raise
+        raise ConfigError(f"the tokenizer of model.hf_assets_path: {shorten(str(error))}; {rule}") from None
+
+
+def build_tokenizer(hf_assets_path: str | None, *, add_bos: bool | None = None) -> Tokenizer:
     """Reads tokenizer.json, and the end-of-text token from tokenizer_config.json, in a folder; None: the package's.
 
-    Adds the special tokens that only tokenizer_config.json has. ConfigError if a file is missing or invalid, or names
-    no end-of-text token.
+    `add_bos` is data.add_bos. Adds the special tokens that only tokenizer_config.json has. ConfigError if a file is
+    missing or invalid, or names no end-of-text token.
     """
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
     option = f"model.hf_assets_path = {toml_like(str(folder))}"
@@ -86,15 +161,23 @@ def build_tokenizer(hf_assets_path: str | None) -> Tokenizer:
         for name in _FILES:  # an export saves them all
             find_member(folder, name=name)
         backend = _parse_tokenizer(content)
+        config = _read_config(folder)
         highest = max(backend.get_vocab(with_added_tokens=True).values())
-        eos_id = _eos_id(backend, config=_read_config(folder), option=option)
+        eos_id, is_new = _eos_id(backend, config=config, option=option)
+        post_processor, backend.post_processor = backend.post_processor, None
+        stored = _start_of_texts(backend, post_processor=post_processor, eos_id=eos_id, add_bos=add_bos)
+        named = _named_id(backend, config=config, name="bos_token")
+        bos_id = _bos_id(config, stored=stored, named=named, add_bos=add_bos)
     except (DocumentError, OSError) as error:
         raise ConfigError(f"{option}: {error}; correct the file, or download it again.") from error
     return Tokenizer(
         backend=backend,
-        vocab_size=1 + max(highest, eos_id),
+        vocab_size=1 + max(highest, eos_id, -1 if bos_id is None else bos_id),
         eos_id=eos_id,
-        fingerprint=hashlib.sha256(content).hexdigest(),
+        bos_id=bos_id,
+        prefix_id=next(each for each in (bos_id, named, eos_id) if each is not None),
+        digest=hashlib.sha256(content).hexdigest(),
+        is_as_stored=not is_new and bos_id == stored and (add_bos is None or "add_bos_token" not in config),
     )
 
 
@@ -105,6 +188,9 @@ def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
         if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
             raise
         raise DocumentError(f"{TOKENIZER_FILE} is not a valid tokenizer ({shorten(str(error))})") from error
+    if any(getattr(backend.model, name, None) for name in ("dropout", "alpha")):
+        rule = "its model draws the ids of a text at random (dropout or alpha), and a run could not be resumed"
+        raise DocumentError(f"{TOKENIZER_FILE}: {rule}; set them to null")
     backend.encode_special_tokens = True
     backend.no_truncation()
     backend.no_padding()
@@ -116,14 +202,47 @@ def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
     return backend
 
 
-def tokenizer_files(hf_assets_path: str | None) -> dict[str, bytes]:
-    """Returns the tokenizer's files by name, to be saved with an exported model. DocumentError if one is invalid."""
+def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer | None = None) -> dict[str, bytes]:
+    """Returns the tokenizer's files by name, to be saved with an exported model: they give the ids that are trained.
+
+    `tokenizer` is that of the run; None: as the files say. ConfigError if one is invalid, OSError if it is another.
+    """
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
+    tokenizer = tokenizer or build_tokenizer(hf_assets_path)
     contents = {name: read_member(folder, name=name) for name in _FILES}
     found = {name: content for name, content in contents.items() if content is not None}
-    # Without a class, transformers selects one by model type, and older versions then pre-tokenize differently.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | {k: v.value for k, v in _read_config(folder).items()}
+    if hashlib.sha256(found.get(TOKENIZER_FILE, b"")).hexdigest() != tokenizer.digest:
+        rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
+        raise OSError(f"model.hf_assets_path = {toml_like(hf_assets_path)}: {rule}")
+    # Another class, also that of the model type, may rebuild the pre-tokenizer that tokenizer.json has.
+    config = {name: entry.value for name, entry in _read_config(folder).items() if name != "auto_map"}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if not tokenizer.is_as_stored:
+        found[TOKENIZER_FILE] = _with_ends(tokenizer).to_str(pretty=True).encode() + b"\n"
+        # tokenizer.json has all tokens that have an id. To others transformers would give ids that the model lacks.
+        unknown = [name for name, value in config.items() if name.endswith("_token") and not _has_id(value, tokenizer)]
+        config = {name: value for name, value in config.items() if name not in ("added_tokens_decoder", *unknown)}
+        config["add_bos_token"] = tokenizer.bos_id is not None
+        if tokenizer.bos_id is not None:
+            config["bos_token"] = tokenizer.backend.id_to_token(tokenizer.bos_id)
+        found.pop("special_tokens_map.json", None)
     return found | {CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"}
+
+
+def _has_id(entry: object, tokenizer: Tokenizer) -> bool:
+    token = entry.get("content") if isinstance(entry, dict) else entry
+    return isinstance(token, str) and tokenizer.backend.token_to_id(token) is not None
+
+
+def _with_ends(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """Returns the tokenizer with a post-processor that puts bos_id before each text."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    if tokenizer.bos_id is not None:
+        token = tokenizer.backend.id_to_token(tokenizer.bos_id)
+        backend.post_processor = processors.TemplateProcessing(
+            single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, tokenizer.bos_id)]
+        )
+    return backend
 
 
 def _read_config(folder: Path) -> dict[str, Value]:
@@ -135,20 +254,81 @@ def _read_config(folder: Path) -> dict[str, Value]:
     return config
 
 
-def _eos_id(backend: tokenizers.Tokenizer, *, config: dict[str, Value], option: str) -> int:
-    """Returns the id of the eos_token, in the file a string, or an object with the string "content"."""
+def _named_id(backend: tokenizers.Tokenizer, *, config: dict[str, Value], name: str) -> int | None:
+    """Returns the id of the bos_token or eos_token, in the file a string, or an object with the string "content"."""
+    token = _content(config[name]) if name in config else None
+    return None if token is None else backend.token_to_id(token)
+
+
+def _eos_id(backend: tokenizers.Tokenizer, *, config: dict[str, Value], option: str) -> tuple[int, bool]:
+    """Returns the id of the eos_token, and whether it had none, so that it was given the next free one."""
     token = _content(config["eos_token"]) if "eos_token" in config else None
     _add_special_tokens(backend, config=config, eos_token=token)
-    eos_id = None if token is None else backend.token_to_id(token)
-    if eos_id is None:
+    if not token:
         special = [added.content for added in backend.get_added_tokens_decoder().values() if added.special]
-        found = "has no eos_token" if token is None else f"names the eos_token {shorten(repr(token))}, which has no id"
         listed = ", ".join(shorten(each) for each in special[:20])
         raise ConfigError(
-            f"{option}: {CONFIG_FILE} {found}, but documents need a separator; set "
+            f"{option}: {CONFIG_FILE} has no eos_token, but documents need a separator; set "
             f'"eos_token" in it to one of the special tokens: {listed or "none"}.'
         )
-    return eos_id
+    if (eos_id := backend.token_to_id(token)) is not None:
+        return eos_id, False
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False)])
+    eos_id = backend.token_to_id(token)
+    assert eos_id is not None
+    rule = f"the eos_token {shorten(repr(token))} of {CONFIG_FILE} has no id in {TOKENIZER_FILE}"
+    logger.warning("%s: %s; it gets the next free one, %d", option, rule, eos_id)
+    return eos_id, True
+
+
+def _start_of_texts(
+    backend: tokenizers.Tokenizer, *, post_processor: processors.PostProcessor | None, eos_id: int, add_bos: bool | None
+) -> int | None:
+    """Returns the token that the post-processor puts before each text; DocumentError if it changes texts otherwise."""
+    encoding = _any_encoding(backend)
+    if post_processor is None or encoding is None:
+        return None
+    ids: list[int] = encoding.ids
+    with _explained_errors("its post-processor must accept any text"):
+        processed: list[int] = post_processor.process(encoding, None, True).ids
+    starts = [index for index in range(len(processed)) if processed[index : index + len(ids)] == ids]
+    if starts and starts[0] <= 1 and processed[starts[0] + len(ids) :] in ([], [eos_id]):
+        return processed[0] if starts[0] else None
+    if add_bos is False and starts:
+        return processed[0]
+    rule = f"its post-processor turns the ids {ids} of a text into {processed[:20]}"
+    allowed = "at most one token may precede them, and the eos_token follow"
+    remedy = "; with data.add_bos = false nothing is put around texts" if starts else ""
+    raise DocumentError(f"{TOKENIZER_FILE}: {rule}; {allowed}{remedy}")
+
+
+def _any_encoding(backend: tokenizers.Tokenizer) -> tokenizers.Encoding | None:
+    """Returns the encoding of some text that has tokens; None if none was found."""
+    for text in ("a", *sorted(backend.get_vocab(with_added_tokens=False))[:1000]):
+        try:
+            encoding = backend.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != _PANIC:
+                raise
+            continue
+        if encoding.ids:
+            return encoding
+    return None
+
+
+def _bos_id(config: dict[str, Value], *, stored: int | None, named: int | None, add_bos: bool | None) -> int | None:
+    """Returns the token before each text: as the option says, else the files, of which the flag decides."""
+    if add_bos is None and "add_bos_token" in config and config["add_bos_token"].value is not None:
+        add_bos = config["add_bos_token"].flag() and named is not None  # as transformers reads it
+        stored = named
+    if add_bos is None:
+        return stored
+    if add_bos and stored is None and named is None:
+        raise ConfigError(
+            f"data.add_bos = true: {CONFIG_FILE} of model.hf_assets_path names no bos_token that has an id; "
+            'set "bos_token" in it to one of the special tokens, or data.add_bos to false.'
+        )
+    return (named if stored is None else stored) if add_bos else None
 
 
 def _content(token: Value) -> str | None:

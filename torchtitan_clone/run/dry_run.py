@@ -70,6 +70,7 @@ def summary(plan: RunPlan) -> str:
     return (
         f"{to_toml(plan.config) if plan.config.job.dry_run_all else changes_to_toml(plan.config)}\n"
         f"data              {escape(describe_data(training=plan.config.training, data=plan.config.data))}\n"
+        f"tokenizer         {escape(plan.tokenizer.describe())}\n"
         f"mesh              {describe_mesh(first.degrees)}\n"
         f"pipeline          {first.pipeline_summary or 'none'}\n"
         f"parameters        {_describe_parameters(plan)}\n"

@@ -16,7 +16,7 @@ from torchtitan_clone.data.opening import with_own_options
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.documents import DocumentError, is_unicode, parse_json, read_regular
-from torchtitan_clone.run.scoring import ScoredText
+from torchtitan_clone.run.scoring import ScoredText, cut_text
 
 CHOICES = 4
 """Choices of an example that is made by code."""
@@ -72,17 +72,14 @@ def _build_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer
 
 def _text_task(options: EvaluationTask, *, config: Config, tokenizer: Tokenizer, seq_len: int) -> Task:
     """Scores all tokens but the first of each document, in stretches of `seq_len`."""
-    lengths = tokenizer.byte_lengths()
-    texts: list[ScoredText] = []
-    for ids in tokenizer.encode_batch(_documents(options, config)):
-        starts = range(0, len(ids) - 1, seq_len)
-        texts += [ScoredText(tokens=ids[start : start + seq_len + 1], first=1) for start in starts]
+    encoded = tokenizer.encode_with_sizes(_documents(options, config))
+    texts = [text for ids, _ in encoded for text in cut_text(ids, seq_len=seq_len)]
     if not texts:
         raise ConfigError("its files have no document of two tokens; set path to text")
-    size = sum(lengths[token] for text in texts for token in text.tokens[text.first :])
+    size = sum(sum(sizes[1:]) for _, sizes in encoded)
     if not size:
-        raise ConfigError("every token of its text is a special one, which has no bytes; set path to other text")
-    tokens = sum(text.size for text in texts)
+        raise ConfigError("the tokens after the first of its documents stand for no bytes; set path to other text")
+    tokens = sum(text.num_scored for text in texts)
 
     def measure(nats: Sequence[float]) -> dict[str, float]:
         total = -math.fsum(nats)
@@ -132,24 +129,35 @@ def score_pairs(pairs: Sequence[tuple[str, str]], *, tokenizer: Tokenizer) -> li
 
     Spaces at the end of a context count as the start of the continuation, as in lm-evaluation-harness.
     """
-    cut = [(context.rstrip(), context[len(context.rstrip()) :] + continuation) for context, continuation in pairs]
+    cut = [(context.rstrip(), _spaces_after(context) + continuation) for context, continuation in pairs]
     contexts = tokenizer.encode_batch([context for context, _ in cut])
     wholes = tokenizer.encode_batch([context + continuation for context, continuation in cut])
     # The first token of all has nothing that it is given. Of a single token, nothing would be scored.
-    apart = [context + ending if len(whole) < 2 else whole for context, ending, whole in zip(
-        contexts, tokenizer.encode_batch([ending for _, ending in cut]), wholes, strict=True)]  # fmt: skip
+    endings = tokenizer.encode_batch([ending for _, ending in cut], add_bos=False)
+    apart = [
+        context + ending if len(whole) < 2 else whole
+        for context, ending, whole in zip(contexts, endings, wholes, strict=True)
+    ]
     return [
         ScoredText(tokens=tokens, first=max(1, min(len(context), len(tokens) - 1)))
         for context, tokens in zip(contexts, apart, strict=True)
     ]
 
 
+def _spaces_after(context: str) -> str:
+    return context[len(context.rstrip()) :]
+
+
 def measure_choices(examples: Sequence[Example], nats: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns the accuracy by the sum of log-likelihoods, per character and per byte, and bits per byte of the gold."""
+    """Returns the accuracy by the sum of log-likelihoods, per character and per byte, and bits per byte of the gold.
+
+    A space before a choice separates it from the query and is no part of its length, as in lm-evaluation-harness, where
+    it is the delimiter; it is part of what is scored, and of the bits per byte.
+    """
     sizes: dict[str, Callable[[str], int]] = {
         "accuracy": lambda _: 1,
-        "accuracy_per_char": len,
-        "accuracy_per_byte": lambda choice: len(choice.encode()),
+        "accuracy_per_char": lambda choice: len(choice.removeprefix(" ")) or 1,
+        "accuracy_per_byte": lambda choice: len(choice.removeprefix(" ").encode()) or 1,
     }
     found: dict[str, float] = {}
     for name, size in sizes.items():
@@ -159,7 +167,8 @@ def measure_choices(examples: Sequence[Example], nats: Sequence[Sequence[float]]
             right += relative.index(max(relative)) == example.gold
         found[name] = right / len(examples)
     bits = [
-        -scores[example.gold] / (math.log(2) * len(example.choices[example.gold].encode()))
+        -scores[example.gold]
+        / (math.log(2) * len(f"{_spaces_after(example.query)}{example.choices[example.gold]}".encode()))
         for example, scores in zip(examples, nats, strict=True)
     ]
     return found | {"gold_bits_per_byte": math.fsum(bits) / len(bits)}

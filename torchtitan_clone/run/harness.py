@@ -7,7 +7,7 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from torchtitan_clone.run.generation import Generator, Sampling
-from torchtitan_clone.run.scoring import ScoredText, Scores, pack_texts
+from torchtitan_clone.run.scoring import ScoredText, Scores, cut_text, pack_texts
 from torchtitan_clone.run.trained_model import TrainedModel
 
 Request = tuple[tuple[str, str], list[int], list[int]]
@@ -27,21 +27,23 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self._trained.tokenizer.eos_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self._trained.tokenizer.prefix_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        return self._trained.tokenizer.encode_batch([string])[0]
+        return self._trained.tokenizer.encode_batch([string], add_bos=add_special_tokens is not False)[0]
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **_: object) -> list[tuple[float, bool]]:
         texts = [self._text(context, continuation) for _, context, continuation in requests]
         return [(nats, not misses) for nats, misses in self._score(texts)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Returns the log-likelihood of each text, in stretches; the end of a document is before the first token."""
+        """Returns the log-likelihood of each text, in stretches; the prefix token is before the first token."""
         totals: list[float] = []
         for (string,) in (request.args for request in requests):
-            ids = [self.eot_token_id, *self.tok_encode(string)]
-            starts = range(0, len(ids) - 1, self._seq_len)
-            texts = [ScoredText(tokens=ids[start : start + self._seq_len + 1], first=1) for start in starts]
-            totals.append(sum(nats for nats, _ in self._score(texts)))
+            ids = [self.prefix_token_id, *self.tok_encode(string, add_special_tokens=False)]
+            totals.append(sum(nats for nats, _ in self._score(cut_text(ids, seq_len=self._seq_len))))
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:

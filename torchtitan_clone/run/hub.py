@@ -74,7 +74,7 @@ def check_tokenizer(folder: Path, *, model: Model, tokenizer: Tokenizer) -> None
         content = read_member(folder, name=TOKENIZER_FILE)
     except (DocumentError, OSError):
         return  # opening the weights says what is wrong with the folder
-    if content is not None and hashlib.sha256(content).hexdigest() != tokenizer.fingerprint:
+    if content is not None and hashlib.sha256(content).hexdigest() != tokenizer.digest:
         raise ConfigError(
             f"checkpoint.initial_load_path = {toml_like(str(folder))}: its {TOKENIZER_FILE} is not the bundled one, "
             "with which the run would train these weights; set model.hf_assets_path to this folder, or to that of the "
@@ -215,13 +215,9 @@ def export_files(
     *, spec: ModelSpec, model_args: ModelArgs, model: Model, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> dict[str, bytes]:
     """Returns config.json, generation_config.json and the tokenizer's files. OSError if it is another tokenizer."""
-    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+    special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     config = {**spec.hugging_face.to_config(model_args), **special, "torch_dtype": str(dtype).removeprefix("torch.")}
     generation = {"_from_model_config": True, **special}
     files = {CONFIG_FILE: config, "generation_config.json": generation}
     written = {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}
-    found = tokenizer_files(model.hf_assets_path)
-    if hashlib.sha256(found.get(TOKENIZER_FILE, b"")).hexdigest() != tokenizer.fingerprint:
-        rule = f"{TOKENIZER_FILE} is not there, or not the one that was read at the start; put it back"
-        raise OSError(f"model.hf_assets_path = {toml_like(model.hf_assets_path)}: {rule}")
-    return found | written
+    return tokenizer_files(model.hf_assets_path, tokenizer=tokenizer) | written

@@ -198,7 +198,7 @@ def inspect_run(folder: Path | None, *, words: list[str]) -> InspectedRun:
         raise ConfigError(f"training.dataset = {dataset}: streamed data has no order that can be read at any step.")
     folder = folder or Path()
     logged = _read_logged(folder / METRICS_FILE)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
     mixture = _mixture(config, folder, logged)
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=tokenizer, mixture=mixture)
     return InspectedRun(config=config, folder=folder, dataset=dataset, tokenizer=tokenizer, logged=logged)

@@ -79,7 +79,7 @@ def resolve(
     found = list(problems)
     spec, model_args, tokenizer = None, None, None
     with _collected(found):
-        tokenizer = build_tokenizer(config.model.hf_assets_path)
+        tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
     with _collected(found):
         spec = find_model(config.model)
         model_args = spec.resolve_args(config.model)

@@ -29,6 +29,24 @@ class ScoredText:
         """Tokens that the text takes in a row: the last one is only a target."""
         return len(self.tokens) - 1
 
+    @property
+    def num_scored(self) -> int:
+        return len(self.tokens) - self.first
+
+
+def cut_text(ids: Sequence[int], *, seq_len: int) -> list[ScoredText]:
+    """Returns stretches that score each token but the first once, given as many of the tokens before it as fit.
+
+    They are those of lm-evaluation-harness: the last one, which scores fewer tokens, begins earlier.
+    """
+    ends = [min(start + seq_len, len(ids)) for start in range(1, len(ids), seq_len)]
+    starts = [max(0, end - seq_len - 1) for end in ends]
+    scored = range(1, len(ids), seq_len)
+    return [
+        ScoredText(tokens=ids[start:end], first=first - start)
+        for start, end, first in zip(starts, ends, scored, strict=True)
+    ]
+
 
 def pack_texts(texts: Sequence[ScoredText], *, seq_len: int, multiple: int = 1) -> Batch:
     """Returns the rows of all texts, as many as a multiple, the last ones empty; a pure function of its arguments.

@@ -67,7 +67,7 @@ def _open_checkpoint(
     config = load_config([f"--job.config_file={folder / CONFIG_FILE}"])
     config = replace(config, model=replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path))
     spec = find_model(config.model)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
     args = args_at_step(config, weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if unlike := [name for name, tensor in state.items() if name not in found or found[name].shape != tensor.shape]:
