@@ -278,7 +278,7 @@ class Trainer:
             grad_norm=grad_norm,
             auxiliary=totals.auxiliary,
             loads=totals.loads,
-            by_source=totals.by_source if healthy and committed else {},
+            by_source=state.loader.scale_bytes(totals.by_source) if healthy and committed else {},
             data_seconds=data_seconds,
             stop=stops > 0,
             committed=committed,

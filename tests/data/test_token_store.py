@@ -2,11 +2,13 @@
 
 import gzip
 import itertools
+import json
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ import pytest
 from tests.data.corpora import TOKENIZER, files_below, jsonl, open_corpus, parquet, texts, write, write_corpus
 from tests.data.loaders import train_loader, validation_loader
 from tests.data.processes import children, is_alive, wait_for
-from tests.data.test_tokenizer import word_level
+from tests.data.test_tokenizer import MADE, stored, word_level
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data import build_tokenizer, open_dataset
+from torchtitan_clone.data.preparation import prepare_parts, prepare_store
+from torchtitan_clone.data.sources import find_source
 from torchtitan_clone.data.token_store import is_held_out
 
 # torchtitan_clone.testing.harness starts this server with torch loaded.
@@ -68,6 +72,51 @@ def test_splits_have_every_document_in_order_with_eos(tmp_path, corpus):
         assert documents(store, split) == encoded
     assert 10 < store.meta.documents["validation"] < 60
     assert store.tokens("train").dtype == np.uint16
+
+
+@pytest.mark.parametrize("name", [*MADE, "token ids"])
+def test_a_store_knows_the_bytes_of_its_text(tmp_path, name, caplog):
+    """Bits per byte must not depend on the tokenizer, whose tokens are not always what the text has."""
+    made = MADE.get(name, MADE["word_piece"])
+    tokenizer = build_tokenizer(stored(tmp_path / "t", made()))
+    found = [f"{text} \u6f22\u5b57" for text in texts(300, words=20)]
+    if name == "token ids":
+        folder = write(
+            tmp_path / "data",
+            {"a.parquet": parquet(tokenizer.encode_batch(found), kind=pyarrow.list_(pyarrow.int32()))},
+        )
+    else:
+        folder = write(tmp_path / "data", {"a.jsonl": jsonl(found[:100]), "b.jsonl": jsonl(found[100:])})
+    data = Data(cache_folder=str(tmp_path / "cache"), held_out_fraction=0.3, prepare_processes=1)
+    source = find_source(Training(dataset_path=str(folder)))
+    prepare = partial(prepare_store, source, tokenizer=tokenizer, data=data)
+    store = prepare(part_bytes=1)
+    lengths = np.array(tokenizer.byte_lengths())
+    for split in ("train", "validation"):
+        texts_of_split = [text for text in found if is_held_out(text, fraction=0.3) == (split == "validation")]
+        counted = lengths[np.asarray(store.tokens(split)[: store.meta.tokens[split]])].sum()
+        expected = 0 if name == "token ids" else sum(len(text.encode()) for text in texts_of_split)
+        assert store.meta.text_bytes[split] == expected
+        assert counted * store.byte_scale(split) == pytest.approx(expected or counted, rel=1e-12)
+    meta = json.loads((store.folder / "meta.json").read_text())
+    (store.folder / "meta.json").write_text(json.dumps({k: v for k, v in meta.items() if not k.endswith("_bytes")}))
+    assert "bits per byte" not in caplog.text
+    old = prepare()
+    assert (old.meta.text_bytes, old.byte_scale("train")) == ({}, 1.0)
+    assert (f"its bits per byte are estimates; delete {store.folder} to" in caplog.text) == (name != "byte_level")
+
+
+def test_parts_of_an_older_version_can_be_joined(tmp_path):
+    """They have not counted the bytes of their text."""
+    folder = write(tmp_path / "data", {"a.jsonl": jsonl(texts(100)), "b.jsonl": jsonl(texts(50, seed=1))})
+    source = find_source(Training(dataset_path=str(folder)))
+    given = {"tokenizer": TOKENIZER, "data": Data(cache_folder=str(tmp_path / "cache")), "part_bytes": 1}
+    assert not prepare_parts(source, **given, task=0, tasks=2)
+    (file,) = (tmp_path / "cache").glob("sources/*/parts/*/meta.json")
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in meta.items() if not key.endswith("_bytes")}))
+    store = prepare_store(source, **given)
+    assert (store.meta.text_bytes, sum(store.meta.documents.values())) == ({}, 150)
 
 
 def test_a_large_vocabulary_uses_four_bytes_per_token(tmp_path):

@@ -1,9 +1,15 @@
 """Validation computes the same loss on any number of ranks, and its samples can be interrupted."""
 
+import math
+
 import pytest
 import torch
 
 from tests.data.corpora import jsonl, texts, write
+from tests.data.test_tokenizer import MADE, stored
+from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.data import build_tokenizer
+from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.run.samples import NextTokens, sample
 from torchtitan_clone.run.timeouts import Timeouts
 from torchtitan_clone.testing.harness import run_ranks
@@ -24,6 +30,31 @@ def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path
     for one, two in zip(*found, strict=True):
         assert two["validation_loss"] == pytest.approx(one["validation_loss"], rel=1e-5)
         assert two["validation_targets"] == one["validation_targets"]
+
+
+@pytest.mark.parametrize("name", ["word_piece", "unigram"])
+def test_bits_per_byte_by_source_are_those_of_the_text(tmp_path, name):
+    """Of tokenizers that drop spaces and replace characters."""
+    tokenizer = build_tokenizer(stored(tmp_path / "t", MADE[name]()))
+    found = [f"{text} \u6f22\u5b57 \u6f22" for text in texts(600, words=20)]
+    folder = write(tmp_path / "data" / "text", {"a.jsonl": jsonl(found)})
+    argv = options(
+        folder, tmp_path, training__dataset_path=None, training__steps=16, model__hf_assets_path=tmp_path / "t",
+        data__held_out_fraction=0.3, validation__enable=True, validation__freq=16,
+        data__sources=toml_like([{"name": "web", "path": str(folder)}]),
+    )  # fmt: skip
+    code, output = train(argv, log_folder=tmp_path)
+    assert code == 0, output
+    for is_validation in (True, False):
+        prefix = "validation_" if is_validation else ""
+        of_split = [text for text in found if is_held_out(text, fraction=0.3) == is_validation]
+        encoded = tokenizer.encode_with_sizes(of_split)
+        size = sum(sum(sizes[1:]) for _, sizes in encoded)  # nothing predicts the first token of a document
+        targets = sum(len(ids) for ids, _ in encoded)  # but its last token predicts the end
+        logged = [row for row in rows(tmp_path) if f"{prefix}loss/web" in row]
+        sizes = [row[f"{prefix}loss/web"] / (math.log(2) * row[f"{prefix}bits_per_byte/web"]) for row in logged]
+        # The steps are about an epoch. The sum is exact with the first tokens of documents, 1 in 18.
+        assert sum(sizes) / len(sizes) == pytest.approx(size / targets, rel=0.03)
 
 
 def test_held_out_text_that_fills_no_row_is_no_perfect_loss(corpus, tmp_path):

@@ -35,6 +35,7 @@ from torchtitan_clone.data.row_reader import (
 )
 from torchtitan_clone.data.streaming import merge_positions
 from torchtitan_clone.documents import DocumentError, Value
+from torchtitan_clone.observe.by_source import Totals, scale_bytes
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -43,7 +44,7 @@ MAX_SAMPLES = 1 << 62
 GatherPositions = Callable[[list[StreamPosition]], Iterable[StreamPosition]]
 LABELS = {
     "data": "the fingerprint of the data",
-    "tokenizer": "the fingerprint of the tokenizer",
+    "tokenizer": "the fingerprint of the tokenizer, which data.add_bos is part of,",
     "eos_id": "the id of the tokenizer's end-of-text token",
     "held_out_fraction": "data.held_out_fraction",
     "seq_len": "training.seq_len",
@@ -183,6 +184,10 @@ class Loader:
         tokens = dict(zip(mixture.names, mixture.tokens_before(self._samples), strict=True))
         return mixture.timeline.batch_at(self._samples) - 1, tokens, self._mixture.epochs_before(self._samples)
 
+    def scale_bytes(self, by_source: Mapping[str, Totals]) -> dict[str, Totals]:
+        """Returns the totals of the sources with the bytes of their text, see TokenStore.byte_scale."""
+        return scale_bytes(by_source, {} if self._mixture is None else self._mixture.byte_scales("train"))
+
     def set_stream_positions(self, positions: list[StreamPosition]) -> None:
         """Records, after `commit`, the positions of this rank's streams in all replica groups."""
         self._uncollected = positions
@@ -254,6 +259,7 @@ class ValidationLoader:
             options.rank, num_ranks=options.num_ranks, global_batch_size=global_batch_size, seq_len=options.seq_len
         )
         self._has_sources = isinstance(dataset, MixtureDataset)
+        self._byte_scales = dataset.byte_scales("validation") if isinstance(dataset, MixtureDataset) else {}
         self._held_out_rows = dataset.validation_reader(batch_slice)
         self._pack = partial(_pack, eos_id=dataset.identity.eos_id, options=options)
 
@@ -263,6 +269,10 @@ class ValidationLoader:
             if self._has_sources:
                 batch.label_sources(np.full(len(rows), source))
             yield batch
+
+    def scale_bytes(self, by_source: Mapping[str, Totals]) -> dict[str, Totals]:
+        """Returns the totals of the sources with the bytes of their text, see TokenStore.byte_scale."""
+        return scale_bytes(by_source, self._byte_scales)
 
 
 def _pack(rows: np.ndarray, *, eos_id: int, options: LoaderOptions, padding: int) -> Batch:

@@ -29,6 +29,7 @@ from torchtitan_clone.data.row_reader import (
 )
 from torchtitan_clone.data.streaming import HubDataset, HubStreams, merge_positions, start_of_streams
 from torchtitan_clone.data.token_dataset import TokenDataset
+from torchtitan_clone.data.token_store import Split
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -107,6 +108,11 @@ class MixtureDataset:
             for index, (name, source) in enumerate(self.sources.items())
             if isinstance(source, TokenDataset)
         }
+
+    def byte_scales(self, split: Split) -> dict[str, float]:
+        """Returns what the bytes of each local source's tokens are multiplied with, see TokenStore.byte_scale."""
+        sources = self.sources.items()
+        return {name: source.store.byte_scale(split) for name, source in sources if isinstance(source, TokenDataset)}
 
     def _num_rows(self, name: str, *, seq_len: int) -> int:
         """Returns the rows of a local source; ConfigError if there is none."""

@@ -158,6 +158,8 @@ class _Label:
     part: _Part
     held_out: np.ndarray
     """bool; by document."""
+    text_bytes: np.ndarray
+    """int64; by document, 0 of token ids."""
     bytes_read: int
     """Of the part."""
     bad_rows: BadRows
@@ -235,7 +237,11 @@ class _Preparation:
                 for part in self._joined:  # not those of another preparation
                     shutil.rmtree(part.folder, ignore_errors=True)
                 _report(meta, seconds=time.perf_counter() - start, limit=self.data.max_bad_rows)
-            return open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
+            store = open_store(folder, key=key, files=self.source.files, packing=self.data.packing)
+        if not store.meta.text_bytes and not self.tokenizer.is_byte_level:
+            place = f"{self.source.name} was prepared before the bytes of its text were counted"
+            logger.warning("%s: its bits per byte are estimates; delete %s to prepare it again", place, folder)
+        return store
 
     def prepare_parts(self, chosen: slice) -> bool:
         """Makes some of the parts; returns whether now all exist."""
@@ -274,16 +280,27 @@ class _Preparation:
         write_atomically(self._partial / SEGMENTS_FILE, segments_to_json(index))
         tokens = {split: int(found.offsets[-1]) for split, found in index.items()}
         documents = {split: len(found.offsets) - 1 for split, found in index.items()}
-        return self._write_meta(key, tokens=tokens, documents=documents, bad_rows=BadRows(limit=0))
+        nothing = dict.fromkeys(get_args(Split), 0)
+        sizes = {"text_bytes": nothing, "token_bytes": nothing}
+        return self._write_meta(key, tokens=tokens, documents=documents, **sizes, bad_rows=BadRows(limit=0))
 
     def _write_meta(
-        self, key: StoreKey, *, tokens: dict[str, int], documents: dict[str, int], bad_rows: BadRows
+        self,
+        key: StoreKey,
+        *,
+        tokens: dict[str, int],
+        documents: dict[str, int],
+        text_bytes: dict[str, int],
+        token_bytes: dict[str, int],
+        bad_rows: BadRows,
     ) -> StoreMeta:
         meta = StoreMeta(
             **asdict(key),
             source=f"{self.source.name} ({self.source.root})",
             tokens=tokens,
             documents=documents,
+            text_bytes=text_bytes,
+            token_bytes=token_bytes,
             bad_rows=bad_rows.count,
             first_bad_rows=bad_rows.first,
         )
@@ -321,6 +338,8 @@ class _Preparation:
             key,
             tokens=_total(stores, "tokens"),
             documents=_total(stores, "documents"),
+            text_bytes=_total(stores, "text_bytes"),
+            token_bytes=_total(stores, "token_bytes"),
             bad_rows=BadRows(limit=count, count=count, first=first),
         )
 
@@ -367,16 +386,26 @@ class _Preparation:
         self._partial.mkdir()
         train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
         bad_rows = BadRows(limit=0)
+        sizes_V = np.array(self.tokenizer.byte_lengths())
+        text_bytes, token_bytes = (dict.fromkeys(get_args(Split), 0) for _ in range(2))
         with closing(train), closing(validation):
             for label, tokens, lengths in batches:
-                train.append(tokens[np.repeat(~label.held_out, lengths)], lengths[~label.held_out])
-                validation.append(tokens[np.repeat(label.held_out, lengths)], lengths[label.held_out])
+                for split, writer, chosen in (
+                    ("train", train, ~label.held_out),
+                    ("validation", validation, label.held_out),
+                ):
+                    of_split = tokens[np.repeat(chosen, lengths)]
+                    writer.append(of_split, lengths[chosen])
+                    text_bytes[split] += int(label.text_bytes[chosen].sum())
+                    token_bytes[split] += int(sizes_V[of_split].sum())
                 self.report(part.bytes_before + label.bytes_read)
                 bad_rows = label.bad_rows
         self._write_meta(
             part.key,
             tokens={"train": train.tokens, "validation": validation.tokens},
             documents={"train": train.documents, "validation": validation.documents},
+            text_bytes=text_bytes,
+            token_bytes=token_bytes,
             bad_rows=bad_rows,
         )
         commit(self._partial, part.folder)
@@ -434,7 +463,9 @@ def _report(meta: StoreMeta, *, seconds: float, limit: int) -> None:
 
 
 def _total(stores: Sequence[TokenStore], name: str) -> dict[str, int]:
-    return {split: sum(getattr(store.meta, name)[split] for store in stores) for split in get_args(Split)}
+    """Returns the sums of a count by split; none if one of the stores, made by an older version, has not counted."""
+    counts = [getattr(store.meta, name) for store in stores]
+    return {split: sum(count[split] for count in counts) for split in get_args(Split)} if all(counts) else {}
 
 
 def _bad_rows(meta: StoreMeta, *, limit: int) -> BadRows:
@@ -457,7 +488,9 @@ def _batches(part: _Part, *, limit: int) -> Iterator[tuple[list[Any], _Label]]:
         batch = list(_take_characters(documents, BATCH_CHARACTERS))
         held_out = np.array([is_validation for *_, is_validation in batch], dtype=bool)
         bytes_read = batch[-1][1] if batch else bytes_read
-        label = _Label(part=part, held_out=held_out, bytes_read=bytes_read, bad_rows=bad_rows)
+        sizes = [len(document.encode()) if isinstance(document, str) else 0 for document, *_ in batch]
+        text_bytes = np.array(sizes, dtype=np.int64)
+        label = _Label(part=part, held_out=held_out, text_bytes=text_bytes, bytes_read=bytes_read, bad_rows=bad_rows)
         yield [document for document, *_ in batch], label
         if not batch:
             return

@@ -59,6 +59,10 @@ class StoreMeta(StoreKey):
     documents: dict[str, int]
     bad_rows: int
     first_bad_rows: list[str]
+    text_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """UTF-8 bytes of the documents of each split; 0 of token ids without text, empty in stores of older versions."""
+    token_bytes: dict[str, int] = field(default_factory=dict[str, int])
+    """Sum of Tokenizer.byte_lengths() over the tokens of each split, an estimate of text_bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,11 @@ class TokenStore:
     def dtype(self) -> str:
         """Type of a token id in the files of the store."""
         return dtype_of_ids(self.meta.vocab_size)
+
+    def byte_scale(self, split: Split) -> float:
+        """Returns the bytes of the text of a split, relative to Tokenizer.byte_lengths() of its tokens."""
+        found = self.meta.text_bytes.get(split), self.meta.token_bytes.get(split)
+        return found[0] / found[1] if found[0] and found[1] else 1.0
 
     def tokens(self, split: Split) -> Tokens:
         """Returns the tokens of a split, as an array that can be sliced."""
@@ -205,7 +214,11 @@ def open_store(
 
 
 def _read_meta(path: Path) -> StoreMeta:
-    table = read_json(path).table(*(field.name for field in fields(StoreMeta)))
+    document = read_json(path)
+    names = [field.name for field in fields(StoreMeta)]
+    of_older_version = "text_bytes" not in document.plain_entries()
+    table = document.table(*(names[:-2] if of_older_version else names))
+    counts = {name: _counts(table[name]) for name in names[-2:] if name in table and table[name].value != {}}
     return StoreMeta(
         format=table["format"].integer(),
         source_fingerprint=table["source_fingerprint"].text(),
@@ -218,6 +231,7 @@ def _read_meta(path: Path) -> StoreMeta:
         documents=_counts(table["documents"]),
         bad_rows=table["bad_rows"].integer(),
         first_bad_rows=[item.text(max_chars=_MAX_TEXT) for item in table["first_bad_rows"].items()],
+        **counts,
     )
 
 

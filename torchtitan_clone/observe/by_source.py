@@ -17,6 +17,11 @@ def add_totals(before: Mapping[str, Totals], now: Mapping[str, Totals]) -> dict[
     }
 
 
+def scale_bytes(by_source: Mapping[str, Totals], scales: Mapping[str, float]) -> dict[str, Totals]:
+    """Returns the totals with the bytes of each source multiplied by its scale, if it has one."""
+    return {name: (loss, count, size * scales.get(name, 1.0)) for name, (loss, count, size) in by_source.items()}
+
+
 def source_columns(by_source: Mapping[str, Totals], *, prefix: str = "") -> dict[str, float]:
     """Returns mean loss and bits per byte of the sources with targets, as columns of metrics."""
     columns = {f"{prefix}loss/{name}": loss / targets for name, (loss, targets, _) in by_source.items() if targets}

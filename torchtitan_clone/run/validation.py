@@ -111,6 +111,5 @@ class Validator:
         is_leader = engine.mesh.is_loss_leader
         own = engine.source_sums.own(counts=is_leader).tolist()
         total, targets, *sums = sum_over_ranks([loss_sum.item() * is_leader, num_targets * is_leader, *own])
-        return ValidationResult(
-            loss=total / max(1, targets), num_targets=int(targets), by_source=engine.source_sums.by_source(sums)
-        )
+        by_source = self.loader.scale_bytes(engine.source_sums.by_source(sums))
+        return ValidationResult(loss=total / max(1, targets), num_targets=int(targets), by_source=by_source)
