@@ -9,10 +9,12 @@ import logging
 import os
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import environment_integer
+from torchtitan_clone.config.loader import with_file
 from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchtitan_clone")
 
+DEFAULT_FILE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
+"""The configuration file of a start that names none; an installed package has none."""
+
 PATH_OPTIONS = (
     "job.config_file", "data.cache_folder", "data.num_workers", "data.prepare_processes", "data.sources", "slurm.",
     "training.dataset_path", "model.hf_assets_path", "checkpoint.initial_load_path",
@@ -46,6 +51,11 @@ def main(argv: list[str]) -> int:
     if asked := {"--help", "-h"}.intersection(argv):
         after = argv[argv.index(asked.pop()) + 1 :]
         return _help([word for word in after if not word.startswith("-")])
+    if sys.platform != "linux":
+        print_error(
+            f"{sys.platform} is not supported: processes use interfaces of Linux (/proc, CPU affinity, signals)"
+        )
+        return 2
     stop = StopRequest()
     stop.install()
     try:
@@ -214,11 +224,18 @@ def _exit_code(config: Config, *, complete: bool) -> int:
 
 
 def exit_process(argv: list[str]) -> None:
-    """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order."""
+    """Runs main and exits without teardown: gloo's threads sometimes abort a process that tears down in order.
+
+    Without a configuration file it trains with that of run_train.sh.
+    """
     guard_outputs()
     faulthandler.enable(STDERR)  # prints what runs in each thread if a library aborts
     try:
-        code = main(argv)
+        code = main(with_file(argv, default=str(DEFAULT_FILE) if DEFAULT_FILE.exists() else ""))
+    except ModuleNotFoundError as error:
+        remedy = "start with ./run_train.sh, which sets up an environment, or run pip install -e ."
+        print_error(f"the package {error.name} is not installed in {sys.executable}; {remedy}")
+        code = 2
     except Exception:
         logger.exception("training failed")
         code = 1

@@ -164,7 +164,7 @@ def test_killed_launchers_leave_nothing_behind(tmp_path, python):
         folder = tmp_path / f"{moment}{number}"
         (folder / "tmp").mkdir(parents=True)
         (folder / "worker.py").write_text(WORKER)
-        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker"]
+        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--train-file=worker"]
         environment = ENVIRONMENT | {"PYTHONPATH": f"{folder}:{REPOSITORY}", "TMPDIR": str(folder / "tmp")}
         command = [python if moment == "started" else sys.executable, "-m", *launcher]
         launchers.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL))

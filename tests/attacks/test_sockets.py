@@ -164,7 +164,7 @@ def addresses_of(interface: str) -> list[str]:
 
 def test_a_stranger_cannot_run_code_through_the_launchers_store(tmp_path):
     (tmp_path / "worker.py").write_text(WAITING_WORKER)
-    command = [sys.executable, "-m", "torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker"]
+    command = [sys.executable, "-m", "torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--train-file=worker"]
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", "TMPDIR": str(tmp_path)}
     with started(*command, environment=environment, folder=tmp_path) as launcher:
         wait_until(lambda: len(list(tmp_path.glob("started*"))) == 2, processes=[launcher])

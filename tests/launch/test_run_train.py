@@ -23,7 +23,7 @@ def python(tmp_path) -> Path:
 
 def run_train(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess:
     cleared = {"NGPU", "CONFIG_FILE", "LOG_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"}
-    cleared |= {"PYTHON", "NO_SETUP"}
+    cleared |= {"PYTHON", "NO_SETUP", "COMM_MODE", "TRAIN_FILE", "MODULE", "CONFIG"}
     inherited = {key: value for key, value in os.environ.items() if key not in cleared}
     return subprocess.run(
         [REPO / "run_train.sh", *arguments],
@@ -84,6 +84,63 @@ def test_arguments_of_run_train(tmp_path, python, environment, arguments, called
 def test_a_simulation_is_one_process_with_the_world_size(tmp_path, python, words):
     answer = run_train(*words.split(), cwd=tmp_path, PYTHON=str(python), NGPU="4", NNODES="2")
     assert answer.stdout == f"WORLD_SIZE=8 -m torchtitan_clone.train {DEFAULT} {words}\n"
+
+
+def test_the_mode_of_torchtitan_is_a_simulation_in_one_process(tmp_path, python):
+    answer = run_train("--training.steps=1", cwd=tmp_path, PYTHON=str(python), NGPU="32", COMM_MODE="fake_backend")
+    assert answer.stdout == (
+        f"WORLD_SIZE=32 -m torchtitan_clone.train {DEFAULT} --training.steps=1 --comm.mode=fake_backend\n"
+    )
+
+
+def test_another_module_is_started_on_one_and_on_several_processes(tmp_path, python):
+    one, two = (
+        run_train(cwd=tmp_path, PYTHON=str(python), NGPU=ranks, TRAIN_FILE="mine.train").stdout for ranks in "12"
+    )
+    assert one == f"WORLD_SIZE= -m mine.train {DEFAULT}\n"
+    launcher = "torchtitan_clone.launch.torchrun --nproc-per-node=2 --log-rank=0 --train-file=mine.train"
+    assert two == f"WORLD_SIZE= -m {launcher} {DEFAULT}\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"COMM_MODE": "local_tensor"}, "COMM_MODE = local_tensor: is not supported; set it to fake_backend to"),
+        ({"COMM_MODE": "fake"}, "COMM_MODE = fake: must be default or fake_backend; change or unset it\n"),
+        ({"TRAIN_FILE": "torchtitan.train"}, "TRAIN_FILE = torchtitan.train: belongs to torchtitan; unset it\n"),
+        ({"TRAIN_FILE": "mine/train.py"}, "TRAIN_FILE = mine/train.py: must be a module, such as my_package.train,"),
+    ],
+)
+def test_a_variable_of_torchtitan_that_cannot_be_followed_is_one_line(tmp_path, python, environment, problem):
+    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="2", **environment)
+    assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (2, "", 1)
+    assert answer.stderr.startswith(f"setup: {problem}")
+
+
+def test_the_variables_of_later_versions_are_noted(tmp_path, python):
+    names = {"MODULE": "llama3", "CONFIG": "llama3_debugmodel"}
+    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", **names)
+    assert answer.stdout == f"WORLD_SIZE= -m torchtitan_clone.train {DEFAULT}\n"
+    assert answer.stderr == "setup: MODULE and CONFIG of torchtitan are not read; set CONFIG_FILE to a TOML file\n"
+    assert run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", CONFIG_FILE="my.toml", **names).stderr == ""
+
+
+def test_another_system_is_one_line_before_anything_is_installed(tmp_path, python):
+    uname = tmp_path / "uname"
+    uname.write_text("#!/bin/sh\necho Darwin\n")
+    uname.chmod(0o755)
+    answer = run_train(cwd=tmp_path, PYTHON=str(python), NGPU="1", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (answer.returncode, answer.stdout, len(answer.stderr.splitlines())) == (2, "", 1)
+    assert answer.stderr.startswith("setup: Darwin is not supported: processes use interfaces of Linux (/proc, ")
+
+
+@pytest.mark.parametrize("option", ['[comm]\nmode = "fake_backend"\n', "[job]\ndry_run = true\n"])
+def test_a_file_that_asks_for_a_simulation_starts_one_process(tmp_path, option):
+    (tmp_path / "my.toml").write_text(option)
+    (tmp_path / "mine.py").write_text("import os, sys\nprint(os.environ['WORLD_SIZE'], 'torch' in sys.modules)\n")
+    environment = {"CONFIG_FILE": "my.toml", "TRAIN_FILE": "mine", "NO_SETUP": "1", "PYTHON": sys.executable}
+    answer = run_train(cwd=tmp_path, NGPU="4", **environment)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "4 False\n", "")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +224,28 @@ def test_unusable_python_is_reported_with_the_reason(tmp_path):
     assert answer.stderr.startswith(
         f"setup: PYTHON={bare} cannot be used: torch is not installed, torchdata is not installed"
     )
-    assert "No module named" in run_train(cwd=tmp_path, PYTHON=bare, NO_SETUP="1", NGPU="1").stderr
+    answer = run_train(cwd=tmp_path, PYTHON=bare, NO_SETUP="1", NGPU="1")
+    assert (answer.returncode, len(answer.stderr.splitlines())) == (2, 1)
+    assert answer.stderr.startswith(f"error: the package torch is not installed in {bare}; start with ./run_train.sh")
+
+
+@pytest.mark.parametrize("words", ["--help", "--help checkpoint", "-h seed"])
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_help_is_printed_by_a_bare_python_that_installs_nothing(tmp_path, words, ranks):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(Path(sys.base_prefix, "bin", "python3"))
+    copy = tmp_path / "copy"
+    (copy / "scripts").mkdir(parents=True)
+    for name in ("run_train.sh", "scripts/setup_env.sh"):
+        shutil.copy(REPO / name, copy / name)
+    (copy / "torchtitan_clone").symlink_to(REPO / "torchtitan_clone")
+    inherited = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "NO_SETUP", "PYTHONPATH"}}
+    environment = inherited | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NGPU": ranks, "PIP_NO_INDEX": "1"}
+    command = [copy / "run_train.sh", *words.split()]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "seed" in answer.stdout
+    assert not (copy / ".venv").exists()
 
 
 @pytest.mark.parametrize(

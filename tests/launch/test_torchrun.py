@@ -54,7 +54,7 @@ def launch(tmp_path, python):
     def start(mode: str, *options: str, interpreter: str | Path = python) -> subprocess.Popen:
         (tmp_path / "worker.py").write_text(WORKER)
         (tmp_path / "tmp").mkdir(exist_ok=True)
-        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--module=worker", *options, mode]
+        launcher = ["torchtitan_clone.launch.torchrun", "--nproc-per-node=2", "--train-file=worker", *options, mode]
         environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "TMPDIR": str(tmp_path / "tmp")}
         environment["OMP_NUM_THREADS"] = "1"  # the stand-in would start threads, which do not block signals
         pipe = subprocess.PIPE
@@ -204,7 +204,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_nodes(tmp_path, python):
         "import os, time\nrank = int(os.environ['RANK'])\nopen(f'started{rank}', 'w').write('1')\ntime.sleep(60 * rank)"
     )
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{REPO}", "OMP_NUM_THREADS": "1"}
-    options = ["--nproc-per-node=1", "--nnodes=2", f"--master-port={free_ports(1)}", "--module=worker"]
+    options = ["--nproc-per-node=1", "--nnodes=2", f"--master-port={free_ports(1)}", "--train-file=worker"]
     command = [python, "-m", "torchtitan_clone.launch.torchrun", *options]
     pipe = subprocess.PIPE
     nodes = [

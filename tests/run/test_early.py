@@ -44,6 +44,33 @@ def start(*argv: str, module: str = "torchtitan_clone.train", cwd: Path) -> tupl
     return answer.returncode, [line for line in lines if not line.startswith("import time:")], "torch" in imported
 
 
+def test_another_system_is_one_line(tmp_path: Path) -> None:
+    program = tmp_path / "mac.py"
+    program.write_text(
+        "import sys\nfrom torchtitan_clone.train import exit_process\n"
+        'sys.platform = "darwin"\nexit_process(sys.argv[1:])\n'
+    )
+    code, lines, has_torch = start("--training.steps=1", module="mac", cwd=tmp_path)
+    assert (code, len(lines), has_torch) == (2, 1, False)
+    assert lines[0].startswith("error: darwin is not supported: ")
+    assert start("--help", module="mac", cwd=tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(("file", "steps"), [(None, 120), ("mine.toml", 7), ("/dev/null", 10000)])
+def test_a_start_without_a_file_has_that_of_run_train(tmp_path: Path, file: str | None, steps: int) -> None:
+    (tmp_path / "mine.toml").write_text("[training]\nsteps = 7\n")
+    argv = [f"--job.config_file={file}"] if file == "/dev/null" else []
+    answer = subprocess.run(
+        [sys.executable, "-m", "torchtitan_clone.train", *argv, "--dry-run", "--all", "--job.run_name=any"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CONFIG_FILE": file or ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"\nsteps = {steps}\n" in answer.stdout
+
+
 FLAVOR = "error: model.flavor = "
 
 

@@ -59,8 +59,13 @@ def read_config(argv: list[str]) -> Loaded:
 
 def load_run_config(argv: list[str], *, default: str = "") -> Config:
     """Returns what run_train.sh trains with: the file $CONFIG_FILE, else `default`, unless the arguments name one."""
+    return load_config(with_file(argv, default=default))
+
+
+def with_file(argv: list[str], *, default: str) -> list[str]:
+    """Returns the arguments, after the file $CONFIG_FILE, else `default`; a file that they name takes precedence."""
     file = os.environ.get("CONFIG_FILE") or default
-    return load_config([*([f"--job.config_file={file}"] if file else []), *argv])
+    return [*([f"--job.config_file={file}"] if file else []), *argv]
 
 
 @dataclass(frozen=True, kw_only=True)

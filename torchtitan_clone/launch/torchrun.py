@@ -19,11 +19,12 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config import Config, ConfigError, read_config
 from torchtitan_clone.config.signals import handled_signals
 from torchtitan_clone.documents import escape
 from torchtitan_clone.network import LOOPBACK, InterfaceError, find_interface, is_loopback, listen
 from torchtitan_clone.observe.outputs import guard_outputs, print_error
+from torchtitan_clone.run.early import check_without_torch
 from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE
 
 if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
@@ -34,21 +35,29 @@ if TYPE_CHECKING:  # importing torch takes seconds; options are checked before
     from torchtitan_clone.launch.rank_logs import RankLogs
 
 CONFIG_ERROR = 2
+TRAIN = "torchtitan_clone.train"
 
 
 def main(argv: list[str]) -> int:
-    """Launches the processes of this node; returns the exit code."""
+    """Launches the processes of this node; returns the exit code. Becomes the only process of a simulation."""
+    logging.disable()  # the processes log what is said of the configuration, _report() what torchrun's agent would log
     try:
         options, arguments = _parse(argv)
-        listen_address = _listen_address(options, arguments)
+        config = _read_config(options, arguments)
+        if config.job.dry_run or config.comm.mode == "fake_backend":
+            os.environ["WORLD_SIZE"] = str(options.nproc_per_node * options.nnodes)
+            os.execv(sys.executable, [sys.executable, "-m", options.train_file, *arguments])
+        listen_address = _listen_address(options, interface=config.comm.interface)
     except argparse.ArgumentError as error:
         print_error(error.message)
+        return CONFIG_ERROR
+    except ConfigError as error:
+        print_error(error)
         return CONFIG_ERROR
     numbers = handled_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # before any thread starts; workers inherit the mask
     agents: list[SimpleElasticAgent] = []
     threading.Thread(target=_forward_signals, args=(numbers, agents), daemon=True).start()
-    logging.disable()  # _report() reports what torchrun's agent would log
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.nproc_per_node)))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     if options.nnodes > 1:
@@ -67,7 +76,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--master-port", type=_number("MASTER_PORT", low=1, high=65535), default=29500)
     parser.add_argument("--log-rank", default="0")  # comma-separated local ranks shown on the console
     parser.add_argument("--log-folder", type=Path)
-    parser.add_argument("--module", default="torchtitan_clone.train")
+    parser.add_argument("--train-file", default=TRAIN)  # the module that each process runs
     options, arguments = parser.parse_known_args(argv)
     if problem := next(_problems(options), None):
         raise argparse.ArgumentError(None, problem)
@@ -107,18 +116,17 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
         yield f"LOG_FOLDER = {options.log_folder}: cannot write to it: {error.strerror}; set it to a writable path"
 
 
-def _listen_address(options: argparse.Namespace, arguments: list[str]) -> str:
+def _listen_address(options: argparse.Namespace, *, interface: str) -> str:
     """Returns the address of this machine at which node 0 listens. ArgumentError if it is not of this machine."""
     if options.nnodes == 1:
         return LOOPBACK
-    name = _interface_option(arguments)
     try:
-        if name:
-            return find_interface(name).address
+        if interface:
+            return find_interface(interface).address
         if options.node_rank == 0:
             listen(options.master_addr).close()
     except InterfaceError as error:
-        raise argparse.ArgumentError(None, f'comm.interface = "{escape(name)}": {error}') from None
+        raise argparse.ArgumentError(None, f'comm.interface = "{escape(interface)}": {error}') from None
     except socket.gaierror:
         pass  # it may be temporary
     except OSError as error:
@@ -131,11 +139,16 @@ def _listen_address(options: argparse.Namespace, arguments: list[str]) -> str:
     return options.master_addr
 
 
-def _interface_option(arguments: list[str]) -> str:
+def _read_config(options: argparse.Namespace, arguments: list[str]) -> Config:
+    """Returns the configuration; the defaults where another program reads the arguments in its own way. ConfigError."""
     try:
-        return load_config(arguments).comm.interface
-    except ConfigError:  # the workers report it
-        return ""
+        loaded = read_config(arguments)
+        check_without_torch(loaded.config, problems=loaded.problems)
+    except ConfigError:
+        if options.train_file == TRAIN:
+            raise
+        return Config()
+    return loaded.config
 
 
 def _describe_rendezvous(options: argparse.Namespace) -> str:
@@ -205,7 +218,7 @@ def _build_agent(
         role="default",
         local_world_size=options.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-m", "torchtitan_clone.launch.worker", str(os.getpid()), options.module, *arguments),
+        args=("-m", "torchtitan_clone.launch.worker", str(os.getpid()), options.train_file, *arguments),
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.1,
