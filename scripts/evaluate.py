@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.run.trained_model import open_trained_model
 
@@ -25,7 +26,7 @@ from torchtitan_clone.run.trained_model import open_trained_model
 def evaluate(options: argparse.Namespace) -> dict[str, dict[str, object]]:
     """Returns the metrics of each task."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError('the package lm_eval is not installed; pip install "torchtitan_clone[eval]"')
+        raise ConfigError(f"the package lm_eval is not installed; {install('lm_eval')}")
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 

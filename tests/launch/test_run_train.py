@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_clone.config.remedies import REQUIREMENTS
+
 REPO = Path(__file__).parents[2]
 
 
@@ -255,6 +257,18 @@ def test_installed_versions_are_compared_as_numbers(tmp_path, version, fits):
     answer = check_installed(tmp_path, "tried>=2.11,<2.14", version=version)
     assert answer.returncode == (0 if fits else 1)
     assert answer.stderr == ("" if fits else f"tried {version} does not satisfy tried>=2.11,<2.14\n")
+
+
+def test_messages_name_the_requirements_of_the_package():
+    """Of a package that is on no index, pip cannot install an extra."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    known = {*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)}
+    assert set(REQUIREMENTS.values()) < known
+    assert [name for name, requirement in REQUIREMENTS.items() if not requirement.startswith(name)] == []
+    sources = [*(REPO / "torchtitan_clone").rglob("*.py"), *(REPO / "scripts").rglob("*.py")]
+    assert [
+        source for source in sources if "torchtitan_clone[" in source.read_text().replace("torchtitan_clone[^", "")
+    ] == []
 
 
 def check_installed(folder, requirement, *, version):

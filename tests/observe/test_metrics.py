@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import pty
 import resource
@@ -270,8 +271,56 @@ def test_tensorboard_curve_is_continuous_after_a_resume(tmp_path):
     metrics = Metrics(enable_tensorboard=True)
     log_steps(tmp_path, range(1, 9), metrics=metrics)
     log_steps(tmp_path, range(6, 11), metrics=metrics, resume_step=5)
-    assert tensorboard_steps(tmp_path / "tb", "loss") == list(range(1, 11))
-    assert tensorboard_steps(tmp_path / "tb", "mfu_percent") == list(range(1, 11))
+    assert tensorboard_steps(tmp_path / "tb", "loss_metrics/loss") == list(range(1, 11))
+    assert tensorboard_steps(tmp_path / "tb", "throughput/mfu_percent") == list(range(1, 11))
+
+
+def test_every_tag_of_tensorboard_is_in_a_group(tmp_path):
+    metrics = writer(tmp_path, metrics=Metrics(enable_tensorboard=True))
+    metrics.log(record(1, auxiliary={"z_loss": 0.25}, skipped_steps=1))
+    metrics.log_validation(1, 2.5, bits_per_byte=1.1, seconds=2.0)
+    metrics.log_event(1, "checkpoint saved", seconds=3.0)
+    metrics.log_event(1, "mesh pp 2 x tp 1", seconds=3.0)
+    metrics.log_goodput(1)
+    metrics.close()
+    accumulator = EventAccumulator(str(tmp_path / "tb"))
+    accumulator.Reload()
+    groups = {}
+    for tag in accumulator.Tags()["scalars"]:
+        group, _, name = tag.partition("/")
+        groups.setdefault(group, set()).add(name)
+    assert groups.pop("goodput")
+    assert groups == {
+        "auxiliary": {"z_loss"},
+        "checkpoint_saved": {"seconds"},
+        "events": {"seconds"},
+        "loss_metrics": {"loss", "validation_loss", "bits_per_byte"},
+        "memory": {"memory_gib"},
+        "optimizer": {"grad_norm", "lr", "skipped_steps"},
+        "progress": {"tokens_seen"},
+        "throughput": {"tokens_per_second", "tflops_per_second", "mfu_percent"},
+        "time_metrics": {"seconds", "step_seconds", "data_seconds"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "flops_per_token", "norm", "shown"),
+    [
+        (10, 3.84e6, 1234.5, "grad norm 1,234  lr 8.00e-04  20 tokens/s  76.8 MFLOP/s"),
+        (1, 7.7e4, 2e-5, "grad norm 2e-05  lr 8.00e-04  2 tokens/s  154 kFLOP/s"),
+        (10**7, 2.4e12, math.inf, "grad norm inf  lr 8.00e-04  20,000,000 tokens/s  48 EFLOP/s"),
+        (1000, 4.999e8, 1.5, "grad norm 1.5  lr 8.00e-04  2,000 tokens/s  1 TFLOP/s"),
+    ],
+)
+def test_numbers_of_a_line_have_units_in_which_they_can_be_read(
+    tmp_path, caplog, tokens_per_step, flops_per_token, norm, shown
+):
+    metrics = writer(tmp_path, tokens_per_step=tokens_per_step, flops_per_token=flops_per_token, peak_flops=None)
+    with caplog.at_level(logging.INFO):
+        metrics.log(record(1, grad_norm=norm))
+        metrics.log_event(1, "weights exported", seconds=12345.6, size_gib=0.25)
+    assert f"{shown}  memory" in caplog.messages[0]
+    assert caplog.messages[1] == "step 1  weights exported  seconds 12,346  size_gib 0.25"
 
 
 def test_tensorboard_is_imported_at_the_first_row(tmp_path):
@@ -291,10 +340,10 @@ print([name for name in ("torch", "tensorboard", "wandb", "tqdm") if name in sys
     assert answer.stdout == "[]\n"
 
 
-def test_missing_wandb_names_its_extra(monkeypatch):
+def test_missing_wandb_names_its_requirement(monkeypatch):
     check_metrics(Metrics())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'enable_wandb.*not installed.*"torchtitan_clone\[wandb\]"'):
+    with pytest.raises(ConfigError, match=r'enable_wandb.*not installed.*"wandb>=0\.31"'):
         check_metrics(Metrics(enable_wandb=True))
 
 

@@ -106,7 +106,7 @@ def test_a_missing_package_is_an_error_with_its_install_command(corpus, tmp_path
     argv = options(corpus, tmp_path / "runs", metrics__enable_wandb=True)
     message = refusal(argv, tmp_path, missing=("wandb",))
     assert "metrics.enable_wandb = true" in message
-    assert 'pip install "torchtitan_clone[wandb]"' in message
+    assert 'pip install "wandb>=0.31"' in message
 
 
 def test_an_unwritable_folder_is_an_error(corpus, tmp_path):

@@ -25,7 +25,7 @@ def test_all_missing_requirements_are_one_config_error(monkeypatch):
     with pytest.raises(ConfigError) as error:
         door.check_requirements()
     for text in (
-        'pip install "torchtitan_clone[ft]"',
+        'pip install "torchft==0.2.0"',
         "$TORCHFT_LIGHTHOUSE is not set; start scripts/lighthouse.py",
     ):
         assert text in str(error.value)

@@ -1,8 +1,23 @@
-"""Valid values near an invalid one, for the remedy in an error message."""
+"""What an error message names as the remedy: valid values near an invalid one, and how to install a package."""
 
 import math
 import re
 from typing import Literal
+
+REQUIREMENTS = {
+    "datasets": "datasets>=4,<6",
+    "lm_eval": "lm_eval>=0.4.9",
+    "plotly": "plotly>=6,<8",
+    "torchao": "torchao>=0.18",
+    "torchft": "torchft==0.2.0",
+    "wandb": "wandb>=0.31",
+}
+"""Packages that a run may lack, as in pyproject.toml."""
+
+
+def install(package: str) -> str:
+    """Returns the command that installs a package, in a checkout and elsewhere."""
+    return f'pip install "{REQUIREMENTS[package]}"'
 
 
 def nearest_divisors(number: int, target: int) -> list[int]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.row_reader import (
     START,
@@ -166,7 +167,7 @@ def open_hub(dataset: str, *, training: Training, data: Data, tokenizer: Tokeniz
     except ImportError as error:
         raise ConfigError(
             f"training.dataset = {toml_like(dataset)}: streaming from the Hugging Face hub needs the package datasets; "
-            'run `pip install "torchtitan_clone[data]"`, or set training.dataset_path to local files.'
+            f"{install('datasets')}, or set training.dataset_path to local files."
         ) from error
     if data.packing != "concatenate":
         rule = f"the documents of {dataset} are streamed, and only stored ones are packed"

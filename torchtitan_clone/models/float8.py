@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import Float8
 from torchtitan_clone.ops.linear import Linear
 
@@ -29,8 +30,8 @@ def check_torchao(*, must_exist: bool) -> None:
         return
     problem = f"{_OPTION}: the package torchao is not installed; "
     if must_exist:
-        raise ConfigError(f'{problem}pip install "torchtitan_clone[float8]", or set it to []')
-    logger.warning('%sto train, pip install "torchtitan_clone[float8]"', problem)
+        raise ConfigError(f"{problem}{install('torchao')}, or set it to []")
+    logger.warning("%sto train, %s", problem, install("torchao"))
 
 
 def check_float8_products(options: Float8, *, device: torch.device) -> None:

@@ -33,6 +33,14 @@ def peak_flops_per_second(device_name: str, *, dtype: str) -> float | None:
     return next((tflops * 1e12 for pattern, tflops in PEAK_BF16_TFLOPS if re.search(pattern, device_name)), None)
 
 
+def format_flops(flops_per_second: float) -> str:
+    """Formats a speed with three digits in the unit that it reaches."""
+    for unit, size in (("EFLOP/s", 1e18), ("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9), ("MFLOP/s", 1e6)):
+        if flops_per_second >= 0.9995 * size:  # what rounds to 1,000 of a unit is 1 of the next
+            return f"{flops_per_second / size:.3g} {unit}"
+    return f"{flops_per_second / 1e3:.3g} kFLOP/s"
+
+
 def training_flops_per_token(
     *, matmul_parameters: int, n_heads: int, head_dim: float, attended_tokens: Iterable[int]
 ) -> float:

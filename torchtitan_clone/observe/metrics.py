@@ -21,10 +21,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.documents import DocumentError, escape, open_regular, parse_json, read_regular
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.observe.by_source import Totals, add_totals, source_columns
+from torchtitan_clone.observe.flops import format_flops
 from torchtitan_clone.observe.goodput import (
     EVENT,
     MAX_METRICS_BYTES,
@@ -249,7 +251,7 @@ class MetricsWriter:
 def check_metrics(metrics: Metrics) -> None:
     """Raises ConfigError if a package that the options need is not installed."""
     if metrics.enable_wandb and importlib.util.find_spec("wandb") is None:
-        remedy = 'pip install "torchtitan_clone[wandb]", or set it to false'
+        remedy = f"{install('wandb')}, or set it to false"
         raise ConfigError(f"metrics.enable_wandb = true: the package wandb is not installed; {remedy}")
 
 
@@ -336,11 +338,31 @@ class _TensorBoard:
 
             self.writer = SummaryWriter(str(self.folder), purge_step=self.resume_step + 1)
         for key, value in row.numbers().items():
-            self.writer.add_scalar(key, value, global_step=row.step, walltime=row.time)
+            tag = _tag(key, event=row.values.get("event"))
+            self.writer.add_scalar(tag, value, global_step=row.step, walltime=row.time)
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+_GROUPS = (
+    (r"(validation_)?(loss|bits_per_byte)", "loss_metrics"),
+    (r".*seconds", "time_metrics"),
+    (r".*_per_second|mfu_percent", "throughput"),
+    (r"memory_gib", "memory"),
+    (r"grad_norm|lr|skipped_steps", "optimizer"),
+)
+"""Groups of TensorBoard's tags by the names of columns, as torchtitan names them where it has them."""
+
+
+def _tag(column: str, *, event: Value) -> str:
+    """Returns the tag of a column in TensorBoard, which shows what is before a slash as a group."""
+    if "/" in column:
+        return column
+    if isinstance(event, str):
+        return f"{event.replace(' ', '_') if re.fullmatch('[a-z ]+', event) else 'events'}/{column}"
+    return f"{next((group for pattern, group in _GROUPS if re.fullmatch(pattern, column)), 'progress')}/{column}"
 
 
 class _WeightsAndBiases:
@@ -402,19 +424,25 @@ def _finite(value: Value) -> Value:
 
 
 def _named(values: Mapping[str, Value]) -> str:
-    shown = {key: f"{value:.4g}" if isinstance(value, float) else escape(str(value)) for key, value in values.items()}
-    return "".join(f"  {key} {text}" for key, text in shown.items())
+    texts = (_number(value, 4) if isinstance(value, float) else escape(str(value)) for value in values.values())
+    return "".join(f"  {key} {text}" for key, text in zip(values, texts, strict=True))
+
+
+def _number(value: float, digits: int) -> str:
+    """Formats a number with so many digits, a large one without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if "e+" in text and abs(value) < 1e12 else text
 
 
 def _step_line(record: StepRecord, *, rates: Mapping[str, float], total_steps: int) -> str:
     columns = [
         f"step {record.step:,}/{total_steps:,}",
         f"loss {record.loss:.4f}",
-        *(f"{name} {value:.4g}" for name, value in record.auxiliary.items()),
-        f"grad norm {record.grad_norm:.3g}",
+        *(f"{name} {_number(value, 4)}" for name, value in record.auxiliary.items()),
+        f"grad norm {_number(record.grad_norm, 3)}",
         f"lr {record.lr:.2e}",
-        f"{rates['tokens_per_second']:,.0f} tokens/s",
-        f"{rates['tflops_per_second']:.3g} TFLOP/s",
+        f"{speed:,.0f} tokens/s" if (speed := rates["tokens_per_second"]) >= 100 else f"{speed:.3g} tokens/s",
+        format_flops(1e12 * rates["tflops_per_second"]),
         f"MFU {rates['mfu_percent']:.1f} %" if "mfu_percent" in rates else "",
         f"memory {record.memory_gib:.2f} GiB",
         f"data wait {record.data_seconds / record.step_seconds:.1%}",

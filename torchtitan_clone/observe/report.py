@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 
 from torchtitan_clone.config import Config, ConfigError
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.observe.goodput import EVENT
 from torchtitan_clone.observe.records import SAVED
@@ -63,7 +64,7 @@ def build_report(folders: Sequence[Path]) -> str:
 
 def _plotly_script() -> str:
     if importlib.util.find_spec("plotly") is None:
-        raise ConfigError('the package plotly is not installed; pip install "torchtitan_clone[report]"')
+        raise ConfigError(f"the package plotly is not installed; {install('plotly')}")
     from plotly.offline import get_plotlyjs
 
     return get_plotlyjs()

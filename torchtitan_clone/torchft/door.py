@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import ReplicaContext, ReplicaGroup
 from torchtitan_clone.torchft.lighthouse import parse_lighthouse_address, wait_for_lighthouse
@@ -22,8 +23,7 @@ def check_requirements() -> None:
     problems = []
     if find_spec("torchft") is None:
         problems.append(
-            'fault_tolerance.enable: the package torchft is not installed; run pip install "torchtitan_clone[ft]", '
-            "or set it to false"
+            f"fault_tolerance.enable: the package torchft is not installed; {install('torchft')}, or set it to false"
         )
     if address := os.environ.get(LIGHTHOUSE):
         parse_lighthouse_address(address)

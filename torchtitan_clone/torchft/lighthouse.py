@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.network import LOOPBACK, NoAnswerError, join_host_and_port
 
@@ -51,7 +52,7 @@ def start_lighthouse(fault_tolerance: FaultTolerance, *, port: int, bind: str = 
     try:
         from torchft.coordination import LighthouseServer
     except ImportError as error:
-        raise ConfigError(['the lighthouse needs torchft: pip install "torchtitan_clone[ft]"']) from error
+        raise ConfigError([f"the lighthouse needs torchft: {install('torchft')}"]) from error
 
     def start() -> LighthouseServer:
         forbid_connections()  # inherited by the server's threads
