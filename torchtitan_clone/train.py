@@ -95,7 +95,7 @@ def run(
             plan, launch, device = _plan(config, problems=problems)
         if config.job.dry_run or config.comm.mode == "fake_backend":
             with stop.raising_at_once():
-                return _describe(plan, present=device.type)
+                return _describe(plan, device=device)
         return _train(plan, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
     except StopBeforeTraining as stopped:
         logger.info("stopped by %s before the first step", stopped)
@@ -124,15 +124,26 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     return plan, launch, device
 
 
-def _describe(plan: "RunPlan", *, present: str) -> int:
+def _describe(plan: "RunPlan", *, device: "torch.device") -> int:
     from torchtitan_clone.planner.hardware import named_hardware
+    from torchtitan_clone.planner.memory_estimate import describe_memory
     from torchtitan_clone.run import preflight
     from torchtitan_clone.run.dry_run import describe_run, simulated_device_type
+    from torchtitan_clone.run.memory import find_memory_errors
+    from torchtitan_clone.run.notices import find_all_notices
 
     preflight.check_start(plan)
     hardware = named_hardware(plan.config)
-    device_type = "cuda" if hardware else simulated_device_type(plan.config, present=present)
-    sys.stdout.write(describe_run(plan, device_type=device_type))
+    device_type = "cuda" if hardware else simulated_device_type(plan.config, present=device.type)
+    is_simulated = plan.config.comm.mode == "fake_backend"  # which prints more than an estimate
+    limit = hardware.memory_gib if hardware else None
+    memory = "" if is_simulated else describe_memory(plan.at_step(1), memory_gib=limit)
+    sys.stdout.write(describe_run(plan, device_type=device_type, memory=memory))
+    warnings = [*find_all_notices(plan, device_type=device_type)]
+    if hardware is None and device_type == device.type:
+        warnings += (f"not on this machine: {error}" for error in find_memory_errors(plan.at_step(1), device=device))
+    for line in warnings:
+        logger.warning("%s", line)
     if hardware:
         from torchtitan_clone.planner.time_model import describe_step_time
 
@@ -154,18 +165,20 @@ def _train(
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import one_line_summary
-        from torchtitan_clone.run.notices import find_model_notices, find_notices
+        from torchtitan_clone.run.notices import find_all_notices
         from torchtitan_clone.run.outcome import TrainingError
         from torchtitan_clone.run.replicas import wait_for_peers
+        from torchtitan_clone.run.results import describe_extension
         from torchtitan_clone.trainer import Trainer
     with stop.raising_at_once():
         prepared = preflight.prepare(plan, launch=launch)
     if prepared.completed_steps >= config.training.steps:
         logger.info(
-            "the run in %s is complete: step %d of training.steps = %d; raise training.steps to continue",
+            "the run in %s is complete: step %d of training.steps = %d; to continue, add %s",
             plan.folder,
             prepared.completed_steps,
             config.training.steps,
+            describe_extension(config),
         )
         return 0
     with stop.raising_at_once():
@@ -174,7 +187,7 @@ def _train(
     for line in (config.job.description, one_line_summary(plan), attention):
         if line:
             logger.info("%s", line)
-    for line in (*find_notices(config, device_type=device.type), *find_model_notices(plan.model_args)):
+    for line in find_all_notices(plan, device_type=device.type):
         logger.warning("%s", line)
     try:
         starts = wait_for_all_ranks(

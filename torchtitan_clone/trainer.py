@@ -24,7 +24,6 @@ from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
 from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.replicas.protocol import ReplicaGroup, init_outer_weights, outer_state
-from torchtitan_clone.run.dry_run import describe_results
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
 from torchtitan_clone.run.gc_control import GCControl
@@ -35,6 +34,7 @@ from torchtitan_clone.run.plan import describe_phase, is_export_due, plan_after,
 from torchtitan_clone.run.preflight import PreparedRun, find_initial_weights
 from torchtitan_clone.run.remesh import remesh
 from torchtitan_clone.run.replicas import join_run
+from torchtitan_clone.run.results import describe_results
 from torchtitan_clone.run.run_state import RunState
 from torchtitan_clone.run.saving import Saver
 from torchtitan_clone.run.stopping import StepInterrupted, StopBeforeTraining, StopPolicy, StopRequest

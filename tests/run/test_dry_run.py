@@ -3,6 +3,8 @@
 import re
 from importlib.util import find_spec
 
+import pytest
+
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.dry_run import one_line_summary, summary
@@ -62,16 +64,51 @@ def test_a_dry_run_counts_steps_without_those_passed_over(corpus, tmp_path):
     assert found == [("from step 3", "none", "16"), ("from step 4", "tok_embeddings, layers.0", "16")]
 
 
-def test_a_complete_run_says_how_to_go_on(corpus, tmp_path):
-    code, text = train(options(corpus, tmp_path, training__steps=1), log_folder=tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [
+        ({}, []),
+        ({"optimizer__lr": 3}, ["optimizer.lr = 3: Adam changes a weight by about the learning rate in a step, "]),
+        ({"optimizer__lr": 1e-9}, ["optimizer.lr = 1e-09: Adam changes a weight by about the learning rate in a step"]),
+        (
+            {"optimizer__groups": '[{pattern = "*", lr = 0.5}]'},
+            ['optimizer.groups, pattern "*": lr = 0.5: Adam changes a weight by about the learning rate in a step, '],
+        ),
+        (
+            {"optimizer__weight_decay": 20},
+            ["optimizer.weight_decay = 20: with optimizer.lr = 0.003 each step takes 6% of every weight; "],
+        ),
+        (
+            {"training__local_batch_size": 1_000_000_000, "training__global_batch_size": -1},
+            [
+                "training.local_batch_size = 1000000000: a step has 64,000,000,000 tokens, and the largest published ",
+                "not on this machine: training.local_batch_size = 1000000000: the inputs of the layers need at least ",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_prints_memory_and_warns_of_values_that_nobody_uses(corpus, tmp_path, changes, warnings):
+    argv = options(corpus, tmp_path, **changes)
+    code, text = train([*argv, "--dry-run"], log_folder=tmp_path)
     assert code == 0, text
-    end = text.partition("training is complete")[2]
-    for line in (
-        f"metrics      {tmp_path / 'run' / 'metrics.jsonl'}",
-        f"checkpoint   {tmp_path / 'run' / 'checkpoint' / 'step-1'}",
-        f"report       python scripts/report.py {tmp_path / 'run'}\n",
-        f"generate     python scripts/generate.py {tmp_path / 'run'} --prompt=",
-        "extend       rerun the same command with --training.steps=2",
-    ):
-        assert line in end
-    assert "TensorBoard" not in end
+    assert re.search(r"^memory of a rank  about [\d,.]+ GiB: weights, optimizer state and", text, re.MULTILINE)
+    found = [line.partition("[rank 0] ")[2] for line in text.splitlines() if "WARNING" in line]
+    assert len(found) >= len(warnings)
+    assert (len(found) == 0) == (not warnings)
+    for start in warnings:
+        assert any(line.startswith(start) for line in found)
+
+
+def test_the_estimate_of_a_dry_run_is_that_of_a_simulation(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__seq_len=512, training__local_batch_size=8)
+    _, text = train([*argv, "--dry-run"], log_folder=tmp_path)
+    (estimated,) = re.findall(r"^memory of a rank  about ([\d.]+) GiB", text, re.MULTILINE)
+    _, text = train([*argv, "--comm.mode=fake_backend"], log_folder=tmp_path)
+    (simulated,) = re.findall(r"^   0 .* ([\d.]+)  most:", text, re.MULTILINE)
+    assert float(estimated) == pytest.approx(float(simulated), rel=0.1, abs=0.011)
+
+
+def test_a_device_that_is_too_small_is_named(corpus, tmp_path):
+    argv = options(corpus, tmp_path, training__local_batch_size=10_000_000, training__global_batch_size=-1)
+    _, text = train([*argv, "--dry-run", "--device=h100"], log_folder=tmp_path)
+    assert re.search(r"^memory of a rank .*; more than the 79 GiB of the device$", text, re.MULTILINE)

@@ -51,6 +51,20 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate:
     return max((_of_rank(plan, rank=rank) for rank in ranks), key=lambda each: each.total)
 
 
+def describe_memory(plan: RunPlan, *, memory_gib: float | None = None) -> str:
+    """Returns the estimate as a line of a dry run, with the memory of a device that is known and too small."""
+    found = estimate_memory(plan)
+    sizes = {
+        "weights, optimizer state and gradients": found.state,
+        "gathered weights": found.gathered,
+        "activations": found.activations,
+    }
+    parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in sizes.items())
+    is_larger = memory_gib and found.total > memory_gib * 2**30
+    limit = f"; more than the {memory_gib:,.0f} GiB of the device" if is_larger else ""
+    return f"memory of a rank  about {found.total / 2**30:,.2f} GiB: {parts}{limit}\n"
+
+
 def _of_rank(plan: RunPlan, *, rank: int) -> MemoryEstimate:
     config, degrees, args = plan.config, plan.degrees, plan.model_args
     work, shape = model_work(plan), shape_of(plan)

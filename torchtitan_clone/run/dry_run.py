@@ -1,13 +1,10 @@
-"""Descriptions of a run: at its start and end, and what --dry-run and comm.mode = "fake_backend" print."""
+"""Descriptions of a run: at its start, and what --dry-run and comm.mode = "fake_backend" print."""
 
-from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.config import Config, changes_to_toml, to_toml
 from torchtitan_clone.config.checks import find_config_errors
-from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
-from torchtitan_clone.observe.metrics import METRICS_FILE
 from torchtitan_clone.parallel.mesh import describe_mesh
 from torchtitan_clone.run.plan import RunPlan, first_step_of, later_phases, total_tokens
 
@@ -46,12 +43,13 @@ def _describe_parameters(plan: RunPlan, *, unit: str = "") -> str:
     return f"{total:,}{unit}" + (f", of which {active:,} process each token" if active < total else "")
 
 
-def describe_run(plan: RunPlan, *, device_type: str) -> str:
+def describe_run(plan: RunPlan, *, device_type: str, memory: str = "") -> str:
     """Returns the resolved configuration, the mesh, the sizes and, for several ranks, the layout of the weights.
 
-    Of a simulated run also the memory of each pipeline rank on this type of device, and the collectives of a step.
+    `memory` is a line on the memory of a rank. Of a simulated run also the memory of each pipeline rank on this type of
+    device, and the collectives of a step.
     """
-    text, plan = summary(plan), plan.at_step(1)
+    text, plan = summary(plan) + memory, plan.at_step(1)
     simulated = plan.config.comm.mode == "fake_backend"
     if plan.world_size > 1 or simulated:
         from torchtitan_clone.run.simulate import describe_layouts, simulate
@@ -92,25 +90,3 @@ def _describe_phase(plan: RunPlan) -> str:
         f"  pipeline        {plan.pipeline_summary or 'none'}\n"
         f"  FLOPs per token {plan.flops_per_token:,.0f}\n"
     )
-
-
-def describe_results(plan: RunPlan) -> list[str]:
-    """Returns where the results of a complete run are, and the commands that go on from them, one a line."""
-    config, folder, step = plan.config, plan.folder, plan.config.training.steps
-    saves = config.checkpoint.enable and not config.checkpoint.load_only
-    exports = config.checkpoint.last_save_in_hf
-    export, checkpoint = folder / EXPORT_FOLDER / f"step-{step}", step_folder(plan.checkpoint_folder, step)
-    source = folder if saves else export
-    lines = {
-        "metrics": f"{plan.output_folder / METRICS_FILE}",
-        "TensorBoard": f"tensorboard --logdir {plan.output_folder / config.metrics.save_tb_folder}"
-        if config.metrics.enable_tensorboard
-        else "",
-        "report": f"python scripts/report.py {folder}",
-        "checkpoint": f"{checkpoint}" if saves else "",
-        "weights": f"{export}" if exports else "",
-        "export": f"python scripts/convert_to_hf.py {checkpoint} FOLDER" if saves and not exports else "",
-        "generate": f'python scripts/generate.py {source} --prompt="..."' if saves or exports else "",
-        "extend": f"rerun the same command with --training.steps={2 * step}" if saves else "",
-    }
-    return [f"{name:<13}{escape(text)}" for name, text in lines.items() if text]
