@@ -337,6 +337,8 @@ REFUSED = {
     "an odd size": ({"a.bin": stream(random_documents(9)) + b"\0"}, "bytes, not 0 and .* ids of type uint16"),
     "ids of four bytes": ({"a.npy": stream(random_documents(9), dtype="uint32")}, "every second id is 0"),
     "a header of more ids": ({"a.bin": llm_c(random_documents(9))[:-2]}, "bytes, not 1,024 and .* ids of type uint16"),
+    "an evaluation of llm.c": ({"a.bin": llm_c(LARGE, magic=20240522)}, "evaluation data of llm.c in version 1"),
+    "another version of llm.c": ({"a.bin": llm_c(LARGE, version=9)}, "training data of llm.c in version 9; known"),
     "a negative count": ({"a.bin": llm_c([], count=-12)[:1000], "b.bin": llm_c(LARGE)}, "not 1,024 and -12"),
     "an index of less": ({"a.bin": b"12", "a.idx": megatron(random_documents(9))[".idx"]}, "2 bytes, and a.idx states"),
     "a short index": ({"a.bin": b"", "a.idx": b"MMIDIDX"}, "a.idx has 7 bytes, fewer than its header"),

@@ -40,6 +40,7 @@ MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8:
 LLMC_HEADER_BYTES = 1024
 LLMC_DTYPES = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 """Type of the ids by the first two numbers of the header: magic number and version."""
+_LLMC_MAGIC = {20240520: "training data", 20240801: "training data", 20240522: "evaluation data"}
 _NUMPY_HEADER = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': \w+, 'shape': \(([0-9]{1,18}),\), \} *\n")
 _INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 _CHUNK = 1 << 24
@@ -362,6 +363,9 @@ def _read_stream(path: Path, *, number: int, raw_dtype: str) -> Iterator[tuple[S
         start, dtype, count = _numpy_header(content)
     elif path.suffix == ".bin" and (magic, version) in LLMC_DTYPES:
         start, dtype, count = LLMC_HEADER_BYTES, LLMC_DTYPES[magic, version], stated
+    elif path.suffix == ".bin" and magic in _LLMC_MAGIC:
+        kind = f"{_LLMC_MAGIC[magic]} of llm.c in version {version}"
+        raise DocumentError(f"{kind}; known versions of its training data: {sorted(LLMC_DTYPES)}")
     item = np.dtype(dtype).itemsize
     if count is None:
         count = len(content) // item
