@@ -5,6 +5,7 @@ These tests are offline: the library treats a folder ./org/name as the dataset o
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,16 @@ def test_each_row_of_the_batch_is_a_stream_of_documents(dataset):
         found = torch.stack([batch.tokens_BT[row] for batch in batches])
         assert found.flatten().tolist() == tokens[: steps * SEQ_LEN]
         assert [batch.targets_BT[row, -1] for batch in batches] == tokens[SEQ_LEN : steps * SEQ_LEN + 1 : SEQ_LEN]
+
+
+def test_a_beginning_token_precedes_each_document(dataset):
+    batches = next_batches(train_loader(replace(dataset, tokenizer=replace(TOKENIZER, bos_id=7))), 20)
+    rows = torch.cat([batch.tokens_BT for batch in batches], dim=1)
+    for row in rows.tolist():
+        starts = [row[index + 1] for index, token in enumerate(row[:-1]) if token == TOKENIZER.eos_id]
+        assert row[0] == 7
+        assert len(starts) > 1
+        assert set(starts) == {7}
 
 
 def test_ranks_together_read_what_one_rank_reads(dataset):

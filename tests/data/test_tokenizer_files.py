@@ -97,6 +97,8 @@ def test_what_precedes_a_text_is_the_same_in_training_and_in_the_export(tmp_path
     folder = stored(tmp_path / "t", post_processor=post_processor, **config)
     tokenizer = build_tokenizer(folder, add_bos=add_bos)
     assert tokenizer.bos_id == expected
+    start = "" if expected is None else "<s> (0) before and "
+    assert tokenizer.describe() == f"400 ids; {start}</s> (1) after each text"
     (ids,) = tokenizer.encode_batch([TEXT])
     plain = made_tokenizer().encode(TEXT).ids
     assert ids == (plain if expected is None else [expected, *plain])

@@ -45,6 +45,7 @@ def described(argv):
 
 def test_a_dry_run_describes_the_phase_of_the_first_step(corpus, tmp_path):
     plain, _ = described(options(corpus, tmp_path))
+    assert plain["tokenizer"] == "2,048 ids; <|end_of_text|> (0) after each text"
     frozen, _ = described(options(corpus, tmp_path, training__freeze_schedule="[{step = 1, layers = 1}]"))
     assert frozen["frozen"] == "tok_embeddings, layers.0"
     flops = [int(lines["FLOPs per token"].replace(",", "")) for lines in (frozen, plain)]

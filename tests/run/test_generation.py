@@ -1,6 +1,7 @@
 """Tests of generation.py and trained_model.py, against transformers, and of scripts/generate.py."""
 
 import io
+import json
 import os
 import re
 import shutil
@@ -9,9 +10,9 @@ from random import Random
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers import Tokenizer, decoders, normalizers, processors
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import convert_to_hf
 from scripts import generate as script
@@ -85,6 +86,32 @@ def test_a_run_that_was_killed_while_saving_can_be_sampled_from(killed_run, tmp_
         text = tokenizer.decode([token for token in out.tolist() if token != tokenizer.eos_id])
         continued.append(f"{prompt}{text}\n{'-' * 40}\n")
     assert texts[0] == "".join(continued)
+
+
+def test_a_beginning_token_precedes_prompts_as_in_transformers(killed_run, tmp_path, capsys):
+    """A prompt may then be empty. The export states the token, and puts it before texts too."""
+    end = "<|end_of_text|>"
+    backend = Tokenizer.from_str(build_tokenizer(None).backend.to_str())
+    backend.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
+    folder, export = tmp_path / "tokenizer", tmp_path / "hub"
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "bos_token": end}))
+    step = killed_run / "checkpoint" / "step-2"
+    convert_to_hf.convert(step, export, dtype=torch.float32, hf_assets_path=str(folder))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((export / name).read_text())["bos_token_id"] == 0
+    words, theirs = AutoTokenizer.from_pretrained(export), AutoModelForCausalLM.from_pretrained(export)
+    prompts, expected = ["import os\n", "", "def main("], []
+    for prompt in prompts:
+        ids = words(prompt, return_tensors="pt").input_ids
+        assert ids[0, 0] == 0
+        out = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        text = words.decode([token for token in out.tolist() if token])
+        expected.append(f"{prompt}{text}\n{'-' * 40}\n")
+    for argv in ([str(killed_run), f"--hf_assets_path={folder}"], [str(export)]):
+        assert script.main([*argv, "--max_new_tokens=12", *(f"--prompt={prompt}" for prompt in prompts)]) == 0
+        assert capsys.readouterr().out == "".join(expected)
 
 
 def test_lines_of_standard_input_are_prompts(killed_run, capsys, monkeypatch):

@@ -60,8 +60,8 @@ class Tokenizer:
 
     def describe(self) -> str:
         """Returns its size and the tokens around each text, in one line."""
-        start = "" if self.bos_id is None else f"{self.decode([self.bos_id])} ({self.bos_id}) before each text, "
-        return f"{self.vocab_size:,} ids, {start}{self.decode([self.eos_id])} ({self.eos_id}) after it"
+        start = "" if self.bos_id is None else f"{self.decode([self.bos_id])} ({self.bos_id}) before and "
+        return f"{self.vocab_size:,} ids; {start}{self.decode([self.eos_id])} ({self.eos_id}) after each text"
 
     def encode_batch(self, texts: Sequence[str], *, add_bos: bool = True) -> list[list[int]]:
         """Returns the ids of each text, without eos_id; special tokens spelled out in a text are encoded as text."""
