@@ -9,7 +9,7 @@ a step together and have half of the machine each, as each of two ranks has; its
 since ranks wait for each other. The expected time of a step on two ranks is that of one rank, plus the bubble of a
 pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
 latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU most are messages
-(ops/messages.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of a rank:
+(comm/collectives.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of a rank:
 what the time exceeds it by are ranks that wait for each other. `--parts` profiles all steps, which prolongs that of the
 host, and divides the time of the first rank on a CPU (benchmarks/parts.py). The last table measures
 training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
@@ -39,9 +39,9 @@ import torch.distributed as dist
 
 from benchmarks.parts import WAITING, record_waiting, seconds_by_part
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
+from torchtitan_clone.comm.collectives import all_gather, all_to_all, reduce_scatter, start_exchange
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.messages import all_gather, all_to_all, reduce_scatter, start_exchange
-from torchtitan_clone.ops.shared_memory import connect
+from torchtitan_clone.cpu.shared_memory import connect
 from torchtitan_clone.parallel.pipeline import schedule_seconds
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace

@@ -7,7 +7,7 @@ from typing import Any
 from torch._C._distributed_c10d import Work
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchtitan_clone.ops.messages import Messages
+from torchtitan_clone.comm.collectives import Messages
 
 STEP, WAIT = "parts: step", "parts: wait"
 WAITING = "waiting for ranks"

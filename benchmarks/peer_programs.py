@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from benchmarks.peers import SIZES, Size
 from benchmarks.turns import Turn, serve_turns
-from torchtitan_clone.ops.tensor_region import use_tensor_region
+from torchtitan_clone.cpu.tensor_region import use_tensor_region
 
 MANY_STEPS = 1_000_000
 

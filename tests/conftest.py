@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_clone import doors
 from torchtitan_clone.testing.harness import PRELOADED
 from torchtitan_clone.testing.runs import make_corpus, make_short_documents
 from torchtitan_clone.testing.warm_python import WarmPython
@@ -14,6 +15,8 @@ torch.set_num_threads(1)  # threads of two workers on two cores would wait for o
 # ask torch whether there is a GPU: ranks forked after that could not use one.
 SLOW_IMPORTS = ["torch._inductor.compile_fx", "transformers.models.llama.modeling_llama", "datasets", "torchft"]
 PRELOADED[:0] = [] if torch.cuda.is_available() else SLOW_IMPORTS
+
+collect_ignore = [name for name in doors.DOORS if doors.why_closed(name)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +50,7 @@ LONG = (
     "launch",
     "run",
     "test_trainer.py",
-    "fault_tolerance",
+    "torchft",
     "parallel",
     "checkpoint",
 )

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
+from torchtitan_clone.ops.kernels import CPU
 from torchtitan_clone.run.preflight import SPLITS_BACKWARD_SINCE
 
 needs_split_backward = pytest.mark.skipif(
     torch.__version__ < SPLITS_BACKWARD_SINCE,
     reason=f"before torch {SPLITS_BACKWARD_SINCE} runs with a schedule that splits backward are refused",
 )
+needs_cpu_kernels = pytest.mark.skipif(CPU is None, reason="the door cpu is closed")
 MANY_RANKS = 4
 
 

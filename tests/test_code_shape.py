@@ -26,6 +26,7 @@ TRAIN_CONFIGS = sorted((REPOSITORY / "train_configs").glob("**/*.toml"))
 LAYERS = [
     {"documents", "files", "network", "torch_compat", "doors"},
     {"config", "cache_folders", "compiler_guard"},
+    {"comm"},
     {"ops", "observe"},
     {"replicas"},
     {"models", "data", "optim", "parallel", "checkpoint"},
@@ -130,6 +131,20 @@ def test_doors_lead_to_packages_that_start_with_their_nouns() -> None:
         assert package_of(module) == name
         text = ast.get_docstring(sources()[f"torchtitan_clone.{name}"]) or ""
         assert len(text.splitlines()) > 3, f"torchtitan_clone/{name}/__init__.py defines no nouns"
+
+
+PROCESSORS = re.compile(r"(?<!config\.)cpp|avx|amx|xeon|epyc", re.IGNORECASE)  # torch has options in config.cpp
+
+
+def test_the_core_names_no_processor() -> None:
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.glob("**/*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in (*doors.DOORS, *MAY_IMPORT_DOORS)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if PROCESSORS.search(line) and "Source:" not in line
+    ]
+    assert not wrong, listed(wrong)
 
 
 def test_model_files_do_not_use_torch_distributed() -> None:

@@ -1,6 +1,6 @@
 """The packages that the core never imports: it finds each by name, and trains without it.
 
-A door is closed where its package is missing, or by an environment variable: `TORCHTITAN_CLONE_TORCHFT=0`.
+A door is closed where its package is missing, or by an environment variable: `TORCHTITAN_CLONE_CPU=0`.
 """
 
 import os
@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 DOORS = {
+    "cpu": "torchtitan_clone.cpu.door",
     "torchft": "torchtitan_clone.torchft.door",
 }
 """The module behind each door, which offers what a Protocol of the core describes."""

@@ -5,12 +5,12 @@ tests/test_torch_compat.py fails when a public name replaces one. Slow imports a
 
 import hashlib
 import json
-import platform
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,18 +130,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-HAS_AMX = torch.backends.mkldnn.is_available() and torch.cpu._is_amx_tile_supported()
-"""Whether this processor multiplies matrices in bfloat16 by AMX; get_capabilities() is new in 2.12."""
-HAS_AVX512_BF16 = torch.cpu._is_avx512_bf16_supported()
-"""Whether this processor has instructions of AVX-512 for bfloat16."""
+@cache
+def identify_processor() -> str:
+    """Returns a hash of the instructions of this processor, and of what torch may use of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    found = sorted({line for line in lines if line.startswith(("model", "flags", "Features"))})
+    return hashlib.blake2b(repr((torch.backends.cpu.get_cpu_capability(), found)).encode(), digest_size=8).hexdigest()
 
 
-def has_bfloat16_units() -> bool:
-    """Whether this processor multiplies matrices in bfloat16 without emulation."""
-    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return False
-    x86 = platform.machine().lower() in ("x86_64", "amd64")  # oneDNN also emulates bfloat16 with AVX-512
-    return not x86 or HAS_AVX512_BF16 or HAS_AMX
+def compiler_command() -> str:
+    """Returns the command of the compiler of C++ that torch.compile calls on a CPU."""
+    return os.environ.get("CXX") or "g++"
 
 
 def local_storage(x: Tensor) -> torch.UntypedStorage:

@@ -18,7 +18,7 @@ from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
 from torchtitan_clone.observe.profiling import Profiler
 from torchtitan_clone.observe.records import RECOVERED
-from torchtitan_clone.ops.tensor_region import use_huge_pages
+from torchtitan_clone.ops.kernels import use_huge_pages
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor

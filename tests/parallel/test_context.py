@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.marks import marked
+from tests.marks import marked, needs_cpu_kernels
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import Runs
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, use_cpp
+from torchtitan_clone.ops.kernels import CPU, use_kernels
 from torchtitan_clone.parallel.context import (
     KeyExchange,
     LocalStarts,
@@ -25,7 +25,7 @@ from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 
 METHODS = ["allgather", "alltoall", "ring"]
-BY_CPP = {"allgather by C++": "allgather", "ring by C++": "ring"}
+BY_KERNEL = {} if CPU is None else {"allgather by kernel": "allgather", "ring by kernel": "ring"}
 
 
 # What limits attention besides documents; every layer of a kind has one of them.
@@ -34,10 +34,10 @@ REACHES = {"": {}, "window": {"window": 37}, "chunk": {"chunk": 100}}
 
 def exchanged(method, documents, positions, *, group, **reach):
     """Returns this rank's attention by a method, for its shard of q, k and v, and the sinks of all heads."""
-    split = {"rank": group.rank(), "degree": group.size(), "method": BY_CPP.get(method, method)}
-    if method in BY_CPP:
+    split = {"rank": group.rank(), "degree": group.size(), "method": BY_KERNEL.get(method, method)}
+    if method in BY_KERNEL:
         starts = LocalStarts(**split)(documents, positions, **reach)
-        options = True, BY_CPP[method], group.group_name
+        options = True, BY_KERNEL[method], group.group_name
         return lambda *x: context_attention(*x[:3], starts, x[3] if x[3:] else None, *options)[0]
     if method == "alltoall":
         core = HeadExchange(CoreAttention(), group=group)
@@ -66,7 +66,7 @@ def attention_distances(cases):
         T, _, name, _ = case
         (*qkv, grad, documents), sinks, right = dense_attention(*case)
         reach = REACHES[name]
-        pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=BY_CPP.get(method, method))
+        pieces = local_tokens(T, rank=group.rank(), degree=group.size(), method=BY_KERNEL.get(method, method))
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         attention = exchanged(method, documents, own.expand(2, -1), group=group, **reach)
         got = result_and_gradients(attention, *(x[:, own] for x in qkv), *sinks, grad[:, own])
@@ -78,7 +78,7 @@ def attention_distances(cases):
 
 
 def test_every_exchange_equals_dense_attention():
-    methods = [*METHODS, *BY_CPP]
+    methods = [*METHODS, *BY_KERNEL]
     cases = list(itertools.product(methods, [64, 1200], [None, 20, 900], [""], [False]))
     cases += itertools.product(methods, [320], [None, 90], REACHES, [True])
     cases += itertools.product(methods, [320], [90], ["window"], [False])
@@ -94,7 +94,7 @@ def errors_in_bf16(methods):
     *low, documents = inputs(640, document_length=200, dtype=torch.bfloat16)
     exact = result_and_gradients(lambda *x: dense(*x, documents), *(x.double() for x in low))
     for method in methods:
-        pieces = local_tokens(640, rank=group.rank(), degree=group.size(), method=BY_CPP.get(method, method))
+        pieces = local_tokens(640, rank=group.rank(), degree=group.size(), method=BY_KERNEL.get(method, method))
         own = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
         attention = exchanged(method, documents, own.expand(2, -1), group=group)
         got = result_and_gradients(attention, *(x[:, own] for x in low))
@@ -104,29 +104,30 @@ def errors_in_bf16(methods):
     return found
 
 
+@needs_cpu_kernels
 def test_results_and_gradients_of_bfloat16_are_summed_in_fp32():
     """Errors are 1.00 to 1.21; rounding each rank's share makes them 1.25 (result), 1.8 (keys) and 1.7 (values)."""
-    for of_methods in run_ranks(errors_in_bf16, 4, list(BY_CPP)):
+    for of_methods in run_ranks(errors_in_bf16, 4, list(BY_KERNEL)):
         for result, _, of_keys, of_values in of_methods:
             assert max(result, of_values) < 1.02
             assert of_keys < 1.3
 
 
 def kernels_of_training():
-    """Returns whether an exchange of keys has the bits of C++ after use_cpp(), and whether it has them before."""
+    """Returns whether an exchange of keys has the bits of the kernel after use_kernels(), and whether before."""
     dist.init_process_group("gloo")
     group, found = dist.group.WORLD, []
     *qkv, grad, _ = inputs(64, document_length=None)
 
-    def by_cpp(*qkv):
+    def by_kernel(*qkv):
         return context_attention(*qkv, None, None, True, "ring", group.group_name)[0]
 
     for trained in (True, False):
         core = KeyExchange(group_name=group.group_name, exchange="ring")
         if trained:
-            use_cpp(core)
+            use_kernels(core)
         got = result_and_gradients(lambda *x, core=core: core(*x, None), *qkv, grad)
-        found.append(all(map(torch.equal, got, result_and_gradients(by_cpp, *qkv, grad))))
+        found.append(all(map(torch.equal, got, result_and_gradients(by_kernel, *qkv, grad))))
     return found
 
 
@@ -135,8 +136,9 @@ def check_operators():
     dist.init_process_group("gloo")
     *rows_first, grad, _ = inputs(64, document_length=None)
     tokens_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in rows_first]
-    for qkv, by_cpp, exchange in itertools.product((rows_first, tokens_first), (True, False), ("allgather", "ring")):
-        options = by_cpp, exchange, dist.group.WORLD.group_name
+    kernels = {False, CPU is not None}
+    for qkv, by_kernel, exchange in itertools.product((rows_first, tokens_first), kernels, ("allgather", "ring")):
+        options = by_kernel, exchange, dist.group.WORLD.group_name
         torch.library.opcheck(context_attention, (*qkv, None, None, *options), test_utils="test_faketensor")
         saved = (*qkv, None, *context_attention(*qkv, None, None, *options))
         torch.library.opcheck(context_attention_backward, (grad, *saved, *options), test_utils="test_faketensor")
@@ -146,8 +148,10 @@ def test_operators_return_what_they_promise():
     run_ranks(check_operators, 2)
 
 
-def test_training_attends_by_cpp_as_one_rank_does():
-    assert run_ranks(kernels_of_training, 2) == [[IS_FASTER_IN_EAGER, False]] * 2
+@needs_cpu_kernels
+def test_training_attends_by_kernels_as_one_rank_does():
+    in_eager = CPU.has_faster_attention(torch.empty(1, 64, 8, 32), in_eager=True)
+    assert run_ranks(kernels_of_training, 2) == [[in_eager, False]] * 2
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])

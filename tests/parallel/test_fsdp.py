@@ -5,8 +5,8 @@ from itertools import groupby
 import pytest
 from torch import nn
 
+from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.models.decoder import FSDPGroup
-from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.parallel.fsdp import _merged
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options

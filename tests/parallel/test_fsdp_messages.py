@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.messages import is_exchange
-from torchtitan_clone.ops.shared_memory import connect
+from torchtitan_clone.cpu.shared_memory import connect
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight

@@ -11,8 +11,8 @@ from tests.marks import marked, needs_split_backward
 from tests.parallel.test_gradients import Runs, parallel_gradients
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Parallelism
+from torchtitan_clone.cpu.shared_memory import MOST_BYTES_AT_ONCE, connect
 from torchtitan_clone.observe.records import PIPELINE_FILE
-from torchtitan_clone.ops.shared_memory import MOST_BYTES_AT_ONCE, connect
 from torchtitan_clone.parallel.pipeline import _as_messages, bubble_fraction, describe_pipeline, timed_actions
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.stages import SCHEDULES, Stages, resolved_stages

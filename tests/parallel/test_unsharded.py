@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_split_backward
+from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.messages import is_exchange
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine, parallelize_model_parts

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import NAMES, bytes_of, entry_for, file_header
+from torchtitan_clone.comm.json_collectives import gather_json, scatter_json
 from torchtitan_clone.ops.dtensor_shards import (
     TensorShard,
     describe_shard,
@@ -21,7 +22,6 @@ from torchtitan_clone.ops.dtensor_shards import (
     shards_from_json,
     shards_to_json,
 )
-from torchtitan_clone.ops.json_collectives import gather_json, scatter_json
 
 INDEX_FILE = "index.json"
 OFFSETS_KEY = "DCP_SHARDING_INFO"

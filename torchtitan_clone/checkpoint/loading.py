@@ -18,10 +18,10 @@ from torch import Tensor
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, reading
 from torchtitan_clone.checkpoint.index import Index
 from torchtitan_clone.checkpoint.tensor_file import bytes_of
+from torchtitan_clone.comm.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import Value, escape, open_regular, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, describe_shard, local_shard
-from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 
 logger = logging.getLogger("torchtitan_clone")
 

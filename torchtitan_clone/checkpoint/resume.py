@@ -15,10 +15,10 @@ from torchtitan_clone.checkpoint.loading import agreed_errors, load_tensors, loa
 from torchtitan_clone.checkpoint.random_state import RNG, set_random_state
 from torchtitan_clone.checkpoint.saving import MODEL_ONLY_FOLDER
 from torchtitan_clone.checkpoint.verify import verify
+from torchtitan_clone.comm.json_collectives import all_gather_json, broadcast_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.config.schema import Checkpoint
-from torchtitan_clone.ops.json_collectives import all_gather_json, broadcast_json
 
 logger = logging.getLogger("torchtitan_clone")
 

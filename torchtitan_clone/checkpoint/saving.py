@@ -25,10 +25,10 @@ from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save
 from torchtitan_clone.checkpoint.rank_file import DIRECT, RankFile
 from torchtitan_clone.checkpoint.tensor_file import exported_dtype
 from torchtitan_clone.checkpoint.writer import FileRecord, write_file
+from torchtitan_clone.comm.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import shorten
 from torchtitan_clone.files import format_bytes
-from torchtitan_clone.ops.json_collectives import all_gather_json, optional_text
 from torchtitan_clone.torch_compat import default_store
 
 logger = logging.getLogger("torchtitan_clone")

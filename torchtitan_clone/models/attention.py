@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
-from torchtitan_clone.ops.cpp_attention import CppAttention, attend
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.ops.kernels import FasterAttention
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.rms_norm import RMSNorm
 from torchtitan_clone.ops.varlen_attention import OnHost, has_flash_attention, moved
@@ -81,15 +81,15 @@ def _compiled_flex_attention():
     return torch.compiler.set_stance("default")(torch.compile(flex_attention))
 
 
-class CoreAttention(CppAttention):
+class CoreAttention(FasterAttention):
     """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: AttentionMask, sinks_N: Tensor | None = None
     ) -> Tensor:
         """Returns [B, T, N, H]; a sink is a logit of a head that is in the softmax, with a value of zero."""
-        if not isinstance(mask, BlockMask) and sinks_N is None and self.takes_cpp(q_BTNH):
-            return attend(q_BTNH, k_BTKH, v_BTKH, mask)[0]
+        if not isinstance(mask, BlockMask) and sinks_N is None and (kernels := self.faster_attention(q_BTNH)):
+            return kernels.attend(q_BTNH, k_BTKH, v_BTKH, mask)[0]
         if mask is None and sinks_N is not None:
             mask = mask_from(torch.zeros(q_BTNH.shape[:2], dtype=torch.int32, device=q_BTNH.device))
         if isinstance(mask, Tensor):

@@ -15,7 +15,8 @@ from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
-from torchtitan_clone.ops import grouped_mm, linear  # noqa: F401, registers operators
+from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
+from torchtitan_clone.ops.kernels import CPU
 from torchtitan_clone.ops.tensor_pieces import Piece
 from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
@@ -48,13 +49,13 @@ KEPT = KeptOperations(
     always=frozenset(
         {
             *_ATTENTION, torch.ops.higher_order.flex_attention, torch.ops.torchtitan_clone.document_attention.default,
-            torch.ops.torchtitan_clone.attend.default,
+            *(CPU.KEPT if CPU is not None else ()),
         }
     ),
     alternating=frozenset(
         {
             torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default,
-            torch.ops.torchtitan_clone.grouped_mm.default, torch.ops.torchtitan_clone.faster_linear.default,
+            torch.ops.torchtitan_clone.grouped_mm.default, *(CPU.ALTERNATING if CPU is not None else ()),
         }
     ),
 )  # fmt: skip

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.documents import MAX_INTEGER, Value
-from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import global_offset
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -1,147 +1,40 @@
-"""Linear layers. C++ of this package multiplies where it is faster: in fp32 on AMD, in bfloat16 by the tiles of AMX.
-
-Legend: N rows, I input and O output features.
-"""
-
-import ctypes
-from pathlib import Path
-from typing import cast
+"""Linear layers. Legend: N rows, I input and O output features."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 
-from torchtitan_clone.ops.cpp_library import has_tiles, is_loaded, loaded_library, tile_library
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
-from torchtitan_clone.torch_compat import OUT_TAGS
-
-
-def _is_amd() -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
-
-
-IS_AMD = _is_amd()
-HAS_FASTER_CPP = IS_AMD and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether C++ multiplies faster than torch on this processor, in fp32."""
-MIN_WEIGHTS_FOR_CPP_GRAD = 2**18
-"""Torch computes the gradients of smaller weights, which is faster when the result is small and the sums long."""
-MIN_WEIGHTS_FOR_TILES = 2**17
-"""Torch multiplies smaller weights in bfloat16, for which packing takes as long as multiplying."""
-_KINDS = {
-    (torch.float32, torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.bfloat16, torch.float32),
-}  # fmt: skip
-"""The dtypes of two factors and of their product."""
-
-
-def _are_plain(*tensors: Tensor, dtype: torch.dtype) -> bool:
-    """Whether these are plain tensors of a CPU in `dtype`, outside autocast."""
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == dtype for x in tensors)
-    return plain and tensors[0].device.type == "cpu"
+from torchtitan_clone.ops.kernels import faster_grad, faster_product
 
 
 def is_eager_fp32(*tensors: Tensor) -> bool:
     """Whether these are plain fp32 tensors of a CPU, outside torch.compile and autocast."""
-    return not torch.compiler.is_compiling() and _are_plain(*tensors, dtype=torch.float32)
-
-
-def has_faster_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether C++ multiplies these matrices faster than torch."""
-    is_small = weight.dtype == torch.bfloat16 and weight.numel() < MIN_WEIGHTS_FOR_TILES
-    return not is_small and _takes_cpp(x, weight)
-
-
-def _takes_cpp(*matrices: Tensor) -> bool:
-    """Whether C++ multiplies large matrices in their dtype faster than torch."""
-    if _are_plain(*matrices, dtype=torch.bfloat16):
-        return has_tiles()
-    return HAS_FASTER_CPP and _are_plain(*matrices, dtype=torch.float32) and is_loaded()
-
-
-# The tag allows any strides. Without it, inductor would compute an input of several products once for each of them.
-@torch.library.custom_op("torchtitan_clone::faster_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def faster_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns x W^T [..., O], computed by C++, for x [..., I] and W [O, I], which may be transposed views.
-
-    A custom operator, so that dispatch modes and torch.compile see it. Sums are in fp32. Raises ValueError for sizes
-    that differ, and for tensors that are not both in fp32 or both in bfloat16, on a CPU.
-    """
-    return _write_product(_empty_product(x, weight_OI), x, weight_OI)
-
-
-@faster_linear.register_fake
-def _empty_product(x: Tensor, weight_OI: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
-
-
-# Inductor calls this overload to write results into memory that it has planned.
-_OUT_SCHEMA = "(Tensor x, Tensor weight_OI, *, Tensor(a!) out) -> Tensor(a!)"
-torch.library.define("torchtitan_clone::faster_linear.out", _OUT_SCHEMA, tags=OUT_TAGS)
-
-
-@torch.library.impl("torchtitan_clone::faster_linear.out", "CPU")
-def _faster_linear_out(x: Tensor, weight_OI: Tensor, *, out: Tensor) -> Tensor:
-    return _write_product(out, x, weight_OI)
-
-
-@torch.library.custom_op("torchtitan_clone::add_product_", mutates_args=("total",))
-def add_product_(total: Tensor, x: Tensor, weight_OI: Tensor) -> None:
-    """Adds x W^T to a contiguous total [..., O] in fp32 in place, with the arguments of faster_linear()."""
-    _write_product(total, x, weight_OI, adds=True)
-
-
-def _write_product(out: Tensor, x: Tensor, weight_OI: Tensor, *, adds: bool = False) -> Tensor:
-    """Writes x W^T to `out`, or adds it, and returns `out`."""
-    tensors = (x, weight_OI, out)
-    is_taken = all(t.device.type == "cpu" for t in tensors) and tuple(t.dtype for t in tensors) in _KINDS
-    is_taken = is_taken and out.is_contiguous() and (out.dtype == torch.float32 or not adds)
-    is_taken = is_taken and weight_OI.dim() == 2 and x.shape[-1:] == weight_OI.shape[1:]
-    if not is_taken or out.shape != (*x.shape[:-1], weight_OI.shape[0]):
-        found = [(t.device.type, t.dtype, tuple(t.shape), t.stride()) for t in tensors]
-        rule = "use fp32 or bfloat16 tensors of a CPU, [..., I] and [O, I], and a contiguous result [..., O]"
-        raise ValueError(f"x W^T by C++ does not take {found}: {rule}")
-    if out.numel() == 0 or x.shape[-1] == 0:
-        return out if adds else out.zero_()
-    x_NI = x.reshape(-1, x.shape[-1])
-    strides = (*x_NI.stride(), *weight_OI.T.stride())
-    sizes = (ctypes.c_int64 * 7)(len(x_NI), len(weight_OI), x_NI.shape[1], *strides)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x_NI, weight_OI, out)]
-    if out.dtype == torch.bfloat16:
-        tile_library().multiply_to_bfloat16(*pointers, sizes)
-    elif x.dtype == torch.bfloat16:
-        tile_library().multiply_to_float(*pointers, sizes, ctypes.c_bool(adds))
-    else:
-        loaded_library().multiply_matrices(*pointers, sizes, ctypes.c_bool(adds))
-    return out
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    plain = all(type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 for x in tensors)
+    return plain and tensors[0].device.type == "cpu"
 
 
 def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns x W^T [..., O] by the faster of C++ and torch."""
-    return faster_linear(x, weight_OI) if has_faster_product(x, weight_OI) else F.linear(x, weight_OI)
+    """Returns x W^T [..., O]."""
+    kernels = faster_product(x, weight_OI)
+    return F.linear(x, weight_OI) if kernels is None else kernels.faster_linear(x, weight_OI)
 
 
 def input_grad(grad: Tensor, weight_OI: Tensor) -> Tensor:
-    """Returns the gradient [..., I] of x W^T by x for that by the result [..., O]."""
-    return faster_linear(grad, weight_OI.T) if has_faster_product(grad, weight_OI) else grad @ weight_OI
+    """Returns d / d x [..., I] of x W^T, from d / d (x W^T) [..., O]."""
+    kernels = faster_product(grad, weight_OI)
+    return grad @ weight_OI if kernels is None else kernels.faster_linear(grad, weight_OI.T)
 
 
-def _is_large(grad: Tensor, x: Tensor) -> bool:
-    """Whether the weight with this gradient of its result and this input is large enough for C++."""
-    return grad.shape[-1] * x.shape[-1] >= MIN_WEIGHTS_FOR_CPP_GRAD
-
-
-def _has_faster_grad(grad: Tensor, x: Tensor) -> bool:
-    return _is_large(grad, x) and _takes_cpp(grad, x)
-
-
-def _weight_grad(grad: Tensor, x: Tensor, *, by_cpp: bool) -> Tensor:
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Returns d / d W [O, I] of x W^T, from d / d (x W^T) [..., O] and x [..., I]."""
     grad_ON, x_NI = grad.reshape(-1, grad.shape[-1]).T, x.reshape(-1, x.shape[-1])
-    return faster_linear(grad_ON, x_NI.T) if by_cpp else grad_ON @ x_NI
+    kernels = faster_grad(grad, x)
+    return grad_ON @ x_NI if kernels is None else kernels.faster_linear(grad_ON, x_NI.T)
 
 
 def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> Tensor:
@@ -154,28 +47,17 @@ def add_weight_grad(total_OI: Tensor | None, grad_NO: Tensor, x_NI: Tensor) -> T
         if total_OI is None:
             return torch.mm(grad_NO.T, x_NI, out_dtype=torch.float32)
         return torch.addmm(total_OI, grad_NO.T, x_NI, out_dtype=torch.float32, out=total_OI)
-    by_cpp = _has_faster_grad(grad_NO, x_NI)
-    if by_cpp and grad_NO.dtype == torch.bfloat16 and total_OI is None:
+    kernels = faster_grad(grad_NO, x_NI)
+    if kernels is not None and grad_NO.dtype == torch.bfloat16 and total_OI is None:
         total_OI = grad_NO.new_zeros(grad_NO.shape[1], x_NI.shape[1], dtype=torch.float32)
     if total_OI is None:
-        return _weight_grad(grad_NO, x_NI, by_cpp=by_cpp).float()
-    if by_cpp:
-        add_product_(total_OI, grad_NO.T, x_NI.T)
+        return _weight_grad(grad_NO, x_NI).float()
+    if kernels is not None:
+        kernels.add_product_(total_OI, grad_NO.T, x_NI.T)
         return total_OI
     if grad_NO.dtype != torch.float32:
         return total_OI.add_(grad_NO.T @ x_NI)
     return total_OI.addmm_(grad_NO.T, x_NI)
-
-
-def _backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    # Pipeline schedules that split backward compute both gradients in both halves of it.
-    x, weight_OI = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
-    needs_x, needs_weight = cast("tuple[bool, bool]", ctx.needs_input_grad)
-    x_grad = faster_linear(grad, weight_OI.T) if needs_x else None
-    return x_grad, _weight_grad(grad, x, by_cpp=_is_large(grad, x)) if needs_weight else None
-
-
-faster_linear.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -192,7 +74,7 @@ class _GatedLinear(torch.autograd.Function):
         (grad,) = grad_outputs
         weight_grad_OI = None
         if ctx.needs_input_grad[2]:
-            weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x), by_cpp=_has_faster_grad(grad, x))
+            weight_grad_OI = _weight_grad(grad, F.silu(gate).mul_(x))
         hidden_grad = input_grad(grad, weight_OI)
         x_grad = F.silu(gate).mul_(hidden_grad)
         return torch.ops.aten.silu_backward(hidden_grad.mul_(x), gate), x_grad, weight_grad_OI
@@ -214,8 +96,8 @@ class Linear(nn.Linear):
             weight, bias = local_with_partial_grad(weight), None if bias is None else share_of_sum(bias)
         if gate is not None:
             out = _GatedLinear.apply(gate, input, weight)
-        elif torch.is_grad_enabled() and has_faster_product(input, weight):
-            out = faster_linear(input, weight)
+        elif torch.is_grad_enabled() and (kernels := faster_product(input, weight)) is not None:
+            out = kernels.faster_linear(input, weight)
         else:
             return F.linear(input, weight, bias)
         return out if bias is None else out + bias

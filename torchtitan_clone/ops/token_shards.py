@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import all_gather, reduce_scatter, takes_messages
+from torchtitan_clone.comm.collectives import all_gather, reduce_scatter, takes_messages
 from torchtitan_clone.torch_compat import process_group_of, wait_tensor
 
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_clone.comm import collectives
+from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, takes_messages
 from torchtitan_clone.ops import blockwise_attention as blockwise
-from torchtitan_clone.ops import messages
 from torchtitan_clone.ops.blockwise_attention import Pieces
-from torchtitan_clone.ops.cpp_attention import CppAttention, kernel_for
-from torchtitan_clone.ops.messages import all_gather, others, reduce_scatter, takes_messages
+from torchtitan_clone.ops.kernels import CPU, AttentionKernel, FasterAttention
 from torchtitan_clone.ops.varlen_attention import OnHost, moved
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.torch_compat import process_group_of
@@ -76,7 +76,7 @@ class LocalStarts(nn.Module):
         return torch.cat([starts_BS[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
-class KeyExchange(CppAttention):
+class KeyExchange(FasterAttention):
     """Attention of this rank's queries over the keys and values of all ranks."""
 
     def __init__(self, *, group_name: str, exchange: Method):
@@ -87,7 +87,7 @@ class KeyExchange(CppAttention):
     def forward(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, mask: Tensor | None, sinks_N: Tensor | None = None
     ) -> Tensor:
-        options = self.takes_cpp(q_BTNH), self._exchange, self._group_name
+        options = self.faster_attention(q_BTNH) is not None, self._exchange, self._group_name
         return context_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N, *options)[0]
 
 
@@ -112,7 +112,9 @@ def _start_exchange(x: Tensor, *, to: int, source: int, group: dist.ProcessGroup
     arriving = torch.empty_like(x)
     if takes_messages(x):
         target, source = to % group.size(), source % group.size()
-        return arriving, [messages.start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")]
+        return arriving, [
+            collectives.start_exchange([(target, x)], [(source, arriving)], group=group, collective="send")
+        ]
     send = dist.P2POp(dist.isend, x, group=group, group_peer=to % group.size())
     receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source % group.size())
     return arriving, dist.batch_isend_irecv([send, receive])
@@ -149,16 +151,27 @@ _RETURN = {"allgather": _sum_gradients, "ring": _send_back}
 
 
 def _received(
-    k_BTKH: Tensor, v_BTKH: Tensor, pieces: Sequence[Pieces], group: dist.ProcessGroup, *, exchange: str, by_cpp: bool
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    pieces: Sequence[Pieces],
+    group: dist.ProcessGroup,
+    *,
+    exchange: str,
+    by_kernel: bool,
 ) -> Iterator[tuple[Pieces, Sequence[Tensor]]]:
-    """Yields tokens with their keys and values: of one rank after another or, for C++ after a gather, of whole rows."""
-    if by_cpp and exchange == "allgather":
+    """Yields tokens with their keys and values: of one rank after another, or gathered for a kernel, of whole rows."""
+    if by_kernel and exchange == "allgather":
         rows = _Rows(k_BTKH.shape, dtype=k_BTKH.dtype, pieces=pieces, group=group)
         rows.gather(k_BTKH, v_BTKH)
         yield [range(rows.k_BSKH.shape[1])], (rows.k_BSKH, rows.v_BSKH)
     else:
         for rank, kv in _FETCH[exchange](torch.stack((k_BTKH, v_BTKH)), group):
             yield pieces[rank], tuple(kv)
+
+
+def _kernel(q_BTNH: Tensor) -> AttentionKernel:
+    assert CPU is not None
+    return CPU.attention_kernel(q_BTNH)
 
 
 def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
@@ -168,7 +181,7 @@ def _pieces(x_BTNH: Tensor, group: dist.ProcessGroup) -> list[Pieces]:
 
 
 class _Rows:
-    """Keys and values of whole rows, or their gradients, for C++.
+    """Keys and values of whole rows, or their gradients, for a kernel.
 
     In memory they are [R T, 2, B, K, H]: a piece of tokens is one block, which ranks send and receive without a copy.
     """
@@ -200,7 +213,7 @@ class _Rows:
         sums = [self.k_BSKH.new_empty(self._shape) for _ in range(2)]
         for index, total_BTKH in enumerate(sums):
             for out, *parts in zip(total_BTKH.transpose(0, 1).chunk(2), *by_rank, strict=True):
-                messages.sum_parts([part[:, index] for part in parts], out=out)
+                collectives.sum_parts([part[:, index] for part in parts], out=out)
         return sums
 
     def _exchange(
@@ -209,36 +222,36 @@ class _Rows:
     ) -> None:  # fmt: skip
         of_parts = ([(rank, part) for rank, parts in x for part in parts] for x in (sent, received))
         arguments = {"group": self._group, "collective": collective, "own": self._own, "is_awaited": True}
-        messages.start_exchange(*of_parts, **arguments).wait()
+        collectives.start_exchange(*of_parts, **arguments).wait()
 
 
 @torch.library.custom_op("torchtitan_clone::context_attention", mutates_args=())
 def context_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, by_cpp: bool,
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, sinks_N: Tensor | None, by_kernel: bool,
     exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns attention of this rank's queries over all keys of their rows: out [B, T, N, H] and lse [B, T, N].
 
-    `starts_BT` is on the CPU, where it says which blocks to compute; `by_cpp` computes by ops/cpp_attention.py. Saves
+    `starts_BT` is on the CPU, where it says which blocks to compute; `by_kernel` computes by ops/kernels.py. Saves
     only this rank's tensors for backward, which receives the keys and values of other ranks again.
     """
     group = process_group_of(group_name)
     pieces = _pieces(q_BTNH, group)
     queries = pieces[group.rank()]
-    if by_cpp:
+    if by_kernel:
         by_heads = None
         if sinks_N is not None:
             out_BTNH, lse_BTN = blockwise.empty_attention(q_BTNH, sinks_N)
             by_heads = out_BTNH, lse_BTN.transpose(1, 2).contiguous()
         q = q_BTNH.float()  # in fp32, in which results accumulate
-        for keys, kv in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=True):
+        for keys, kv in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=True):
             ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
-            by_heads = kernel_for(q).attend(q, *kv, *ranges, accumulate_into=by_heads)
+            by_heads = _kernel(q).attend(q, *kv, *ranges, accumulate_into=by_heads)
         assert by_heads is not None
         return by_heads[0].to(q_BTNH.dtype).contiguous(), by_heads[1].transpose(1, 2).contiguous()
     attention = blockwise.empty_attention(q_BTNH, sinks_N)
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
-    for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=False):
+    for keys, (k, v) in _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=False):
         qkv = (q_BTNH, k, v)
         blockwise.attend_(attention, qkv, queries=queries, keys=keys, starts_BT=starts_BT, segments=segments)
     return attention[0].to(q_BTNH.dtype), attention[1]
@@ -247,7 +260,7 @@ def context_attention(
 @torch.library.custom_op("torchtitan_clone::context_attention_backward", mutates_args=())
 def context_attention_backward(
     grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, starts_BT: Tensor | None, out_BTNH: Tensor,
-    lse_BTN: Tensor, by_cpp: bool, exchange: str, group_name: str,
+    lse_BTN: Tensor, by_kernel: bool, exchange: str, group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of `context_attention` by q, k and v."""
     group = process_group_of(group_name)
@@ -255,21 +268,21 @@ def context_attention_backward(
     queries = pieces[group.rank()]
     segments = blockwise.flash_segments(q_BTNH, queries=queries, starts_BT=starts_BT)
     attention = (out_BTNH, lse_BTN)
-    q_grad_BTNH = None if by_cpp else torch.zeros_like(q_BTNH, dtype=torch.float32)
+    q_grad_BTNH = None if by_kernel else torch.zeros_like(q_BTNH, dtype=torch.float32)
 
-    def by_cpp_backward(keys: Pieces, k: Tensor, v: Tensor, kv_grads: Sequence[Tensor]) -> None:
+    def by_kernel_backward(keys: Pieces, k: Tensor, v: Tensor, kv_grads: Sequence[Tensor]) -> None:
         """Writes the gradients by these keys and values, and adds to those by queries: in fp32, as they are summed."""
         nonlocal q_grad_BTNH
         q = q_BTNH.float()
         ranges = blockwise.ranges_of_keys(queries, keys, starts_BT, rows=len(q))
         saved = (q, k, v, *ranges, out_BTNH, lse_BTN.transpose(1, 2))
-        q_grad_BTNH, *_ = kernel_for(q).attend_backward(grad_BTNH, *saved, q_grad=q_grad_BTNH, kv_grads=kv_grads)
+        q_grad_BTNH, *_ = _kernel(q).attend_backward(grad_BTNH, *saved, q_grad=q_grad_BTNH, kv_grads=kv_grads)
 
     def kv_gradients() -> Iterator[tuple[int, Tensor]]:
         for keys, (k, v) in received:
-            if by_cpp:
+            if by_kernel:
                 kv_grad = torch.empty(2, *k.shape)
-                by_cpp_backward(keys, k, v, list(kv_grad))
+                by_kernel_backward(keys, k, v, list(kv_grad))
                 yield pieces.index(keys), kv_grad
                 continue
             assert q_grad_BTNH is not None
@@ -281,11 +294,11 @@ def context_attention_backward(
             )  # fmt: skip
             yield pieces.index(keys), kv_grad
 
-    received = _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_cpp=by_cpp)
-    if by_cpp and exchange == "allgather":
+    received = _received(k_BTKH, v_BTKH, pieces, group, exchange=exchange, by_kernel=by_kernel)
+    if by_kernel and exchange == "allgather":
         [(keys, (k, v))] = received
         of_rows = _Rows(k_BTKH.shape, dtype=torch.float32, pieces=pieces, group=group)
-        by_cpp_backward(keys, k, v, (of_rows.k_BSKH, of_rows.v_BSKH))
+        by_kernel_backward(keys, k, v, (of_rows.k_BSKH, of_rows.v_BSKH))
         kv_grads = of_rows.sum()
     else:
         kv_grads = _RETURN[exchange](kv_gradients(), group)
@@ -296,7 +309,7 @@ def context_attention_backward(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.by_cpp, ctx.exchange, ctx.group_name = inputs
+    *tensors, ctx.by_kernel, ctx.exchange, ctx.group_name = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
@@ -305,7 +318,7 @@ def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | 
     attention = (out_BTNH, lse_BTN)
     sinks_grad_N = None if sinks_N is None else blockwise.sink_gradients(grad_BTNH, attention, sinks_N)
     gradients = context_attention_backward(
-        grad_BTNH, *inputs, *attention, ctx.by_cpp, ctx.exchange, ctx.group_name
+        grad_BTNH, *inputs, *attention, ctx.by_kernel, ctx.exchange, ctx.group_name
     )  # fmt: skip
     return *gradients, None, sinks_grad_N, None, None, None
 

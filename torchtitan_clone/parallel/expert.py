@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from torchtitan_clone.ops.messages import others, start_exchange, takes_messages
+from torchtitan_clone.comm.collectives import others, start_exchange, takes_messages
 from torchtitan_clone.ops.permutation import Permute, inverse
 from torchtitan_clone.parallel.context import Method, local_tokens
 from torchtitan_clone.torch_compat import is_fake, sum_over_group

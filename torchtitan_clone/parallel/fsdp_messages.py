@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import Messages, others, start_all_to_all, start_exchange, sum_parts
+from torchtitan_clone.comm.collectives import Messages, others, start_all_to_all, start_exchange, sum_parts
 
 _MAX_PENDING_SUMS = 2
 """Sums that a backward leaves incomplete at a time: they take memory."""

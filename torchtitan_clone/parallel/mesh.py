@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan_clone.comm.collectives import connect, disconnect
 from torchtitan_clone.config import Degrees
-from torchtitan_clone.ops.shared_memory import close_streams, connect
 from torchtitan_clone.torch_compat import process_group_of
 
 _numbers = count(1)
@@ -59,7 +59,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroys the process groups of all axes; models built on the mesh cannot run any more."""
-        close_streams(group.group_name for group in self.groups)
+        disconnect(self.groups)
         for group in self.groups:
             dist.destroy_process_group(group)
 

@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 from torchtitan_clone import compiler_guard
 from torchtitan_clone.cache_folders import NoCodeFolderError, code_folders, locked, use_folder
+from torchtitan_clone.comm.collectives import disconnect
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
 from torchtitan_clone.files import write_atomically
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER
-from torchtitan_clone.ops.cpp_library import cpp_compiler, identify_processor, start_compiling
-from torchtitan_clone.ops.shared_memory import close_streams
 from torchtitan_clone.torch_compat import (
+    compiler_command,
+    identify_processor,
     log_compilation,
     process_groups,
     recompute_inputs_of_products,
@@ -140,7 +140,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device, peers_hos
     dist.init_process_group(backend, timeout=timeout, store=store, rank=launch.rank, world_size=launch.world_size)
     # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
-    close_streams([group.group_name for group in process_groups()])
+    disconnect(process_groups())
     dist.destroy_process_group()
 
 
@@ -197,18 +197,16 @@ def set_timeout(seconds: int) -> None:
 def check_compiler(options: Compile, *, device_type: str) -> None:
     """ConfigError if this machine lacks the compiler of C++ that torch.compile calls on a CPU."""
     needs_compiler = options.enable and options.backend == "inductor" and device_type == "cpu"
-    if needs_compiler and which(cpp_compiler()) is None:
+    if needs_compiler and which(compiler := compiler_command()) is None:
         raise ConfigError(
-            f"compile.enable = true: on a CPU torch.compile needs a compiler of C++, and {escape(cpp_compiler())} is "
+            f"compile.enable = true: on a CPU torch.compile needs a compiler of C++, and {escape(compiler)} is "
             "not on $PATH; install g++, set $CXX to the command of another compiler, or set compile.enable to false"
         )
 
 
 def set_up_compile(options: Compile, *, device_type: str) -> None:
-    """Starts to compile C++ if a CPU trains with it, and configures torch.compile if it is enabled."""
+    """Configures torch.compile if it is enabled."""
     is_cpu = device_type == "cpu"  # where the loss is not compiled
-    if is_cpu and (options.compiles_model or IS_FASTER_IN_EAGER):
-        start_compiling()
     try:
         if not is_cpu:  # this package has kernels of Triton, whose cache is also in the home by default
             chosen = os.environ.get("TRITON_CACHE_DIR", "")
@@ -244,7 +242,7 @@ def set_compile_cache(backend: str) -> None:
 
 def _guarded_compiler(folder: Path) -> str:
     """Returns the command of a compiler of C++ that ends with the process that started it."""
-    compiler = which(cpp_compiler()) or cpp_compiler()
+    compiler = which(compiler_command()) or compiler_command()
     guarded = folder / "compiler" / Path(compiler).name  # by which torch knows its kind
     guard, command = shlex.join([sys.executable, "-I", "-S", compiler_guard.__file__]), shlex.quote(compiler)
     question = f'case "$1" in --version | -dump*) exec {command} "$@" ;; esac'

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_clone.comm.collectives import is_exchange, messages_of
+from torchtitan_clone.comm.json_collectives import all_gather_json, gather_json
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.documents import Value
-from torchtitan_clone.ops.json_collectives import all_gather_json, gather_json
-from torchtitan_clone.ops.messages import is_exchange, messages_of
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.parallel.trace import Kwargs, axes_of, collective_name, see_context_attention

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.ops.messages import is_exchange
+from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.parallel.context import context_attention, context_attention_backward
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 

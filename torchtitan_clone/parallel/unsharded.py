@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchtitan_clone.comm.collectives import StartedSum
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
-from torchtitan_clone.ops.messages import StartedSum
 from torchtitan_clone.torch_compat import after_backward, converted, with_shard
 
 _ALONE = 2**16

@@ -14,10 +14,9 @@ from torchtitan_clone.models.float8 import convert_to_float8
 from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.models.mtp import MTP_LOSS
 from torchtitan_clone.observe.by_source import Totals
-from torchtitan_clone.ops.cpp_attention import use_cpp
 from torchtitan_clone.ops.cross_entropy import build_loss
+from torchtitan_clone.ops.kernels import prepare, use_kernels
 from torchtitan_clone.ops.source_sums import SourceSums
-from torchtitan_clone.ops.tensor_region import use_tensor_region
 from torchtitan_clone.optim import build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
 from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
@@ -160,9 +159,8 @@ def _build_loads(plan: RunPlan, *, model_parts: Sequence[Decoder]) -> ExpertLoad
 
 def build_engine(plan: RunPlan, *, device: torch.device) -> Engine:
     """Builds the engine of a phase with initial weights; a collective over all ranks."""
-    set_up_compile(plan.config.compile, device_type=device.type)  # first: C++ is compiled by threads
-    if device.type == "cpu":
-        use_tensor_region()
+    prepare(device, compiles_model=plan.config.compile.compiles_model)  # first: threads compile C++
+    set_up_compile(plan.config.compile, device_type=device.type)
     mesh = build_plan_mesh(plan, device_type=device.type)
     return Engine(plan, mesh=mesh, model_parts=build_model_parts(plan, mesh=mesh, device=device), device=device)
 
@@ -203,7 +201,7 @@ def _parallelize_stage(plan: RunPlan, *, stage: int, mesh: Mesh) -> Decoder:
         blocks_per_group=fsdp_blocks_per_group(plan), parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint, compile=config.compile,
     )  # fmt: skip
-    use_cpp(model)
+    use_kernels(model)
     return model
 
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from torchtitan_clone.checkpoint.commit import Progress, delete_leftovers, restore_replaced
 from torchtitan_clone.checkpoint.hf import export_weights
+from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.observe.metrics import MetricsWriter
-from torchtitan_clone.ops.json_collectives import broadcast_json
 from torchtitan_clone.run.engine import Engine
 from torchtitan_clone.run.hub import export_files
 from torchtitan_clone.run.plan import RunPlan, is_export_due, plan_of

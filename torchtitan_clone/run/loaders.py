@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.data import Dataset, Loader, LoaderOptions, ValidationLoader
 from torchtitan_clone.data.row_reader import StreamPosition, positions_from_json
-from torchtitan_clone.ops.json_collectives import all_gather_json
 from torchtitan_clone.parallel.context import local_tokens
 from torchtitan_clone.parallel.mesh import batch_rank, context_rank, tensor_rank
 from torchtitan_clone.run.plan import RunPlan

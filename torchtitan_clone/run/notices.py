@@ -6,8 +6,8 @@ from torchtitan_clone.config import Config
 from torchtitan_clone.config.names import describe_group
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.moe import MoEModelArgs
+from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import has_bfloat16_units
 
 ADAM_LR = (1e-7, 0.1)
 """Peak learning rates between which Adam trains; published runs are between 1e-5 and 1e-2."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_clone.config import Config
+from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.parallel.fsdp import requests_fsdp
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.torch_compat import has_bfloat16_units
 
 
 def resolved_precision(config: Config, *, device_type: str) -> Config:

@@ -15,10 +15,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_clone import trainer
+from torchtitan_clone.comm import collectives
 from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
-from torchtitan_clone.ops import blockwise_attention, cross_entropy, messages, vocabulary
+from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import gradients, head_exchange, unsharded
@@ -103,13 +104,15 @@ def _gradients_of_the_shared_rotary_key_are_not_summed(local: Any, x: Tensor) ->
     return cast("DTensor", x).to_local() if is_gathered_key else local(x)
 
 
-@_mistake("context", messages, "sum_parts")
+@_mistake("context", collectives, "sum_parts")
 def _gradients_of_keys_are_not_returned(_: object, parts: Sequence[Tensor], *, out: Tensor) -> Tensor:
     return out.copy_(parts[_rank()])
 
 
-@_mistake("context", messages, "start_exchange")
-def _keys_change_their_sign_on_the_way(start: Replacement, sent: messages.Addressed, *more: object, **others: object):
+@_mistake("context", collectives, "start_exchange")
+def _keys_change_their_sign_on_the_way(
+    start: Replacement, sent: collectives.Addressed, *more: object, **others: object
+):
     are_keys = others["collective"] != "reduce_scatter"
     return start([(rank, -x) for rank, x in sent] if are_keys else sent, *more, **others)
 

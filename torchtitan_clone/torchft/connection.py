@@ -14,11 +14,11 @@ from torchft.coordination import ManagerServer
 from torchft.manager import MANAGER_ADDR_KEY, MANAGER_PORT_ENV, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroupWrapper
 
+from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.network import join_host_and_port, listen, serve_store
-from torchtitan_clone.ops.json_collectives import broadcast_json
 from torchtitan_clone.replicas.protocol import RecoveryState
 from torchtitan_clone.torch_compat import set_group_timeout
 from torchtitan_clone.torchft.lighthouse import wait_for_lighthouse

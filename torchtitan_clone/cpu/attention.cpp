@@ -1,9 +1,9 @@
-// Attention to a range of keys in fp32 on a CPU; cpp_library.py compiles this file, and cpp_attention.py calls it.
+// Attention to a range of keys in fp32 on a CPU; library.py compiles this file, and attention.py calls it.
 //
 // FlashAttention (arXiv 2205.14135, 2307.08691): no row of scores is ever in memory as a whole, and backward computes
 // them again. Keys are packed so that one vector has the same feature of several keys.
 
-#include "cpp_attention.h"
+#include "attention.h"
 
 namespace {
 

@@ -1,17 +1,18 @@
 """Collectives on a CPU as messages between pairs of ranks, which go on while a rank computes.
 
-Ranks of one machine exchange them through shared memory, others by gloo.
+gloo sends and receives them. Between ranks that a Transport connects, that does: the package behind the door `cpu`
+has one through the memory of a machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.shared_memory import Stream, Transfer, streams_of, wait_for
+from torchtitan_clone import doors
 from torchtitan_clone.torch_compat import (
     Operator,
     all_gather_single,
@@ -26,6 +27,69 @@ _TAG = 0x6A
 T = TypeVar("T")
 Addressed = Sequence[tuple[int, Tensor]]
 """Tensors, each with the rank of the group that sends or receives it."""
+
+
+class Transfer(Protocol):
+    """A tensor on its way."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+class Stream(Protocol):
+    """Both directions between this rank and another one of a group; tensors arrive in the order they are sent in."""
+
+    def send(self, tensor: Tensor) -> Transfer:
+        """Sends a contiguous tensor, which must not change before the transfer is done."""
+        ...
+
+    def receive(self, tensor: Tensor) -> Transfer:
+        """Receives the next tensor of the other rank, of as many bytes, into a contiguous one."""
+        ...
+
+    def advance(self) -> bool:
+        """Moves what can be moved without waiting; returns whether it did."""
+        ...
+
+
+class Transport(Protocol):
+    """What moves messages between some ranks instead of gloo."""
+
+    MOST_BYTES_AT_ONCE: int
+    """Two messages of at most so many bytes move while both ranks compute; the rest of larger ones may have to wait."""
+
+    def connect(self, group: dist.ProcessGroup) -> None:
+        """Connects those ranks of a group that it can; a collective."""
+
+    def streams_of(self, group_name: str) -> Mapping[int, Stream]:
+        """Returns the streams of a group by the other rank; the other ranks are gloo's."""
+        ...
+
+    def wait_for(self, transfers: Sequence[tuple[Stream, Transfer]], *, seconds: float) -> None:
+        """Waits until transfers of these streams are done. RuntimeError if a rank has ended or takes too long."""
+
+    def close_streams(self, groups: Iterable[str]) -> None:
+        """Closes the connections of groups that are destroyed, by torch's names of them."""
+
+
+_TRANSPORT = cast("Transport | None", doors.find("cpu"))
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Connects the ranks of a group of gloo by the transport, if there is one; a collective."""
+    if _TRANSPORT is not None:
+        _TRANSPORT.connect(group)
+
+
+def disconnect(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Closes the connections of groups that are destroyed."""
+    if _TRANSPORT is not None:
+        _TRANSPORT.close_streams([group.group_name for group in groups])
+
+
+def moves_in_background(x: Tensor) -> bool:
+    """Whether a message of this tensor is better sent by the transport: larger ones gloo moves while ranks compute."""
+    return _TRANSPORT is not None and x.numel() * x.element_size() <= _TRANSPORT.MOST_BYTES_AT_ONCE
 
 
 def takes_messages(x: Tensor) -> bool:
@@ -47,7 +111,8 @@ class Messages(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until all messages are complete; RuntimeError if a rank has ended or takes too long."""
         timeout = timeout or self._timeout
-        wait_for(self._transfers, seconds=timeout.total_seconds())
+        if _TRANSPORT is not None:
+            _TRANSPORT.wait_for(self._transfers, seconds=timeout.total_seconds())
         for work in self._works:
             if not work.is_completed():  # has not been waited for, which gloo allows once
                 work.wait(timeout)
@@ -70,7 +135,7 @@ def _exchange(
     group_name: str, _own_bytes: int, _is_awaited: bool, _collective: str,
 ) -> int:  # fmt: skip
     group = process_group_of(group_name)
-    streams = streams_of(group_name)
+    streams = {} if _TRANSPORT is None else _TRANSPORT.streams_of(group_name)
     works: list[dist.Work | None] = []
     transfers: list[tuple[Stream, Transfer]] = []
     for source, tensor in zip(sources, received, strict=True):

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.messages import (
+from torchtitan_clone.comm.collectives import (
     StartedSum,
     all_gather,
     all_to_all,
     exchange_slices,
     reduce_scatter,
 )
-from torchtitan_clone.ops.shared_memory import connect, streams_of
+from torchtitan_clone.config import load_config
+from torchtitan_clone.cpu.shared_memory import connect, streams_of
 from torchtitan_clone.ops.token_shards import _compiled_exchange
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.testing.harness import run_ranks

@@ -15,14 +15,15 @@ from tests.ops.dense_attention import (
     inputs,
     result_and_gradients,
 )
+from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, attend, attend_backward, attention_kernel
+from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, attend, attend_backward, kernel_for, use_cpp
-from torchtitan_clone.ops.cpp_library import cpp_compiler
+from torchtitan_clone.ops.kernels import use_kernels
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
 from torchtitan_clone.testing.trainers import open_trainer
-from torchtitan_clone.torch_compat import HAS_AMX, fake_tensors
+from torchtitan_clone.torch_compat import compiler_command, fake_tensors
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
 OTHERS = {"AVX512": ["default", "avx2"], "AVX2": ["default"]}.get(CAPABILITY, [])
@@ -87,7 +88,7 @@ def test_numbers_in_bfloat16_are_as_exact_as_those_of_torch():
 
 def run_python(code, **environment):
     """Runs lines of Python with these environment variables; returns what they print and log."""
-    lines = ["from tests.ops.test_cpp_attention import *", *map(str.strip, code.splitlines())]
+    lines = ["from tests.cpu.test_attention import *", *map(str.strip, code.splitlines())]
     environment = {**os.environ, **environment}
     result = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, text=True, env=environment
@@ -99,7 +100,7 @@ def run_python(code, **environment):
 def quick_compiler(folder, level="-O1"):
     """Returns environment variables of a user whose compiler takes less time, and whose cache is in this folder."""
     compiler = folder / "compiler"
-    compiler.write_text(f'#!/bin/sh\nexec {cpp_compiler()} "$@" {level}\n')
+    compiler.write_text(f'#!/bin/sh\nexec {compiler_command()} "$@" {level}\n')
     compiler.chmod(0o755)
     return {"XDG_CACHE_HOME": str(folder), "CXX": str(compiler)}
 
@@ -107,7 +108,7 @@ def quick_compiler(folder, level="-O1"):
 @pytest.mark.parametrize("capability", OTHERS)
 def test_narrower_vectors_compute_the_same(capability, tmp_path):
     code = """
-        from tests.ops.test_linear import SHAPES, check_product
+        from tests.cpu.test_products import SHAPES, check_product
         [check_product(shape, transposed, torch.float32) for shape in SHAPES for transposed in ((), (0, 1))]
         [check_case(case) for case in CASES]; print(CAPABILITY)
     """
@@ -158,7 +159,7 @@ def test_attention_accumulates_over_parts_of_the_keys(order):
     q, k, v, grad, _ = triple_heads(700)
     ends = torch.arange(1, 701, dtype=torch.int32).expand(2, -1)
     parts = [(slice(333), ends.clamp(max=333)), (slice(333, None), (ends - 333).clamp(min=0))]
-    kernel, kv_grads = kernel_for(q), [torch.empty_like(k), torch.empty_like(v)]
+    kernel, kv_grads = attention_kernel(q), [torch.empty_like(k), torch.empty_like(v)]
     attention = torch.zeros(q.shape), torch.full((2, 8, 700), -torch.inf)  # over no keys
     q_grad = None
     for keys, of_part in (parts[index] for index in order):
@@ -240,7 +241,7 @@ def test_eager_training_uses_it_where_it_is_faster():
     q, k, v, _, documents = triple_heads(30, document_length=10)
     starts = visible_starts(documents, like=torch.empty(2, 30), window=None, chunk=None)
     alone, trained = CoreAttention(), CoreAttention()
-    use_cpp(trained)
+    use_kernels(trained)
     for mask in (None, starts):
         name = "_attend_" if IS_FASTER_IN_EAGER else eager_kernel(alone, q, k, v, mask=mask)
         assert name in eager_kernel(trained, q, k, v, mask=mask)
@@ -256,7 +257,7 @@ def test_attention_of_a_run_may_use_it(corpus, tmp_path):
     with open_trainer(options(corpus, tmp_path)) as trainer:
         cores = [x for x in trainer.engine.model_parts[0].modules() if isinstance(x, CoreAttention)]
     assert cores
-    assert all(core.takes_cpp(torch.empty(2, 8, 4, 32)) is IS_FASTER_IN_EAGER for core in cores)
+    assert all((core.faster_attention(torch.empty(2, 8, 4, 32)) is not None) is IS_FASTER_IN_EAGER for core in cores)
 
 
 def attention_without_cpp():
@@ -265,7 +266,7 @@ def attention_without_cpp():
     logging.getLogger("torchtitan_clone").addHandler(log)
     q, k, v, grad, _ = triple_heads(30)
     trained = CoreAttention()
-    use_cpp(trained)
+    use_kernels(trained)
     cores = (CoreAttention(), torch.compile(CoreAttention(), backend="aot_eager", fullgraph=True), trained)
     results = [result_and_gradients(lambda *x, core=core: core(*x, None), q, k, v, grad) for core in cores]
     assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(*results, strict=True))

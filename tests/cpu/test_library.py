@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.ops import cpp_library
-from torchtitan_clone.ops.cpp_library import (
+from torchtitan_clone.cpu import library as cpp_library
+from torchtitan_clone.cpu.library import (
     FLOATS_OF_VECTOR,
     TILE_FLAGS,
     VECTOR_FLAGS,
-    cpp_compiler,
     load_cpp,
     permits_tiles,
 )
-from torchtitan_clone.torch_compat import HAS_AMX
+from torchtitan_clone.cpu.torch_compat import HAS_AMX
+from torchtitan_clone.torch_compat import compiler_command
 
 SECONDS_TO_END = 5
 LOAD = """
 import sys
 from pathlib import Path
-from torchtitan_clone.ops.cpp_library import load_cpp
+from torchtitan_clone.cpu.library import load_cpp
 print(load_cpp([Path(path) for path in sys.argv[1:]], flags=["-O0"]).seven())
 """
 
@@ -48,7 +48,7 @@ class User:
     def compile_with(self, lines: str) -> None:
         """Lets the compiler execute these lines of a shell first."""
         log = f'[ "$1" = --version ] || echo "$@" >> {shlex.quote(str(self.calls))}'
-        self.compiler.write_text(f'#!/bin/sh\n{log}\n{lines}\nexec {cpp_compiler()} "$@"\n')
+        self.compiler.write_text(f'#!/bin/sh\n{log}\n{lines}\nexec {compiler_command()} "$@"\n')
         self.compiler.chmod(0o755)
 
     def start(self, **environment: str) -> "subprocess.Popen[str]":
@@ -196,6 +196,6 @@ def test_the_compiler_ends_with_the_process_that_started_it(user, number):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
 def test_tiles_are_used_only_where_linux_permits_it():
-    source = Path(cpp_library.__file__).with_name("cpp_tile_attention.cpp")
+    source = Path(cpp_library.__file__).with_name("tile_attention.cpp")
     flags = ["-O1", *TILE_FLAGS, f"-DFLOATS_OF_VECTOR={FLOATS_OF_VECTOR}", *VECTOR_FLAGS.split(), "-fopenmp"]
     assert permits_tiles(load_cpp([source], flags=flags)) is HAS_AMX

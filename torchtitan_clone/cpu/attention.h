@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-#include "cpp_vectors.h"
+#include "vectors.h"
 
 namespace {
 

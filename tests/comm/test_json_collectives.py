@@ -4,15 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.documents import DocumentError
-from torchtitan_clone.ops.dtensor_shards import TensorShard, shards_from_json, shards_to_json
-from torchtitan_clone.ops.json_collectives import (
+from torchtitan_clone.comm.json_collectives import (
     all_gather_json,
     broadcast_json,
     gather_json,
     optional_text,
     scatter_json,
 )
+from torchtitan_clone.documents import DocumentError
+from torchtitan_clone.ops.dtensor_shards import TensorShard, shards_from_json, shards_to_json
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks
 

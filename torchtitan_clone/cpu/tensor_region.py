@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.ops.cpp_library import CompilationError, load_cpp
+from torchtitan_clone.cpu.library import CompilationError, load_cpp
 
 logger = logging.getLogger("torchtitan_clone")
 

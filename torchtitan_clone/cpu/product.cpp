@@ -1,4 +1,4 @@
-// Products of matrices in fp32 on a CPU; cpp_library.py compiles this file, and linear.py calls it.
+// Products of matrices in fp32 on a CPU; library.py compiles this file, and products.py calls it.
 //
 // The loops of GotoBLAS (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008): a block of b
 // is packed, and a tile of c is summed in registers. Its few rows of a are read where they are, or packed if they are not
@@ -6,7 +6,7 @@
 
 #include <omp.h>
 
-#include "cpp_vectors.h"
+#include "vectors.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "cpp_vectors.h"
+#include "vectors.h"
 
 #if defined(__SSE__)
 #include <xmmintrin.h>

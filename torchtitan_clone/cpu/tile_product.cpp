@@ -1,12 +1,12 @@
-// Products of matrices of bfloat16 by the tiles of AMX; cpp_library.py compiles this file, and linear.py calls it.
+// Products of matrices of bfloat16 by the tiles of AMX; library.py compiles this file, and products.py calls it.
 //
-// As in cpp_product.cpp factors are packed, here into tiles, and 32 x 32 results are summed in registers in fp32: b at
+// As in product.cpp factors are packed, here into tiles, and 32 x 32 results are summed in registers in fp32: b at
 // once for all threads, as many columns as fit into the last cache, and a few rows of a by each thread. Bits of a result
 // depend on neither threads nor on other rows and columns.
 
 #include <omp.h>
 
-#include "cpp_tiles.h"
+#include "tiles.h"
 
 namespace {
 

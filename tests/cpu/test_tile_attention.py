@@ -1,8 +1,9 @@
-"""Attention in tiles of bfloat16 (cpp_attention.py): against products in float64; loops compute it without AMX."""
+"""Attention in tiles of bfloat16 (cpu/attention.py): against products in float64; loops compute it without AMX."""
 
 import pytest
 import torch
 
+from tests.cpu.test_attention import CASES, eager_kernel, quick_compiler, run_python, tokens_first, uses
 from tests.ops.dense_attention import (
     assert_bits_do_not_depend_on_threads_or_on_neighbours,
     dense,
@@ -10,12 +11,12 @@ from tests.ops.dense_attention import (
     inputs,
     result_and_gradients,
 )
-from tests.ops.test_cpp_attention import CASES, eager_kernel, quick_compiler, run_python, tokens_first, uses
+from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, Kernel
+from torchtitan_clone.cpu.library import has_tiles, tile_library
+from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
-from torchtitan_clone.ops.cpp_attention import IS_FASTER_IN_EAGER, Kernel, use_cpp
-from torchtitan_clone.ops.cpp_library import has_tiles, tile_library
-from torchtitan_clone.torch_compat import HAS_AMX
+from torchtitan_clone.ops.kernels import use_kernels
 
 
 def products_one_by_one(q, k, v):
@@ -125,8 +126,8 @@ def check_cases():
 
 def test_narrower_vectors_compute_the_same(tmp_path):
     code = """
-        from tests.ops.test_cpp_tile_attention import *
-        from tests.ops.test_linear import SHAPES, check_product
+        from tests.cpu.test_tile_attention import *
+        from tests.cpu.test_products import SHAPES, check_product
         [check_product(shape, transposed, torch.bfloat16) for shape in SHAPES for transposed in ((), (0, 1))]
         # Else torch's kernel of attention fails where there are AMX and narrow vectors.
         with torch.backends.mkldnn.flags(enabled=False): check_cases()
@@ -145,7 +146,7 @@ def test_it_is_used_in_bfloat16_where_the_processor_has_tiles():
     assert has_tiles() is HAS_AMX
     q, k, v, *_ = low_heads(30)
     trained = CoreAttention()
-    use_cpp(trained)
+    use_kernels(trained)
     assert ("_attend_" in eager_kernel(trained, q, k, v)) is (has_tiles() or (IS_FASTER_IN_EAGER and not HAS_AMX))
     assert "_attend_" not in eager_kernel(trained, *(x[..., :24] for x in (q, k, v))) or not HAS_AMX
     with torch.no_grad():

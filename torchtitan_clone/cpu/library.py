@@ -23,26 +23,22 @@ from torchtitan_clone.cache_folders import (
     use_folder,
     write_with_digest,
 )
-from torchtitan_clone.torch_compat import HAS_AMX, HAS_AVX512_BF16
+from torchtitan_clone.cpu.torch_compat import HAS_AMX, HAS_AVX512_BF16
+from torchtitan_clone.torch_compat import compiler_command, identify_processor
 
 logger = logging.getLogger("torchtitan_clone")
 
 _VECTORS = {"AVX512": (16, "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma"), "AVX2": (8, "-mavx2 -mfma")}
 """Floats of a vector and flags of compilers by what torch calls the capability of a processor."""
 FLOATS_OF_VECTOR, VECTOR_FLAGS = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), (4, ""))
-_KERNELS = ("cpp_attention.cpp", "cpp_product.cpp")
-_TILES = ("cpp_tile_attention.cpp", "cpp_tile_product.cpp")
+_KERNELS = ("attention.cpp", "product.cpp")
+_TILES = ("tile_attention.cpp", "tile_product.cpp")
 TILE_FLAGS = ["-mamx-tile", "-mamx-bf16", *(["-mavx512bf16"] if HAS_AVX512_BF16 else [])]
 _TIMEOUT_SECONDS = 300
 
 
 class CompilationError(Exception):
     """C++ cannot be compiled, or its library cannot be loaded; says why, and what to do."""
-
-
-def cpp_compiler() -> str:
-    """Returns the command of the compiler of C++, which is also that of torch.compile."""
-    return os.environ.get("CXX") or "g++"
 
 
 def start_compiling() -> None:
@@ -83,7 +79,7 @@ def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequen
 
     CompilationError if there is no library.
     """
-    compiler = which(cpp_compiler())
+    compiler = which(compiler_command())
     remedy = "install g++, or set $CXX to the command of another compiler of C++"
     try:
         folders = code_folders(f"cpp/{identify_processor()}")
@@ -91,10 +87,10 @@ def load_cpp(sources: Sequence[Path], *, flags: Sequence[str], libraries: Sequen
         name = _name_library(sources, compiler=compiler, flags=flags, libraries=libraries)
         found = _find(folders, name)
         if not found and not compiler:
-            raise CompilationError(f"C++ was not compiled: {cpp_compiler()} is not on $PATH; {remedy}")
+            raise CompilationError(f"C++ was not compiled: {compiler_command()} is not on $PATH; {remedy}")
         return ctypes.CDLL(str(found or _build(folders[-1] / name, sources, flags, libraries)))
     except subprocess.CalledProcessError as error:
-        reason = f"{cpp_compiler()} ended with status {error.returncode}: {error.stderr[-1000:].strip()}"
+        reason = f"{compiler_command()} ended with status {error.returncode}: {error.stderr[-1000:].strip()}"
     except NoCodeFolderError as error:
         reason, _, remedy = str(error).rpartition("; ")
     except OSError as error:
@@ -114,7 +110,7 @@ def _name_library(
     if compiler is None:
         return f"{_digest(parts)}-*.so"
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    return f"{_digest(parts)}-{_digest([cpp_compiler(), repr(version)])}.so"
+    return f"{_digest(parts)}-{_digest([compiler_command(), repr(version)])}.so"
 
 
 def _digest(texts: Sequence[str]) -> str:
@@ -144,7 +140,7 @@ def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
     """Runs the compiler as long as this process lives, and writes its output with a digest."""
     partial = output.with_name(f"{output.name}.new.partial")
     guard = [sys.executable, "-I", "-S", compiler_guard.__file__, str(os.getpid()), str(_TIMEOUT_SECONDS)]
-    command = [*guard, cpp_compiler(), "-std=c++17", *arguments, "-o", str(partial)]
+    command = [*guard, compiler_command(), "-std=c++17", *arguments, "-o", str(partial)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
         write_with_digest(output, partial.read_bytes())
@@ -153,14 +149,6 @@ def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
 
 
 @cache
-def identify_processor() -> str:
-    """Returns a hash of the instructions of this processor, and of what torch may use of them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    found = sorted({line for line in lines if line.startswith(("model", "flags", "Features"))})
-    return blake2b(repr((torch.backends.cpu.get_cpu_capability(), found)).encode(), digest_size=8).hexdigest()
-
-
 @torch.compiler.assume_constant_result
 def is_loaded() -> bool:
     """Whether the library could be compiled and loaded, for which the first call waits."""

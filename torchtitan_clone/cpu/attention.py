@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from torchtitan_clone.ops.cpp_library import FLOATS_OF_VECTOR, has_tiles, is_loaded, loaded_library, tile_library
-from torchtitan_clone.ops.linear import IS_AMD
-from torchtitan_clone.torch_compat import HAS_AMX, is_fake
+from torchtitan_clone.cpu.library import FLOATS_OF_VECTOR, has_tiles, is_loaded, loaded_library, tile_library
+from torchtitan_clone.cpu.products import IS_AMD
+from torchtitan_clone.cpu.torch_compat import HAS_AMX
+from torchtitan_clone.torch_compat import is_fake
 
 IS_FASTER_IN_EAGER = FLOATS_OF_VECTOR == 16 or (IS_AMD and FLOATS_OF_VECTOR == 8)
 """With AVX-512, and with AVX2 on AMD's processors: with AVX2 torch's kernel can be faster on those of Intel."""
@@ -23,40 +24,28 @@ _TILE_FEATURES = 32
 """Of which tiles take a multiple."""
 
 
-class CppAttention(nn.Module):
-    """Base of modules of attention that call C++ in compiled blocks and, after use_cpp(), in eager training too."""
+def has_faster_attention(q_BTNH: Tensor, *, in_eager: bool) -> bool:
+    """Whether C++ computes attention of these queries: in compiled blocks, and eagerly if `in_eager` allows it.
 
-    _in_eager = False
-
-    def takes_cpp(self, q_BTNH: Tensor) -> bool:
-        """Whether C++ computes attention of these queries.
-
-        Eagerly only where that is faster than torch's kernel, which calls MKL for each block, and in bfloat16 with AMX.
-        Without gradients the result is that of torch's kernel.
-        """
-        is_compiling = torch.compiler.is_compiling()
-        if q_BTNH.device.type != "cpu" or (not is_compiling and (not self._in_eager or is_fake(q_BTNH))):
-            return False
-        if _takes_tiles(q_BTNH):
-            return is_compiling or torch.is_grad_enabled()
-        is_taken = q_BTNH.dtype == torch.float32 or (q_BTNH.dtype == torch.bfloat16 and not HAS_AMX)
-        is_used = is_compiling or (IS_FASTER_IN_EAGER and torch.is_grad_enabled())
-        return is_taken and is_used and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0 and is_loaded()
+    Eagerly only where that is faster than torch's kernel, which calls MKL for each block, and in bfloat16 with AMX.
+    Without gradients the result is that of torch's kernel.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if q_BTNH.device.type != "cpu" or (not is_compiling and (not in_eager or is_fake(q_BTNH))):
+        return False
+    if _takes_tiles(q_BTNH):
+        return is_compiling or torch.is_grad_enabled()
+    is_taken = q_BTNH.dtype == torch.float32 or (q_BTNH.dtype == torch.bfloat16 and not HAS_AMX)
+    is_used = is_compiling or (IS_FASTER_IN_EAGER and torch.is_grad_enabled())
+    return is_taken and is_used and q_BTNH.shape[-1] % FLOATS_OF_VECTOR == 0 and is_loaded()
 
 
 def _takes_tiles(q_BTNH: Tensor) -> bool:
     return q_BTNH.dtype == torch.bfloat16 and q_BTNH.shape[-1] % _TILE_FEATURES == 0 and has_tiles()
 
 
-def use_cpp(model: nn.Module) -> None:
-    """Lets attention of a model call C++ in eager training where that is faster; results differ by rounding."""
-    for module in model.modules():
-        if isinstance(module, CppAttention):
-            module._in_eager = True
-
-
 class _Heads(ctypes.Structure):
-    """What cpp_attention.h declares: a tensor [B, T, heads, H] whose heads are consecutive."""
+    """What attention.h declares: a tensor [B, T, heads, H] whose heads are consecutive."""
 
     _fields_ = (("data", ctypes.c_void_p), ("batch_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64))
 
@@ -130,8 +119,8 @@ def _empty_like(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return _consecutive(torch.empty_like(_consecutive(x), dtype=dtype))
 
 
-def kernel_for(q_BTNH: Tensor) -> Kernel:
-    """Returns the attention that computes in the type of these queries, which takes_cpp() has allowed."""
+def attention_kernel(q_BTNH: Tensor) -> Kernel:
+    """Returns the attention that computes in the type of these queries, for which has_faster_attention() is true."""
     if _takes_tiles(q_BTNH):
         return Kernel(tile_library(), torch.bfloat16)
     return Kernel(loaded_library(), torch.float32)
@@ -161,7 +150,7 @@ def attend(
     Starts and ends are int32. Without starts a row is seen from its first key on, and without ends, of as many keys as
     queries, until the query itself. Sums are in fp32, as is lse, of which there is no gradient.
     """
-    out_BTNH, lse_BNT = kernel_for(q_BTNH).attend(q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
+    out_BTNH, lse_BNT = attention_kernel(q_BTNH).attend(q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT)
     return out_BTNH.to(q_BTNH.dtype), lse_BNT
 
 
@@ -178,7 +167,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients by queries, keys and values of attend(), whose results may be merged with others."""
     saved = (q_BTNH, k_BSKH, v_BSKH, starts_BT, ends_BT, out_BTNH, lse_BNT)
-    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in kernel_for(q_BTNH).attend_backward(grad_BTNH, *saved))
+    q_grad, k_grad, v_grad = (x.to(q_BTNH.dtype) for x in attention_kernel(q_BTNH).attend_backward(grad_BTNH, *saved))
     return q_grad, k_grad, v_grad
 
 

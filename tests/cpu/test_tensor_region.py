@@ -12,7 +12,7 @@ from torchtitan_clone.testing.runs import options, redirect_output, train
 START = """
 import logging, resource, sys, threading, os
 import torch
-from torchtitan_clone.ops.tensor_region import use_tensor_region
+from torchtitan_clone.cpu.tensor_region import use_tensor_region
 logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
 """
 USE = "use_tensor_region()\n"
@@ -216,7 +216,7 @@ def test_pages_are_huge_from_the_first_step_on():
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("this kernel has no huge pages on request")
     code = """
-    from torchtitan_clone.ops.tensor_region import use_huge_pages
+    from torchtitan_clone.cpu.tensor_region import use_huge_pages
     def huge_mib():
         with open("/proc/self/smaps_rollup") as file:
             return next(int(line.split()[1]) for line in file if line.startswith("AnonHugePages:")) >> 10

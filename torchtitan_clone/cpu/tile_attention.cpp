@@ -1,13 +1,13 @@
-// Attention to a range of keys in bfloat16 by the tiles of AMX; cpp_library.py compiles this file, and cpp_attention.py
+// Attention to a range of keys in bfloat16 by the tiles of AMX; library.py compiles this file, and attention.py
 // calls it.
 //
-// FlashAttention (arXiv 2205.14135, 2307.08691) as in cpp_attention.cpp, with products of 32 x 32 results. Scores, sums
+// FlashAttention (arXiv 2205.14135, 2307.08691) as in attention.cpp, with products of 32 x 32 results. Scores, sums
 // and gradients are in fp32; probabilities and gradients of scores are rounded to bfloat16 for the next product. H is a
 // multiple of 32.
 
-#include "cpp_attention.h"
+#include "attention.h"
 
-#include "cpp_tiles.h"
+#include "tiles.h"
 
 namespace {
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_clone.comm.collectives import reduce_scatter
+from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import load_config
-from torchtitan_clone.ops.json_collectives import all_gather_json
-from torchtitan_clone.ops.messages import reduce_scatter
-from torchtitan_clone.ops.shared_memory import (
+from torchtitan_clone.cpu.shared_memory import (
     _BUFFER_BYTES,
     MOST_BYTES_AT_ONCE,
     Stream,

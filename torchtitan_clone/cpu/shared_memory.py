@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.ops.json_collectives import all_gather_json
+from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.torch_compat import group_timeout
 
 _BUFFER_BYTES = 16 << 20
