@@ -24,11 +24,11 @@ import torch
 from benchmarks.turns import processor_name
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
+from torchtitan_clone.planner.simulate import fake_batch
+from torchtitan_clone.planner.step_memory import predict_step_memory
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.simulate import fake_batch
-from torchtitan_clone.run.step_memory import predict_step_memory
 from torchtitan_clone.testing.harness import run_ranks
 
 STEPS = 2

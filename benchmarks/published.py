@@ -32,9 +32,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torchtitan_clone.config import load_config
 from torchtitan_clone.ops.vocabulary import local_shards
 from torchtitan_clone.parallel.forward_backward import LossFn
+from torchtitan_clone.planner.cuda_allocator import replay
+from torchtitan_clone.planner.step_memory import trace_steps
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.cuda_allocator import replay
-from torchtitan_clone.run.step_memory import trace_steps
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

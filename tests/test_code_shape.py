@@ -31,7 +31,6 @@ LAYERS = [
     {"replicas"},
     {"models", "data", "optim", "parallel", "checkpoint"},
     {"run"},
-    {"planner"},
     {"trainer"},
     {"train", "launch"},
     {"testing"},

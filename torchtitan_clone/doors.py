@@ -10,6 +10,7 @@ from types import ModuleType
 
 DOORS = {
     "cpu": "torchtitan_clone.cpu.door",
+    "planner": "torchtitan_clone.planner.door",
     "torchft": "torchtitan_clone.torchft.door",
 }
 """The module behind each door, which offers what a Protocol of the core describes."""

@@ -106,18 +106,15 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
     """Imports torch only here, so that a wrong option is reported at once."""
     with importing():
         from torchtitan_clone.parallel.runtime import Launch, pick_device
-        from torchtitan_clone.planner.hardware import named_hardware
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import simulated_device_type
     launch = Launch.from_environment()
     device = pick_device(launch)
     is_real = not config.job.dry_run and config.comm.mode == "default"
-    hardware = None if is_real else named_hardware(config)
-    simulated = "cuda" if hardware else simulated_device_type(config, present=device.type)
     plan = preflight.resolve(
         config,
         world_size=launch.world_size,
-        device_type=device.type if is_real else simulated,
+        device_type=device.type if is_real else simulated_device_type(config, present=device.type),
         problems=problems,
         looks_for_data=True,
     )
@@ -125,29 +122,21 @@ def _plan(config: Config, *, problems: "Sequence[str]") -> "tuple[RunPlan, Launc
 
 
 def _describe(plan: "RunPlan", *, device: "torch.device") -> int:
-    from torchtitan_clone.planner.hardware import named_hardware
-    from torchtitan_clone.planner.memory_estimate import describe_memory
     from torchtitan_clone.run import preflight
-    from torchtitan_clone.run.dry_run import describe_run, simulated_device_type
+    from torchtitan_clone.run.dry_run import DEVICE_TYPES, describe_run, find_planner
     from torchtitan_clone.run.memory import find_memory_errors
     from torchtitan_clone.run.notices import find_all_notices
 
     preflight.check_start(plan)
-    hardware = named_hardware(plan.config)
-    device_type = "cuda" if hardware else simulated_device_type(plan.config, present=device.type)
-    is_simulated = plan.config.comm.mode == "fake_backend"  # which prints more than an estimate
-    limit = hardware.memory_gib if hardware else None
-    memory = "" if is_simulated else describe_memory(plan.at_step(1), memory_gib=limit)
-    sys.stdout.write(describe_run(plan, device_type=device_type, memory=memory))
+    device_type = plan.device_type
+    sys.stdout.write(describe_run(plan, device_type=device_type))
     warnings = [*find_all_notices(plan, device_type=device_type)]
-    if hardware is None and device_type == device.type:
+    if plan.config.job.dry_run_device in DEVICE_TYPES and device_type == device.type:
         warnings += (f"not on this machine: {error}" for error in find_memory_errors(plan.at_step(1), device=device))
     for line in warnings:
         logger.warning("%s", line)
-    if hardware:
-        from torchtitan_clone.planner.time_model import describe_step_time
-
-        sys.stdout.write(describe_step_time(plan.at_step(1), hardware=hardware))
+    if (planner := find_planner()) is not None:
+        sys.stdout.write(planner.describe_time(plan.at_step(1)))
     return 0
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_clone.config import load_config
+from torchtitan_clone.planner.simulate import simulate
+from torchtitan_clone.planner.step_memory import stage_parameters
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.run.simulate import simulate
-from torchtitan_clone.run.step_memory import stage_parameters
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.parity_matrix import PREDICTION
 from torchtitan_clone.testing.plain_loop import PlainLoop

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from torchtitan_clone.ops.rms_norm import RMSNorm
-from torchtitan_clone.run.memory_trace import MemoryTrace
+from torchtitan_clone.planner.memory_trace import MemoryTrace
 from torchtitan_clone.torch_compat import fake_tensors
 
 EPS = 1e-5

@@ -11,9 +11,9 @@ from tests.marks import needs_split_backward
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.planner.simulate import fake_batch, fake_ranks
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine, parallelize_model_parts
-from torchtitan_clone.run.simulate import fake_batch, fake_ranks
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.parity_matrix import PREDICTION
 from torchtitan_clone.testing.runs import options

@@ -5,9 +5,9 @@ import pytest
 from tests.planner.test_time_model import FULL, NONE, PER_OPERATION, degree, plan_of
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.memory_estimate import estimate_memory
+from torchtitan_clone.planner.step_memory import predict_step_memory
 from torchtitan_clone.planner.time_model import predict_step_time
 from torchtitan_clone.run.dry_run import summary
-from torchtitan_clone.run.step_memory import predict_step_memory
 
 LLAMA = {"model.flavor": "8B", "model.args.n_layers": 8, "training.seq_len": 4096, "training.document_masking": "false"}
 GROUPS = {"fault_tolerance.enable": "true", "fault_tolerance.group_size": 2}

@@ -11,10 +11,10 @@ import pytest
 from tests.marks import needs_split_backward
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.planner.hardware import Fitted, Hardware, known_hardware, read_hardware
+from torchtitan_clone.planner.simulate import simulate
 from torchtitan_clone.planner.time_model import describe_step_time, plan_stages, predict_step_time
 from torchtitan_clone.planner.work import layer_transfers, model_work, shape_of, sharded_groups
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.simulate import simulate
 
 NONE = {"activation_checkpoint.mode": "none"}
 FULL = {"activation_checkpoint.mode": "full"}

@@ -113,3 +113,16 @@ def test_a_device_that_is_too_small_is_named(corpus, tmp_path):
     argv = options(corpus, tmp_path, training__local_batch_size=10_000_000, training__global_batch_size=-1)
     _, text = train([*argv, "--dry-run", "--device=h100"], log_folder=tmp_path)
     assert re.search(r"^memory of a rank .*; more than the 79 GiB of the device$", text, re.MULTILINE)
+
+
+def test_without_the_planner_a_dry_run_prints_no_prediction(corpus, tmp_path):
+    closed = {"TORCHTITAN_CLONE_PLANNER": "0", "WORLD_SIZE": "2"}
+    argv = ["--dry-run", *options(corpus, tmp_path)]
+    code, text = train(argv, log_folder=tmp_path, env=closed)
+    assert code == 0, text
+    assert "parameters" in text
+    assert "memory of a rank" not in text
+    for more in ("--job.dry_run_device=h100", "--comm.mode=fake_backend"):
+        code, text = train([*argv, more], log_folder=tmp_path, env=closed)
+        assert code == 2
+        assert "$TORCHTITAN_CLONE_PLANNER = 0 closes the package torchtitan_clone.planner; unset it" in text

@@ -1,6 +1,6 @@
 """Estimates the peak memory of a step from shapes alone, in microseconds: the search compares thousands of meshes.
 
-run/step_memory.py simulates a step instead, and verifies the best meshes.
+planner/step_memory.py simulates a step instead, and verifies the best meshes.
 """
 
 from collections import Counter

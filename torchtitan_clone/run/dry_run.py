@@ -1,7 +1,11 @@
 """Descriptions of a run: at its start, and what --dry-run and comm.mode = "fake_backend" print."""
 
-from torchtitan_clone.config import Config, changes_to_toml, to_toml
+from typing import Protocol, cast
+
+from torchtitan_clone import doors
+from torchtitan_clone.config import Config, ConfigError, changes_to_toml, to_toml
 from torchtitan_clone.config.checks import find_config_errors
+from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
@@ -16,10 +20,37 @@ DEVICE_TYPES = ("auto", "cpu", "cuda")
 """Values of job.dry_run_device that name no hardware table."""
 
 
+class Planner(Protocol):
+    """What a package offers that predicts memory and time: `torchtitan_clone/planner/door.py`. Texts are of lines."""
+
+    def names_hardware(self, config: Config) -> bool:
+        """Returns whether job.dry_run_device names a hardware table; ConfigError for an unknown one."""
+        ...
+
+    def describe_memory(self, plan: RunPlan) -> str: ...
+    def describe_layouts(self, plan: RunPlan) -> str: ...
+    def describe_simulation(self, plan: RunPlan, *, device_type: str) -> str: ...
+    def describe_time(self, plan: RunPlan) -> str: ...
+
+
+def find_planner() -> Planner | None:
+    """Returns the package behind the door `planner`; None if it is closed."""
+    return cast("Planner | None", doors.find("planner"))
+
+
 def simulated_device_type(config: Config, *, present: str) -> str:
-    """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it."""
-    if config.job.dry_run_device != "auto":
-        return config.job.dry_run_device
+    """Returns the device type of a dry run or simulation: the option's, else cuda if the configuration needs it.
+
+    ConfigError if the option or a simulation needs the planner, and its door is closed.
+    """
+    planner, device = find_planner(), config.job.dry_run_device
+    if planner is None and (device not in DEVICE_TYPES or config.comm.mode == "fake_backend"):
+        option = 'comm.mode = "fake_backend"' if device in DEVICE_TYPES else f"job.dry_run_device = {shown(device)}"
+        raise ConfigError(f"{option}: {doors.why_closed('planner')}")
+    if planner is not None and planner.names_hardware(config):
+        return "cuda"
+    if device != "auto":
+        return device
     errors = {device: len(find_config_errors(config, device_type=device)) for device in (present, "cuda")}
     return "cuda" if errors["cuda"] < errors[present] else present
 
@@ -43,20 +74,19 @@ def _describe_parameters(plan: RunPlan, *, unit: str = "") -> str:
     return f"{total:,}{unit}" + (f", of which {active:,} process each token" if active < total else "")
 
 
-def describe_run(plan: RunPlan, *, device_type: str, memory: str = "") -> str:
-    """Returns the resolved configuration, the mesh, the sizes and, for several ranks, the layout of the weights.
+def describe_run(plan: RunPlan, *, device_type: str) -> str:
+    """Returns the resolved configuration, the mesh and the sizes; with the planner also what it predicts.
 
-    `memory` is a line on the memory of a rank. Of a simulated run also the memory of each pipeline rank on this type of
-    device, and the collectives of a step.
+    That is the memory of a rank and, for several ranks, the layout of the weights. Of a simulated run instead of an
+    estimate the memory of each pipeline rank on this type of device, and the collectives of a step.
     """
-    text, plan = summary(plan) + memory, plan.at_step(1)
+    text, first, planner = summary(plan), plan.at_step(1), find_planner()
+    if planner is None:
+        return text
     simulated = plan.config.comm.mode == "fake_backend"
-    if plan.world_size > 1 or simulated:
-        from torchtitan_clone.run.simulate import describe_layouts, simulate
-        from torchtitan_clone.run.step_memory import memory_table
-
-        text += describe_layouts(plan) if 1 < plan.world_size <= MAX_DESCRIBED_RANKS else ""
-        text += f"\n{memory_table(plan, device_type=device_type)}\n\n{simulate(plan)}" if simulated else ""
+    text += "" if simulated else planner.describe_memory(first)
+    text += planner.describe_layouts(first) if 1 < first.world_size <= MAX_DESCRIBED_RANKS else ""
+    text += planner.describe_simulation(first, device_type=device_type) if simulated else ""
     return text
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.run import preflight
-from torchtitan_clone.run.cuda_allocator import MIB, CachingAllocator
-from torchtitan_clone.run.memory_trace import MemoryTrace
-from torchtitan_clone.run.step_memory import (
+from torchtitan_clone.planner.cuda_allocator import MIB, CachingAllocator
+from torchtitan_clone.planner.memory_trace import MemoryTrace
+from torchtitan_clone.planner.step_memory import (
     PARTS,
     memory_at_peak,
     memory_table,
@@ -15,6 +14,7 @@ from torchtitan_clone.run.step_memory import (
     simulate_steps,
     trace_steps,
 )
+from torchtitan_clone.run import preflight
 from torchtitan_clone.torch_compat import fake_tensors
 
 SIZES = {"model.args.n_layers": 8, "training.seq_len": 64, "training.local_batch_size": 2}

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 
 from torchtitan_clone.parallel.forward_backward import LossFn
 from torchtitan_clone.parallel.stages import Stages
-from torchtitan_clone.run.cuda_allocator import replay
+from torchtitan_clone.planner.cuda_allocator import replay
+from torchtitan_clone.planner.memory_trace import Event, MemoryTrace
+from torchtitan_clone.planner.simulate import CPU, fake_batch, fake_ranks, simulated
 from torchtitan_clone.run.engine import Engine, parallelize_model_parts
-from torchtitan_clone.run.memory_trace import Event, MemoryTrace
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.run.simulate import CPU, fake_batch, fake_ranks, simulated
 from torchtitan_clone.torch_compat import fake_tensors
 
 STEPS = 2

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchtitan_clone.run.memory_trace import Event
+from torchtitan_clone.planner.memory_trace import Event
 
 ROUNDING = 512
 MIB = 2**20
