@@ -217,7 +217,7 @@ class Data:
     example [[1200, 1250]] after a loss spike. Batches that were trained stay trained."""
 
     num_workers: Annotated[int, Range(0, 1024)] = 0
-    """Data loading processes per rank; 0 loads in the training process, which suffices for tokenized local data."""
+    """Data loading processes per rank, which need a writable /dev/shm; 0, enough for local tokens, has none."""
     cache_folder: str | None = None
     """Cache folder of tokenized datasets; unset: torchtitan_clone in $XDG_CACHE_HOME or ~/.cache."""
     add_bos: bool | None = None
