@@ -38,6 +38,7 @@ def check_without_torch(config: Config, *, problems: Sequence[str] = ()) -> None
         return
     of_gpu = find_config_errors(config, device_type="cuda")
     found = [
+        *problems,
         *_find_model_errors(config.model),
         *(message for message in find_config_errors(config, device_type="cpu") if message in of_gpu),
         *find_unknown_optimizers(config.optimizer, known=keys_of("OPTIMIZERS", file="optim/optimizers.py")),
@@ -45,7 +46,7 @@ def check_without_torch(config: Config, *, problems: Sequence[str] = ()) -> None
         *find_unknown_schedule(config.parallelism, known=keys_of("SCHEDULES", file="parallel/stages.py")),
     ]
     if found:
-        raise ConfigError([*problems, *found])
+        raise ConfigError(found)
 
 
 def _find_model_errors(model: Model) -> Iterator[str]:
