@@ -248,7 +248,7 @@ def test_a_model_returns_from_an_export_or_is_one_error(family, changes):
     [
         ({"num_experts": None, "num_local_experts": None}, "num_experts is missing"),
         ({"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ({"num_experts": "8"}, 'num_experts = "8": must be an integer'),
+        ({"num_experts": "8", "num_local_experts": "8"}, 'num_experts = "8": must be an integer'),
         ({"num_experts_per_tok": 10**30}, "num_experts_per_tok = 1000"),
         ({"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step"),

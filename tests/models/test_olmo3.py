@@ -143,7 +143,7 @@ def test_bad_arguments_are_named(changes, message):
         ({"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
         ({"layer_types": 4}, "layer_types = 4"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters = 3"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention = 3"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": [1]}}, "sliding_attention"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e5}}},

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.models.twins import assert_logits_equal
 from tests.ops.test_linear import Operators
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.models.hf import scaling_to_config
+from torchtitan_clone.models.hub_rope import scaling_to_config
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.qwen3.model import Qwen3Args
 from torchtitan_clone.models.rope import (
@@ -33,6 +33,7 @@ SCALINGS = {
     "published DeepSeek V3": replace(YARN, factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0),
     "lower boundary below 0": replace(YARN, original_max_seq_len=150),
     "both boundaries 0": replace(YARN, original_max_seq_len=6),
+    "reversed boundaries": replace(YARN, original_max_seq_len=64, beta_fast=0.5, truncate=False),
     "given magnitude": replace(YARN, attention_factor=1.25),
     "unequal mscale": replace(YARN, mscale=0.7, mscale_all_dim=0.3),
     "no stretching": replace(YARN, factor=1.0),

@@ -1,19 +1,24 @@
 """The format of a decoder on the Hugging Face hub; rotary layouts are equal, so that no weights are permuted."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.documents import DocumentError, shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, pieces_of
-from torchtitan_clone.models.rope import RopeScaling
+from torchtitan_clone.models.hub_keys import (
+    ONLY_VALUES,
+    ROPE_KEYS,
+    WITHOUT_EFFECT,
+    Arguments,
+    entry_of,
+    read_arguments,
+)
+from torchtitan_clone.models.hub_rope import ORIGINAL_LENGTH, read_scaling, scaling_to_config
 from torchtitan_clone.ops.tensor_pieces import Piece
 
-Arguments = dict[str, Any]
-"""Arguments of `[model.args]`."""
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -26,24 +31,14 @@ CONFIG_KEYS: Mapping[str, str] = {
     "tied_embeddings": "tie_word_embeddings",
 }
 """Keys of config.json by the names of our arguments."""
-_ROPE_KEYS = {"factor": "factor", "original_max_seq_len": "original_max_position_embeddings"}
-_SCALING_KEYS: Mapping[str, Mapping[str, str]] = {
-    "llama3": {**_ROPE_KEYS, "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
-    "yarn": _ROPE_KEYS,
-}
-"""Keys of each type of rotary scaling by the names of our arguments, all of them required."""
-_YARN_KEYS = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor")
-"""Keys that YaRN may have, with names and defaults of ours."""
 _DEFAULT_ROPE_THETA = 10000.0
-_FLAGS = ("tied_embeddings", "truncate", "qk_norm", "normalize_scores")
-_NUMBERS = (
-    "norm_eps", "factor", "low_freq_factor", "high_freq_factor", *_YARN_KEYS, "query_scale", "score_scale",
-    "swiglu_limit",
-)  # fmt: skip
-_TOKENS = ("max_seq_len", "original_max_seq_len", "window", "chunk", "query_scale_floor")
-_MOST = {"n_layers": 10_000, **dict.fromkeys(_TOKENS, 2**31)}
-_LONGEST = 2**24
-"""Largest size of a dimension: the elements of a matrix can be counted, and building a model takes seconds."""
+_NULLABLE = {"head_dim", "mlp_only_layers", "rope_scaling"}
+"""Keys with a default that may be null."""
+_NEEDED = {"is_causal", "sliding_window"}
+"""Keys without a default, of which null is not the same as none."""
+_ALWAYS_CHECKED = {"head_dim", "layer_types", "quantization_config"}
+"""Keys of all families besides those of hub_keys.py; without an entry of their own they may state what is the case."""
+_FULL = "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +53,16 @@ class DecoderHub:
     defaults: Mapping[str, object]
     """Arguments of keys that a config.json may leave out; all others are required."""
     keys: Mapping[str, str] = field(default_factory=lambda: CONFIG_KEYS)
+    only: Mapping[str, object] = field(default_factory=dict)
+    """Keys of config.json that change nothing with this value, are refused with another, and are not exported."""
+    others: frozenset[str] = frozenset()
+    """Further keys of config.json that read() reads."""
+    without_effect: frozenset[str] = frozenset()
+    """Keys of config.json that change nothing in this family, besides those of hub_keys.py."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json by other names of theirs, which transformers reads too."""
+    quantization: str = "fp8"
+    """Value of quant_method whose weights can be read."""
     rules: Rules = field(default_factory=lambda: DECODER_RULES)
 
     def rules_of(self, args: Any) -> Rules:
@@ -85,6 +90,10 @@ class DecoderHub:
         """Returns what to tell the user of tensors that are not redundant and that an import leaves out."""
         return []
 
+    def without_absent_layers(self, arguments: Arguments, *, names: Iterable[str]) -> tuple[Arguments, list[str]]:
+        """Returns the arguments of from_config() less layers that a folder with these tensors lacks, and warnings."""
+        return arguments, []
+
     def find_format_errors(self, args: ModelArgs) -> list[str]:
         """Returns one sentence for each argument whose value a model of this format cannot have."""
         return []
@@ -102,108 +111,97 @@ class DecoderHub:
     def to_config(self, args: Any) -> dict[str, object]:
         """Returns the architecture's entries of config.json, with the keys of the published releases."""
         values = self.arguments(args)
+        scaling = args.rope_scaling and scaling_to_config(args.rope_scaling)
         return {
             "architectures": [self.architecture],
             **self.fixed,
             **{theirs: values[ours] for ours, theirs in self.keys.items()},
             "head_dim": args.head_dim,
+            # transformers 4 reads the first two, transformers 5 the third; other engines one or the other.
             "rope_theta": args.rope_theta,
-            "rope_scaling": args.rope_scaling and scaling_to_config(args.rope_scaling),
+            "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": args.rope_theta},
         }
 
     def from_config(self, config: Mapping[str, object]) -> Arguments:
         """Returns the values of `[model.args]` that a config.json asks for; ConfigError for an unsupported one.
 
-        A null stands for the default, as in transformers.
+        Every key is read, without effect, or refused by name. A null stands for the default, as in transformers.
         """
+        given = {key: value for key, value in config.items() if value is not None}
         try:
-            return self.read({key: value for key, value in config.items() if value is not None})
+            for alias, key in self.aliases.items():
+                if alias in given and given.setdefault(key, given[alias]) != given[alias]:
+                    entry_of(given, alias).refuse(f"differs from {key}, another name of it; remove one of them")
+            if problems := self._find_key_errors(given, nulls={*config} - {*given}):
+                raise ConfigError(problems)
+            return self.read(given)
         except DocumentError as error:
             raise ConfigError(str(error)) from None
+
+    def keys_read(self) -> set[str]:
+        """Returns the keys of config.json that read() reads, or that have a single supported value."""
+        return {*self.keys.values(), *self.fixed, *self.others, *ROPE_KEYS}
+
+    def _find_key_errors(self, given: Mapping[str, object], *, nulls: Set[str]) -> list[str]:
+        """Returns one sentence for each key that is unknown, or whose value the family does not support."""
+        if (found := given.get("model_type", self.fixed["model_type"])) != self.fixed["model_type"]:
+            rule = f"{self.family} supports only {self.fixed['model_type']!r}"
+            return [f"config.json: model_type = {shorten(repr(found))}, and {rule}"]
+        read, only = self.keys_read(), {**ONLY_VALUES, **self.only, **self.fixed}
+        needed = {key for key, value in {**self.defaults, **self.fixed}.items() if value}  # null is like false or none
+        known = {*read, *only, *self.aliases, *self.without_effect, *WITHOUT_EFFECT, *_ALWAYS_CHECKED}
+        found = [
+            f"config.json: {shorten(key)} = {shorten(repr(value))}: {self.family} has no such key; remove it if the "
+            "model is the same without it"
+            for key, value in given.items()
+            if key not in known
+        ]
+        found += [
+            f"config.json: {key} = {shorten(repr(given[key]))}, and {self.family} supports only {value!r}"
+            for key, value in only.items()
+            if given.get(key, value) != value
+        ]
+        found += [
+            f"config.json: {key} = null: {self.family} needs a value here"
+            for key in sorted(nulls & (needed | _NEEDED) & {*read, *only} - _NULLABLE)
+        ]
+        types = given.get("layer_types", [])
+        if "layer_types" not in read and not (isinstance(types, list) and all(each == _FULL for each in types)):
+            found.append(f"config.json: layer_types: {self.family} has only {_FULL}")
+        quantization = given.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        if method is not None and method != self.quantization:
+            rule = f"supports only {self.quantization!r}; save the weights in bfloat16 with transformers"
+            found.append(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
+        return found
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         """Does the same as from_config(), without nulls; a family with other entries extends it. DocumentError too."""
         known = {*self.defaults, *given, "num_key_value_heads"}
-        problems = [f"config.json: {key} is missing" for key in self.keys.values() if key not in known]
-        problems += [
-            f"config.json: {key} = {shorten(repr(given[key]))}, and {self.family} supports only {value!r}"
-            for key, value in self.fixed.items()
-            if given.get(key, value) != value
-        ]
-        if problems:
-            raise ConfigError(problems)
+        if absent := [key for key in self.keys.values() if key not in known]:
+            raise ConfigError([f"config.json: {key} is missing" for key in absent])
         defaults = dict(self.defaults)
-        if given.get("rope_parameters"):  # they have both
+        if not given.get("rope_scaling", True):  # transformers takes an empty table as absent
+            given = {key: value for key, value in given.items() if key != "rope_scaling"}
+        if "rope_parameters" in given:  # they have both
             defaults.pop("rope_scaling", None)
-        given = {**defaults, "num_key_value_heads": given["num_attention_heads"], **given}
+        given = {"num_key_value_heads": given["num_attention_heads"], **defaults, **given}
         values = read_arguments(self.keys, given)
         if "head_dim" not in self.keys:
             self._check_head_dim(given, size=values["dim"], heads=values["n_heads"])
         return values | self._rope(given)
 
     def _check_head_dim(self, given: Mapping[str, object], *, size: int, heads: int) -> None:
-        if "head_dim" in given and (entry := _entry(given, "head_dim")).integer() not in (0, size // heads):
+        if "head_dim" in given and (entry := entry_of(given, "head_dim")).integer() not in (0, size // heads):
             supported = f"hidden_size {size} / num_attention_heads {heads} = {size // heads}"
             entry.refuse(f"{self.family} supports only {supported}")
 
     def _rope(self, given: Mapping[str, object]) -> Arguments:
         """Returns theta and scaling; transformers 5 writes both into rope_parameters, and prefers rope_scaling."""
         key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
-        entries = _entry(given, key).entries() if given.get(key) else {}
-        scaling = {name: entry for name, entry in entries.items() if entry.value is not None}
-        theta = scaling.get("rope_theta", _entry({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
-        return {"rope_theta": theta.number(low=1.0), "rope_scaling": self.read_scaling(scaling)}
-
-    def read_scaling(self, scaling: Mapping[str, Value]) -> Arguments | None:
-        """Returns the arguments of a rotary scaling in config.json, None for none. DocumentError."""
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind is None or kind.text() == "default":
-            return None
-        keys = _SCALING_KEYS.get(kind.text())
-        if keys is None:
-            kind.refuse(f'{self.family} supports only "default", "llama3" and "yarn"')
-        if absent := [name for name in keys.values() if name not in scaling]:
-            raise DocumentError(f"config.json: the rope scaling has no {', '.join(absent)}")
-        if kind.value == "yarn":
-            keys = {**keys, **{name: name for name in _YARN_KEYS if name in scaling}}
-        values: Arguments = {ours: _read_argument(ours, scaling[theirs]) for ours, theirs in keys.items()}
-        if bool(values.get("mscale")) != bool(values.get("mscale_all_dim")):
-            raise DocumentError("config.json: the rope scaling has one of mscale and mscale_all_dim; give both or none")
-        if not values.get("mscale"):  # transformers takes zeros as absent
-            values = {name: value for name, value in values.items() if not name.startswith("mscale")}
-        found = RopeScaling(rope_type="yarn" if kind.value == "yarn" else "llama3", **values)
-        is_default = math.isclose(found.magnitude(), replace(found, attention_factor=0.0).magnitude(), rel_tol=1e-9)
-        return asdict(replace(found, attention_factor=0.0) if is_default else found)
-
-
-def scaling_to_config(scaling: RopeScaling) -> dict[str, object]:
-    """Returns a rotary scaling as in config.json."""
-    values = asdict(scaling)
-    found = {theirs: values[ours] for ours, theirs in _SCALING_KEYS[scaling.rope_type].items()}
-    if scaling.rope_type == "yarn":
-        found |= {name: values[name] for name in ("beta_fast", "beta_slow", "truncate")}
-        if scaling.mscale and scaling.mscale_all_dim:
-            found |= {name: values[name] for name in ("mscale", "mscale_all_dim")}
-        elif scaling.magnitude() != scaling.growth(1.0):  # transformers reads both of mscale or none
-            values["attention_factor"] = scaling.magnitude()
-        if values["attention_factor"]:
-            found["attention_factor"] = values["attention_factor"]
-    return {"rope_type": scaling.rope_type, **found}
-
-
-def _entry(config: Mapping[str, object], key: str) -> Value:
-    return Value(config[key], where=f"config.json: {key}")
-
-
-def read_arguments(keys: Mapping[str, str], given: Mapping[str, object]) -> Arguments:
-    """Returns the values of our arguments from their keys in config.json. DocumentError."""
-    return {ours: _read_argument(ours, _entry(given, theirs)) for ours, theirs in keys.items()}
-
-
-def _read_argument(name: str, entry: Value) -> int | float | bool:
-    """Returns the value of one of our arguments from its entry in config.json. DocumentError."""
-    if name in _FLAGS:
-        return entry.flag()
-    if name in _NUMBERS:
-        return entry.number(low=0.0)
-    return entry.integer(low=1, high=_MOST.get(name, _LONGEST))
+        entries = entry_of(given, key).entries() if given.get(key) else {}
+        theta = entries.pop("rope_theta", entry_of({"rope_theta": _DEFAULT_ROPE_THETA} | dict(given), "rope_theta"))
+        original = entry_of(given, ORIGINAL_LENGTH) if ORIGINAL_LENGTH in given else None
+        scaling = read_scaling(entries, family=self.family, original=original)
+        return {"rope_theta": theta.number(low=1.0), "rope_scaling": scaling}

@@ -7,8 +7,9 @@ from typing import Any
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import Arguments, DecoderHub, read_arguments
+from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.hf_mapping import Rules, fused, same, stacked, transposed
+from torchtitan_clone.models.hub_keys import Arguments, read_arguments
 from torchtitan_clone.models.moe import MoEArgs
 
 _ROUTER, _EXPERTS = "layers.*.feed_forward.router", "layers.*.feed_forward.experts"
@@ -45,8 +46,6 @@ class MoEHub(DecoderHub):
     """The values of the arguments in `moe` that config.json has no key for."""
     moe_keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json by the names of the arguments in `moe`."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of keys: transformers writes one of them, the published releases have the other."""
 
     def find_format_errors(self, args: ModelArgs) -> list[str]:
         given: MoEArgs = vars(args)["moe"]
@@ -62,11 +61,12 @@ class MoEHub(DecoderHub):
 
     def to_config(self, args: Any) -> dict[str, object]:
         values = self.arguments(args)["moe"]
-        config = {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
-        return config | {alias: config[key] for key, alias in self.aliases.items()}
+        return {**super().to_config(args), **{theirs: values[ours] for ours, theirs in self.moe_keys.items()}}
+
+    def keys_read(self) -> set[str]:
+        return super().keys_read() | {*self.moe_keys.values()}
 
     def read(self, given: Mapping[str, object]) -> Arguments:
-        given = {**{key: given[alias] for key, alias in self.aliases.items() if alias in given}, **given}
         if absent := [key for key in self.moe_keys.values() if key not in given]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
         return super().read(given) | {"moe": read_arguments(self.moe_keys, given)}

@@ -24,11 +24,11 @@ Positions = tuple[Tensor, Tensor] | Tensor | None
 class RopeScaling:
     """Stretches the long wavelengths by `factor`, for contexts longer than in pretraining.
 
-    "llama3" reads the fields with freq in their name, "yarn" those from `beta_fast` on. Source: arXiv 2407.21783,
-    arXiv 2309.00071.
+    "llama3" reads the fields with freq in their name, "yarn" those from `beta_fast` on, "default" none: it unsets the
+    scaling of a flavor. Source: arXiv 2407.21783, arXiv 2309.00071.
     """
 
-    rope_type: Literal["llama3", "yarn"] = "llama3"
+    rope_type: Literal["default", "llama3", "yarn"] = "llama3"
     factor: Factor = 8.0
     low_freq_factor: Factor = 1.0
     high_freq_factor: Factor = 4.0
@@ -131,9 +131,9 @@ def _stretched_share(dim: int, *, theta: float, scaling: RopeScaling) -> Tensor:
     first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first = max(first, 0)
-    # At least a step: both are 0 where even the fastest pair rotates less than beta_slow times.
-    last = max(min(last, dim - 1), first + 0.001)
+    first, last = max(first, 0), min(last, dim - 1)
+    if last == first or last < 0:  # a step; negative where even the fastest pair rotates less than beta_slow times
+        last = first + 0.001
     return ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
 
 

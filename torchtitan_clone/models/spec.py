@@ -1,7 +1,7 @@
 """What a model family provides to the rest of the program."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -128,7 +128,9 @@ class ModelSpec:
         """Returns the flavor's arguments with `[model.args]` applied; ConfigError for an unknown flavor or argument."""
         if unknown := [*find_unknown_flavor(model, family=self.name, known=self.flavors)]:
             raise ConfigError(unknown)
-        return overlay(self.flavors[model.flavor], model.args, where="model.args")
+        args = overlay(self.flavors[model.flavor], model.args, where="model.args")
+        is_unset = args.rope_scaling is not None and args.rope_scaling.rope_type == "default"
+        return replace(args, rope_scaling=None) if is_unset else args
 
     def state_on_meta(self, args: Any) -> dict[str, Tensor]:
         """Returns parameters and persistent buffers by name, without values; a tied weight comes once."""

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from torchtitan_clone.config.schema import Range
 from torchtitan_clone.documents import Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import Arguments, DecoderHub, read_arguments
+from torchtitan_clone.models.hf import DecoderHub
+from torchtitan_clone.models.hub_keys import Arguments, read_arguments
 from torchtitan_clone.models.layer_kinds import LayerKind, find_pattern_errors, repeat_pattern
 from torchtitan_clone.models.rope import RopeArgs
 
@@ -56,6 +57,9 @@ class WindowedHub(DecoderHub):
         values = self.arguments(args)
         types = [_HUB_TYPES[kind] for kind in values["layer_types"]]
         return {**super().to_config(args), "layer_types": types, "sliding_window": values["window"]}
+
+    def keys_read(self) -> set[str]:
+        return super().keys_read() | {"layer_types", "sliding_window"}
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         values = super().read(given)

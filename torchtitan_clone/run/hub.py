@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -97,7 +97,7 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
 
     `args` has every argument except those that are unset, which the flavor must leave unset too.
     """
-    wanted = spec.hugging_face.from_config(folder.config)
+    wanted, _ = _arguments_of_folder(folder, spec=spec)
     args = {name: value for name, value in wanted.items() if value is not None}
     assets = str(folder.path) if (folder.path / TOKENIZER_FILE).is_file() else None
     for flavor in spec.flavors:
@@ -108,43 +108,65 @@ def model_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> Model:
     raise ConfigError(f"{folder.path / CONFIG_FILE}: no flavor of {spec.name} leaves {unset} unset, as it asks for")
 
 
+def _arguments_of_folder(folder: WeightFolder, *, spec: ModelSpec) -> tuple[Arguments, list[str]]:
+    """Returns the arguments of the model that is in the folder, and warnings; ConfigError if the family has none."""
+    return spec.hugging_face.without_absent_layers(spec.hugging_face.from_config(folder.config), names=folder.entries)
+
+
 def open_initial_weights(
-    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor]
+    path: Path, *, spec: ModelSpec, model_args: ModelArgs, state: Mapping[str, Tensor], chosen: Container[str] = ()
 ) -> InitialWeights:
     """Returns the folder after comparing it with the model; ConfigError with every difference.
 
-    `state` has the dtype and shape of each parameter and persistent buffer.
+    `state` has the dtype and shape of each parameter and persistent buffer, `chosen` names the arguments that the user
+    has set, of which some may differ from those of the folder.
     """
     folder = open_weight_folder(path)
-    problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args)
+    problems, warnings = _compare_arguments(folder, spec=spec, model_args=model_args, chosen=chosen)
     pieces = spec.hub_pieces(state, args=model_args, prefix=spec.hugging_face.prefix(folder.config))
     if not problems:
         warnings += spec.hugging_face.describe_leftovers(folder.entries, args=model_args)
         problems = _compare_tensors(folder, spec=spec, args=model_args, state=state, pieces=pieces)
+    if not problems and model_args.tied_embeddings:
+        problems = _compare_tied(folder, prefix=spec.hugging_face.prefix(folder.config))
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return InitialWeights(folder=folder, pieces=pieces, warnings=tuple(warnings))
 
 
-def _compare_arguments(folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs) -> tuple[list[str], list[str]]:
+def _compare_arguments(
+    folder: WeightFolder, *, spec: ModelSpec, model_args: ModelArgs, chosen: Container[str]
+) -> tuple[list[str], list[str]]:
     """Returns problems and warnings: how the model differs from the one that config.json describes."""
     try:
-        theirs = _flat(spec.hugging_face.from_config(folder.config))
+        wanted, warnings = _arguments_of_folder(folder, spec=spec)
     except ConfigError as error:
         return error.messages, []
-    ours = _flat(spec.hugging_face.arguments(model_args))
+    ours, theirs = _flat(spec.hugging_face.arguments(model_args)), _flat(wanted)
     problems: list[str] = []
-    warnings: list[str] = []
     for name in (name for name in theirs if theirs[name] != ours[name] and name not in _MAY_DIFFER_SILENTLY):
         if name in _MAY_BE_LESS and ours[name] < theirs[name]:
             continue
-        now, wanted = ("unset" if value is None else toml_like(value) for value in (ours[name], theirs[name]))
-        text = f"model.args.{name} is {now}, but {CONFIG_FILE} asks for {wanted}"
-        if name in _MAY_DIFFER:
-            warnings.append(f"{text}; the run uses {now}")
+        now, then = ("unset" if value is None else toml_like(value) for value in (ours[name], theirs[name]))
+        text = f"model.args.{name} is {now}, but {CONFIG_FILE} asks for {then}"
+        then = '{rope_type = "default"}' if theirs[name] is None else then
+        if name in _MAY_DIFFER and name in chosen:
+            warnings.append(f"{text}; the run uses {now}, as model.args.{name} says")
+        elif name in _MAY_DIFFER:
+            now = '{rope_type = "default"}' if ours[name] is None else now
+            problems.append(f"{text}; set model.args.{name} = {then}, or = {now} to change the positions of the model")
         else:
-            problems.append(f"{text}; set model.args.{name} = {wanted}")
+            problems.append(f"{text}; set model.args.{name} = {then}")
     return problems, warnings
+
+
+def _compare_tied(folder: WeightFolder, *, prefix: str) -> list[str]:
+    """Returns a problem if a tied model has an output weight of its own; transformers would then untie it."""
+    names = f"{prefix}model.embed_tokens.weight", f"{prefix}lm_head.weight"
+    if names[1] not in folder.entries or folder.has_equal_values(*names):
+        return []
+    rule = f"tie_word_embeddings = true in {CONFIG_FILE}, but {names[1]} differs from {names[0]}"
+    return [f"{rule}; set it to false there and in model.args.tied_embeddings to keep both, or remove {names[1]}"]
 
 
 def _flat(arguments: Arguments) -> Arguments:
@@ -216,7 +238,9 @@ def export_files(
 ) -> dict[str, bytes]:
     """Returns config.json, generation_config.json and the tokenizer's files. OSError if it is another tokenizer."""
     special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    config = {**spec.hugging_face.to_config(model_args), **special, "torch_dtype": str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")
+    # transformers 5 and vLLM read dtype, transformers 4 and other converters torch_dtype.
+    config = {**spec.hugging_face.to_config(model_args), **special, "dtype": name, "torch_dtype": name}
     generation = {"_from_model_config": True, **special}
     files = {CONFIG_FILE: config, "generation_config.json": generation}
     written = {name: json.dumps(content, indent=2).encode() + b"\n" for name, content in files.items()}

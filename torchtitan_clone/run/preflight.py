@@ -254,7 +254,9 @@ def find_initial_weights(plan: RunPlan) -> InitialWeights | None:
         return None
     path = initial_weights_path(checkpoint, plan.config.model)
     check_tokenizer(path, model=plan.config.model, tokenizer=plan.tokenizer)
-    return open_initial_weights(path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors)
+    return open_initial_weights(
+        path, spec=plan.spec, model_args=plan.model_args, state=plan.model_tensors, chosen=plan.config.model.args
+    )
 
 
 def _check_folder_is_writable(folder: Path, *, option: str) -> None:

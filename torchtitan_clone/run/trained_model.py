@@ -91,16 +91,22 @@ def args_at_step(config: Config, *, weights: Weights, spec: ModelSpec, tokenizer
 def _open_hub_folder(
     path: Path, *, dtype: torch.dtype, device: torch.device, hf_assets_path: str | None
 ) -> TrainedModel:
+    model, args = read_hub_model(path, dtype=dtype, device=device)
+    tokenizer = build_tokenizer(hf_assets_path or str(path))
+    return TrainedModel(path=path, model=model, args=args, tokenizer=tokenizer, device=device)
+
+
+def read_hub_model(path: Path, *, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, ModelArgs]:
+    """Returns the model of a folder of the Hugging Face hub and its arguments; ConfigError as open_trained_model()."""
     folder = open_weight_folder(path)
     spec = family_of_folder(folder)
     args = spec.resolve_args(model_of_folder(folder, spec=spec))
     if problems := args.violations():
         raise ConfigError([f"{path / HUB_CONFIG_FILE}: {problem}" for problem in problems])
     weights = open_initial_weights(path, spec=spec, model_args=args, state=spec.state_on_meta(args))
-    tokenizer = build_tokenizer(hf_assets_path or str(path))
     model = _empty_model(spec, args, dtype=dtype, device=device)
     weights.fill(named_state(model))
-    return TrainedModel(path=path, model=model, args=args, tokenizer=tokenizer, device=device)
+    return model, args
 
 
 def _empty_model(spec: ModelSpec, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> Decoder:

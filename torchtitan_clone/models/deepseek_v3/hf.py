@@ -5,13 +5,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import DocumentError, Value, shorten
+from torchtitan_clone.documents import shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.deepseek_v3.model import ROUTER, V2_ROUTER, V3_ROUTER, DeepSeekV3Args
-from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
+from torchtitan_clone.models.hf import CONFIG_KEYS
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, repeated, rotary_rows, same
+from torchtitan_clone.models.hub_keys import Arguments, entry_of
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
 
+_DEPTH = "num_nextn_predict_layers"
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _MOE_KEYS = {
     "num_experts": "n_routed_experts",
@@ -92,27 +94,25 @@ class _Release(MoEHub):
             "topk_method": _choice(num_groups=args.moe.num_groups, is_biased=args.moe.expert_bias),
             "q_lora_rank": args.q_lora_rank or None,
             "first_k_dense_replace": args.n_dense_layers,
-            "num_nextn_predict_layers": args.mtp_depth,
+            _DEPTH: args.mtp_depth,
         }
 
     def from_config(self, config: Mapping[str, object]) -> Arguments:
-        # transformers derives head_dim; null is one group, and what is absent has a default.
-        given = {key: value for key, value in config.items() if key != "head_dim"}
-        absent_groups = {"n_group": 8, "topk_group": 4} if self.moe.expert_bias else {}
-        given = absent_groups | given
-        given |= {key: 1 for key in ("n_group", "topk_group") if given.get(key) is None}
-        values = super().from_config(given)
+        # Of groups null is one, and what is absent has a default; without a size queries have no latent.
+        absent_groups = {"n_group": 8, "topk_group": 4} if self.moe.expert_bias else {"n_group": 1, "topk_group": 1}
+        given = {**absent_groups, **{key: value for key, value in config.items() if key != "head_dim"}}
+        if given.get("q_lora_rank") == 0:
+            raise ConfigError("config.json: q_lora_rank = 0: must be above 0, or null")
+        nulls = {"n_group": 1, "topk_group": 1, "q_lora_rank": 0}
+        return super().from_config({**given, **{key: nulls[key] for key in nulls if given.get(key, "") is None}})
+
+    def read(self, given: Mapping[str, object]) -> Arguments:
+        values = super().read(given)
         if absent := [key for key in ("q_lora_rank", "first_k_dense_replace") if key not in given]:
             raise ConfigError([f"config.json: {key} is missing" for key in absent])
-        try:
-            dense = Value(given["first_k_dense_replace"], where="config.json: first_k_dense_replace")
-            values["n_dense_layers"] = dense.integer(low=0, high=1024)
-            depth = Value(given.get("num_nextn_predict_layers") or 0, where="config.json: num_nextn_predict_layers")
-            values["mtp_depth"] = depth.integer(low=0, high=64)
-            latent = Value(given["q_lora_rank"], where="config.json: q_lora_rank")
-            values["q_lora_rank"] = 0 if latent.value is None else latent.integer(low=1, high=2**24)
-        except DocumentError as error:
-            raise ConfigError(str(error)) from None
+        values["n_dense_layers"] = entry_of(given, "first_k_dense_replace").integer(low=0, high=1024)
+        values["q_lora_rank"] = entry_of(given, "q_lora_rank").integer(low=0, high=2**24)
+        values["mtp_depth"] = entry_of({_DEPTH: 0, **given}, _DEPTH).integer(low=0, high=64)
         values["moe"] |= {name: getattr(self.moe, name) for name in ROUTER}
         wanted = _choice(num_groups=values["moe"]["num_groups"], is_biased=self.moe.expert_bias)
         method = given.get("topk_method", "noaux_tc" if self.moe.expert_bias else "greedy")
@@ -120,6 +120,14 @@ class _Release(MoEHub):
             found = shorten(repr(method))
             raise ConfigError(f"config.json: topk_method = {found}, and {self.family} supports only {wanted!r} here")
         return values
+
+    def without_absent_layers(self, arguments: Arguments, *, names: Iterable[str]) -> tuple[Arguments, list[str]]:
+        first = arguments["n_layers"]
+        prefixes = tuple(f"model.layers.{first + depth}." for depth in range(arguments["mtp_depth"]))
+        if not prefixes or any(name.startswith(prefixes) for name in names):
+            return arguments, []
+        what = f"config.json has {_DEPTH} = {arguments['mtp_depth']}, but the folder lacks the weights of these layers"
+        return arguments | {"mtp_depth": 0}, [f"{what}, as transformers saves it; the model is read without them"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +154,10 @@ class DeepSeekHub(_Release):
 
 
 _COMMON: Arguments = {
+    "only": {"mlp_bias": False},
+    "others": frozenset({"q_lora_rank", "first_k_dense_replace", "topk_method", _DEPTH}),
+    # transformers writes what it derives from the sizes of heads; the others are of the releases' own code.
+    "without_effect": frozenset({"qk_head_dim", "ep_size"}),
     "defaults": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
     "keys": {**CONFIG_KEYS, **{size: size for size in _SIZES}},
     "rules": {**DECODER_RULES, **EXPERT_RULES, **_SHARED_EXPERTS, **_LATENT_RULES, **_PREDICTION_RULES},
@@ -156,11 +168,13 @@ HUB = DeepSeekHub(
     architecture="DeepseekV3ForCausalLM",
     fixed={"model_type": "deepseek_v3", **_FIXED, "scoring_func": "sigmoid", "norm_topk_prob": True},
     moe=V3_ROUTER,
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": _DEPTH},
     v2=_Release(
         family="deepseek_v2",
         architecture="DeepseekV2ForCausalLM",
         fixed={"model_type": "deepseek_v2", **_FIXED, "scoring_func": "softmax", "norm_topk_prob": False},
         moe=V2_ROUTER,
+        aliases={"num_experts": "n_routed_experts"},
         **_COMMON,
     ),
     **_COMMON,

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_clone.config import ConfigError
-from torchtitan_clone.documents import shorten
 from torchtitan_clone.models.decoder import ModelArgs
 from torchtitan_clone.models.gpt_oss.model import YARN
-from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, scaling_to_config
+from torchtitan_clone.models.hf import CONFIG_KEYS
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, fused, same
+from torchtitan_clone.models.hub_keys import Arguments, entry_of
+from torchtitan_clone.models.hub_rope import scaling_to_config
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 from torchtitan_clone.models.windowed import WindowedHub
@@ -41,11 +41,9 @@ class GptOssHub(WindowedHub, MoEHub):
         return {**config, "rope_scaling": config["rope_scaling"] or {"rope_type": "default"}}
 
     def read(self, given: Mapping[str, object]) -> Arguments:
-        quantization = given.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        if method not in (None, "mxfp4"):
-            rule = 'supports only "mxfp4"; save the weights in bfloat16 with transformers, by dequantize = true'
-            raise ConfigError(f"config.json: quantization_config = {shorten(repr(method))}: {self.family} {rule}")
+        chosen = given.get("num_experts_per_tok")
+        if given.get("experts_per_token", chosen) != chosen:  # a copy, which transformers does not read
+            entry_of(given, "experts_per_token").refuse("differs from num_experts_per_tok; remove one of them")
         return super().read({"swiglu_limit": 7.0, **given})
 
 
@@ -55,9 +53,14 @@ HUB = GptOssHub(
     fixed={"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
     defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "head_dim": 64,
+        "num_key_value_heads": 8,
         "rope_theta": 150000.0, "rope_scaling": scaling_to_config(YARN),
     },
     keys={**{ours: theirs for ours, theirs in CONFIG_KEYS.items() if ours != "hidden_dim"}, "head_dim": "head_dim"},
+    aliases={"num_experts": "num_local_experts"},
+    others=frozenset({"experts_per_token"}),
+    without_effect=frozenset({"initial_context_length"}),
+    quantization="mxfp4",
     rules=_RULES,
     moe=MoEArgs(biases=True),
     moe_keys={

@@ -3,15 +3,24 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, Value, shorten
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments
+from torchtitan_clone.models.hf import CONFIG_KEYS
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, rotary_rows, swiglu_rules
+from torchtitan_clone.models.hub_keys import WITHOUT_EFFECT, Arguments
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args
 from torchtitan_clone.models.moe_hf import MoEHub, stacked_expert_rules
 
 _MLP = "model.layers.*.feed_forward"
 _IMAGES = ("vision_model.", "multi_modal_projector.")
+_OF_IMAGES = frozenset(
+    {
+        "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_id", "image_token_index",
+        "vision_config",
+    }
+)  # fmt: skip
+"""Keys beside text_config that concern the model of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +53,23 @@ class Llama4Hub(MoEHub):
     def to_config(self, args: Llama4Args) -> dict[str, object]:
         return super().to_config(args) | _lists(args) | {"attn_temperature_tuning": args.query_scale > 0}
 
+    def from_config(self, config: Mapping[str, object]) -> Arguments:
+        if config.get("text_config") is None:
+            return super().from_config(config)
+        try:
+            text = Value(config["text_config"], where="config.json: text_config").plain_entries()
+        except DocumentError as error:
+            raise ConfigError(str(error)) from None
+        known = {*_OF_IMAGES, *WITHOUT_EFFECT, "model_type", "text_config", "quantization_config"}
+        given = {key: value for key, value in config.items() if value is not None and key not in known}
+        if given.pop("tie_word_embeddings", False) is not False or given:
+            key = next(iter(given), "tie_word_embeddings")
+            rule = "beside text_config llama4 has no such key; remove it if the model is the same without it"
+            raise ConfigError(f"config.json: {shorten(key)} = {shorten(repr(config[key]))}: {rule}")
+        quantization = {"quantization_config": config["quantization_config"]} if "quantization_config" in config else {}
+        return super().from_config({**text, **quantization})
+
     def read(self, given: Mapping[str, object]) -> Arguments:
-        if "text_config" in given:
-            return self.from_config(Value(given["text_config"], where="config.json: text_config").plain_entries())
         values = super().read(given)
         tuning = Value(given.get("attn_temperature_tuning", True), where="config.json: attn_temperature_tuning")
         # The first releases have a number.
@@ -73,10 +96,14 @@ HUB = Llama4Hub(
     family="llama4",
     architecture="Llama4ForCausalLM",
     fixed={"model_type": "llama4_text", "hidden_act": "silu", "attention_bias": False},
+    only={"router_jitter_noise": 0.0},
+    others=frozenset({"attn_temperature_tuning", "layer_types", "moe_layers", "no_rope_layers"}),
+    without_effect=frozenset({"for_llm_compressor"}),
     defaults={
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False, "head_dim": 128,
         "rope_theta": 500000.0, "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4,
         "attention_chunk_size": 8192, "floor_scale": 8192, "use_qk_norm": True, "attn_scale": 0.1,
+        "num_key_value_heads": 8,
     },
     keys={
         **CONFIG_KEYS, "hidden_dim": "intermediate_size_mlp", "head_dim": "head_dim",

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 from torchtitan_clone.documents import Value
 from torchtitan_clone.models.decoder import ModelArgs
-from torchtitan_clone.models.hf import Arguments, DecoderHub
+from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
+from torchtitan_clone.models.hub_keys import Arguments, entry_of
+from torchtitan_clone.models.hub_rope import ORIGINAL_LENGTH
 from torchtitan_clone.models.windowed import WindowedHub
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False}
 _DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+_THETA = 500000.0
+_WHERE = "config.json: rope_parameters: sliding_attention"
 _RULES: Rules = {
     **DECODER_RULES,
     "layers.*.attention_norm.weight": same("model.layers.*.post_attention_layernorm.weight"),
@@ -32,14 +36,21 @@ class Olmo3Hub(WindowedHub):
         return {**config, "rope_parameters": {"full_attention": full, "sliding_attention": plain}}
 
     def read(self, given: Mapping[str, object]) -> Arguments:
-        nested = given.get("rope_parameters")
-        if not isinstance(nested, Mapping) or "full_attention" not in nested:
-            return super().read(given)
-        values = super().read({**given, "rope_parameters": nested["full_attention"]})
+        """Reads one rope_scaling, for full layers, and what transformers 5 writes for each type of layers.
+
+        transformers 5 gives rope_theta beside them to full layers only, and does not read an original length there.
+        """
+        types = entry_of({"rope_parameters": {}, **given}, "rope_parameters").entries()
+        if unknown := types.keys() - {"full_attention", "sliding_attention"}:
+            types[min(unknown)].refuse("must be in full_attention or sliding_attention")
+        full, sliding = (types.get(f"{kind}_attention", Value({}, where=_WHERE)) for kind in ("full", "sliding"))
+        scaling = entry_of({"rope_scaling": {}, **given}, "rope_scaling").plain_entries()
+        outside = {"rope_theta": given.get("rope_theta", _THETA), "rope_scaling": {}}
+        others = {key: value for key, value in given.items() if key != ORIGINAL_LENGTH}
+        values = super().read({**others, **outside, "rope_parameters": {**full.plain_entries(), **scaling}})
         only = {"rope_type": "default", "rope_theta": values["rope_theta"]}
-        entry = Value(nested.get("sliding_attention") or {}, where="config.json: rope_parameters.sliding_attention")
-        if only | {name: value for name, value in entry.plain_entries().items() if value is not None} != only:
-            entry.refuse(f"{self.family} supports only {only}, the theta of full layers without scaling")
+        if {**only, "rope_theta": _THETA, **sliding.plain_entries()} != only:
+            sliding.refuse(f"{self.family} supports only {only}, the theta of full layers without scaling")
         return values
 
 
@@ -47,7 +58,7 @@ HUB = Olmo3Hub(
     family="olmo3",
     architecture="Olmo3ForCausalLM",
     fixed={"model_type": "olmo3", **_FIXED},
-    defaults={**_DEFAULTS, "rope_theta": 500000.0},
+    defaults={**_DEFAULTS, "rope_theta": _THETA},
     rules=_RULES,
     pattern=("window", "window", "window", "full"),
     window=4096,

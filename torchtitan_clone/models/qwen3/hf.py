@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 
-from torchtitan_clone.models.hf import CONFIG_KEYS, Arguments, DecoderHub, read_arguments
+from torchtitan_clone.models.hf import CONFIG_KEYS, DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, Rules, same
+from torchtitan_clone.models.hub_keys import Arguments, read_arguments
 from torchtitan_clone.models.moe_hf import EXPERT_RULES, MoEHub
+from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 _DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False, "head_dim": 128}
+# Unused, since use_sliding_window is false.
+_WITHOUT_EFFECT = frozenset({"sliding_window", "max_window_layers"})
 _KEYS = {**CONFIG_KEYS, "head_dim": "head_dim"}
 _RULES: Rules = {
     **DECODER_RULES,
@@ -19,14 +23,19 @@ HUB = DecoderHub(
     family="qwen3",
     architecture="Qwen3ForCausalLM",
     fixed={"model_type": "qwen3", **_FIXED},
-    defaults=_DEFAULTS,
+    defaults={**_DEFAULTS, "num_key_value_heads": 32},
     keys=_KEYS,
+    without_effect=_WITHOUT_EFFECT,
     rules=_RULES,
 )
 
 
 class _MoEHub(MoEHub):
     """Qwen3's format with experts: head_dim is hidden_size / num_attention_heads if config.json has none."""
+
+    def to_config(self, args: Qwen3MoEArgs) -> dict[str, object]:
+        # The first is of the releases, the second of transformers.
+        return {**super().to_config(args), "num_local_experts": args.moe.num_experts}
 
     def read(self, given: Mapping[str, object]) -> Arguments:
         keys = {"dim": "hidden_size", "n_heads": "num_attention_heads"}
@@ -41,8 +50,9 @@ MOE_HUB = _MoEHub(
     architecture="Qwen3MoeForCausalLM",
     # Every layer has experts.
     fixed={"model_type": "qwen3_moe", **_FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    defaults=_DEFAULTS,
+    defaults={**_DEFAULTS, "num_key_value_heads": 4},
     keys=_KEYS,
+    without_effect=_WITHOUT_EFFECT,
     rules={**_RULES, **EXPERT_RULES},
     moe_keys={
         "num_experts": "num_experts",
@@ -50,5 +60,5 @@ MOE_HUB = _MoEHub(
         "hidden_dim": "moe_intermediate_size",
         "normalize_scores": "norm_topk_prob",
     },
-    aliases={"num_experts": "num_local_experts"},
+    aliases={"num_local_experts": "num_experts"},
 )
