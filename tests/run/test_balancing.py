@@ -17,6 +17,7 @@ from torchtitan_clone.observe.records import LOADS_FILE
 from torchtitan_clone.testing.cluster import Cluster
 from torchtitan_clone.testing.faults import Fault, digest
 from torchtitan_clone.testing.harness import run_ranks
+from torchtitan_clone.testing.plain_data import context_of
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import options, rows
 from torchtitan_clone.testing.trainers import full_copies, open_trainer
@@ -65,12 +66,6 @@ CASES = {
 }
 
 
-def context_of(targets, documents):
-    """Returns the indices of the tokens of a row that are at or before a target of their document."""
-    pairs = [*zip(targets, documents, strict=True)]
-    return [t for t, (_, own) in enumerate(pairs) if any(x >= 0 and other == own for x, other in pairs[t:])]
-
-
 class PlainTraining(PlainLoop):
     """Plain PyTorch with auxiliary losses from their definitions, and with biases that follow the load."""
 
@@ -105,9 +100,9 @@ class PlainTraining(PlainLoop):
 
     def train_step(self, step):
         """Trains a step, or skips it; its columns in metrics.jsonl."""
-        batch = next(self._loader)
-        rows_of_batch = zip(batch.targets_BT.tolist(), batch.documents_BT.tolist(), strict=True)
-        self.kept = [context_of(*row) for row in rows_of_batch]
+        batch = next(self._data)
+        is_context_BT = self.balancing.context_BT = context_of(batch.targets_BT >= 0, batch.documents_BT)
+        self.kept = [is_context_T.nonzero().flatten().tolist() for is_context_T in is_context_BT]
         assert sum(map(len, self.kept)) < 0.995 * batch.tokens_BT.numel()
         before = dict(self.counts)
         self.terms = {}

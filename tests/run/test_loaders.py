@@ -7,6 +7,8 @@ from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders, tokens_of_rank
+from torchtitan_clone.testing.parity_matrix import GPT_OSS
+from torchtitan_clone.testing.plain_data import PlainData, context_of
 from torchtitan_clone.testing.runs import make_corpus, options
 
 
@@ -62,3 +64,20 @@ def test_a_position_is_resumed_and_one_of_other_data_is_refused(corpus, tmp_path
         open_loaders(plan, dataset=dataset, rank=0, position=position)
     plan, dataset = open_run(other, tmp_path, checkpoint__allow_data_change=True)
     open_loaders(plan, dataset=dataset, rank=0, position=position)
+
+
+@pytest.mark.parametrize("changes", [{}, {"data__packing": "best_fit"}, {"training__document_masking": False}])
+def test_batches_are_those_that_the_docs_describe(short_documents, tmp_path, changes):
+    """Order, rows, packing and context of more than two epochs, as the reference of parity writes them again."""
+    changes = GPT_OSS | changes | {"training__local_batch_size": 8}
+    plan, dataset = open_run(short_documents, tmp_path, **changes)
+    loader, _ = open_loaders(plan, dataset=dataset, rank=0)
+    masking = plan.config.training.document_masking
+    expected = PlainData(dataset, seq_len=64, rows=8, seed=plan.config.debug.seed, document_masking=masking)
+    for _ in range(200):
+        batch, plain = next(loader), next(expected)
+        for name in ("tokens_BT", "targets_BT", "positions_BT", *(["documents_BT"] if masking else [])):
+            assert torch.equal(getattr(batch, name), getattr(plain, name)), name
+        assert torch.equal(batch.is_context_BKT[:, 0], context_of(plain.targets_BT >= 0, plain.documents_BT))
+        assert batch.num_targets == plain.num_targets
+    assert loader.sample_range.start > 2 * dataset.num_rows("train", seq_len=64)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.plain_loop import PlainLoop
 from torchtitan_clone.testing.runs import options, rows
@@ -29,7 +30,7 @@ COMMON: dict[str, object] = {
 # Options that change the mathematics; no other option may.
 MATHEMATICS = (
     "model", "optimizer", "training__document_masking", "training__seq_len", "training__global_batch_size",
-    "training__max_norm", "debug__moe_force_load_balance",
+    "training__max_norm", "debug__moe_force_load_balance", "data__packing",
 )  # fmt: skip
 Mathematics = tuple[tuple[str, object], ...]
 """Options that change the mathematics."""
@@ -48,7 +49,7 @@ class Reference:
     gradients: dict[str, Tensor]
     """Of step 1, after clipping."""
     weights: dict[str, Tensor]
-    """After the last step."""
+    """After the last step, with the biases of routers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,7 @@ def _train_plainly(argv: list[str]) -> Reference:
         losses=losses,
         grad_norms=grad_norms,
         gradients=gradients,
-        weights=full_copies(loop.parameters.items()),
+        weights=full_copies(named_state(loop.model).items()),
     )
 
 
@@ -176,4 +177,4 @@ def _train_in_parallel(trainer: Trainer) -> Trained:
     with_hook = register_optimizer_step_post_hook(keep_gradients)
     trainer.train()
     with_hook.remove()
-    return gradients, full_copies(trainer.engine.parameters.items())
+    return gradients, full_copies(trainer.engine.model_tensors().items())

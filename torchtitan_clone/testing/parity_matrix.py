@@ -33,15 +33,16 @@ MOE = QWEN3 | {
     "model__name": "qwen3_moe", "model__args__moe__num_experts": 8, "model__args__moe__top_k": 2,
     "model__args__moe__hidden_dim": 64,
 }  # fmt: skip
-# A dense layer and one with experts; the bias is not adapted, which the reference does not do either.
+# A dense layer and one with experts, whose bias changes as fast as it can without changing every token's experts.
 LATENT = {
     "model__name": "deepseek_v3", "model__args__n_kv_heads": None, "model__args__multiple_of": None,
     "model__args__hidden_dim": 96, "model__args__q_lora_rank": 24, "model__args__kv_lora_rank": 16,
     "model__args__qk_nope_head_dim": 16, "model__args__qk_rope_head_dim": 8, "model__args__v_head_dim": 16,
-    "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.0,
+    "model__args__moe__hidden_dim": 64, "model__args__moe__bias_update_rate": 0.01,
 }  # fmt: skip
 # Two depths, of which the documents of a few tokens have fewer targets.
 PREDICTION = LATENT | {"model__args__mtp_depth": 2}
+PADDED = {"data__packing": "best_fit"}
 # A window shorter than most documents, and stretched rotary positions in the full layer only.
 OLMO3 = {
     "model__name": "olmo3", "model__args__hidden_dim": 176, "model__args__multiple_of": None,
@@ -134,6 +135,8 @@ def prediction_cases() -> dict[str, Case]:
     )  # fmt: skip
     for axes in axes_of_cases:
         cases[f"{' x '.join(axes) or 'one rank'}, prediction"] = axes_case(axes, **PREDICTION)
+    for axes in ((), ("shard",), ("pipeline",), ("tensor", "context")):
+        cases[f"{' x '.join(axes) or 'one rank'}, prediction, padded"] = axes_case(axes, **PREDICTION, **PADDED)
     for axes in (("shard",), ("shard", "tensor"), ("shard", "pipeline"), ("tensor", "context")):
         cases[f"{' x '.join(axes)}, prediction, experts over 2"] = axes_case(axes, **PREDICTION, **{EXPERT: 2})
     for name, features in (("full ac", FEATURES["full ac"]), ("selective ac", SELECTIVE), ("compiled", COMPILED)):
@@ -237,6 +240,7 @@ QUICK = (
     "replicate x context", "shard x context, ring", "context, tied", "shard x tensor x pipeline, masked",
     "shard, accumulated", "tensor, compiled", "shard 3", "shard 3 x tensor, vocabulary 2053",
     "shard 6, experts over 2", "tensor, feed-forward 171",
+    "tensor x context, prediction, padded",
     "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
     "tensor, prediction", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",

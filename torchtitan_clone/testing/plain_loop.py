@@ -1,9 +1,12 @@
 """A reference training loop in plain PyTorch: logits are not chunked, bf16 uses autocast.
 
 It trains the same model from the same initial weights on the same batches with the same optimizer and schedule as
-`python -m torchtitan_clone.train` does for the same options on one device.
+`python -m torchtitan_clone.train` does for the same options on one device. Order, packing, schedule, groups of
+parameters and the biases of routers are written again here and in plain_data.py: what is compared shares the model, the
+initial weights and the token store.
 """
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -12,13 +15,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan_clone.config import load_config
-from torchtitan_clone.data import Batch
-from torchtitan_clone.models.moe import force_load_balance
-from torchtitan_clone.optim import build_schedule
+from torchtitan_clone.config.schema import LRScheduler
+from torchtitan_clone.models.moe import Router, force_load_balance
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, pick_device
 from torchtitan_clone.run import preflight
-from torchtitan_clone.run.loaders import open_loaders
+from torchtitan_clone.testing.plain_data import PlainBatch, PlainData, context_of
+
+
+class PlainBalancing:
+    """Counts the tokens of each expert in forward, and moves the biases. Source: arXiv 2408.15664."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.context_BT = torch.empty(0)
+        """Which tokens count in the layers that run next."""
+        self.counts = {module: torch.empty(0) for module in model.modules() if isinstance(module, Router)}
+        for router in self.counts:
+            router.register_forward_hook(self._count)
+
+    def _count(self, router: nn.Module, _args: object, out: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        routed = cast("Router", router)
+        self.counts[routed] = torch.bincount(out[1][self.context_BT].flatten(), minlength=routed.args.num_experts)
+
+    def update_biases(self) -> None:
+        """Moves those of experts with less than the mean load up, and those of others down."""
+        for router, counts_E in self.counts.items():
+            if router.expert_bias is not None:
+                load_E = counts_E.double().cpu()
+                change_E = torch.sign(load_E.mean() - load_E) * router.bias_update_rate
+                router.expert_bias += (change_E - change_E.mean()).to(router.expert_bias)
 
 
 class PlainLoop:
@@ -31,7 +56,11 @@ class PlainLoop:
         self.steps = config.training.steps
         plan = preflight.resolve(config, world_size=1, device_type=self.device.type)
         dataset = preflight.prepare(plan, launch=launch).dataset
-        self._loader, _ = open_loaders(plan, dataset=dataset, rank=0)
+        training = config.training
+        self._data = PlainData(
+            dataset, seq_len=training.seq_len, rows=plan.global_batch_size, seed=config.debug.seed,
+            document_masking=training.document_masking,
+        )  # fmt: skip
         with torch.device(self.device):
             self.model: nn.Module = plan.spec.build(plan.model_args)
         if config.debug.moe_force_load_balance:
@@ -40,8 +69,10 @@ class PlainLoop:
         std_of = partial(plan.spec.initial_std, plan.model_args)
         init_weights(self.parameters, seed=config.debug.seed, std_of=std_of)
         options = config.optimizer
-        matrices = {"params": [p for p in self.model.parameters() if p.ndim >= 2]}
-        vectors = {"params": [p for p in self.model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+        # Biases of experts are stacked, and are no matrices.
+        is_matrix = {name: p.ndim >= 2 and "bias" not in name for name, p in self.parameters.items()}
+        matrices = {"params": [p for name, p in self.parameters.items() if is_matrix[name]]}
+        vectors = {"params": [p for name, p in self.parameters.items() if not is_matrix[name]], "weight_decay": 0.0}
         self.optimizer = torch.optim.AdamW(
             [matrices, vectors],
             lr=options.lr,
@@ -52,11 +83,12 @@ class PlainLoop:
         )
         self._peak_lr = options.lr
         self._max_norm = config.training.max_norm
-        self._lr_factor = build_schedule(config.lr_scheduler, steps=self.steps)
+        self._lr_factor = partial(lr_factor, options=config.lr_scheduler, steps=self.steps)
         self._forward = torch.compile(self.model) if config.compile.enable else self.model
         self._args = plan.model_args
         self._final_BTD = torch.empty(0)  # of the last forward
         cast("nn.Module", self.model.norm).register_forward_hook(self._keep_final)
+        self.balancing = PlainBalancing(self.model)
         self.mtp_losses: list[Tensor] = []
         """Of the last step, by depth."""
         self._is_bf16 = plan.config.training.mixed_precision_param == "bfloat16"
@@ -66,7 +98,9 @@ class PlainLoop:
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Trains the step of this number, which must follow the last; returns its loss and gradient norm."""
-        batch = next(self._loader).to(self.device)
+        batch = next(self._data).to(self.device)
+        if self.balancing.counts:
+            self.balancing.context_BT = context_of(batch.targets_BT >= 0, batch.documents_BT)
         for group in self.optimizer.param_groups:
             group["lr"] = self._peak_lr * self._lr_factor(step)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
@@ -77,10 +111,11 @@ class PlainLoop:
         (loss + weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
         self.optimizer.step()
+        self.balancing.update_biases()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm.item()
 
-    def _mtp_losses(self, batch: Batch) -> list[Tensor]:
+    def _mtp_losses(self, batch: PlainBatch) -> list[Tensor]:
         """Returns the loss of each depth of multi-token prediction, term by term of the report's equations 21 to 24.
 
         The sum over the positions of which the predicted token is in their document, over the targets of the next one.
@@ -99,9 +134,28 @@ class PlainLoop:
             embedded = model.tok_embeddings(F.pad(row[:, k:], (0, k))[:, :length])
             x = block.eh_proj(torch.cat((block.enorm(embedded), block.hnorm(states)), dim=-1))
             x = x + block.attention(block.attention_norm(x), rope, mask)
+            is_counted = documents[:, k + 1 :] == documents[:, : length - k]
+            self.balancing.context_BT = context_of(F.pad(is_counted, (0, k)), batch.documents_BT)
             states = block.norm(x + block.feed_forward(block.ffn_norm(x)))
             log_probs = model.output(states[:, : length - k]).float().log_softmax(dim=-1)
             of_target = log_probs.gather(2, row[:, k + 1 :, None])[..., 0]
-            is_counted = documents[:, k + 1 :] == documents[:, : length - k]
             losses.append(-of_target[is_counted].sum() / batch.num_targets)
         return losses
+
+
+def lr_factor(step: int, *, options: LRScheduler, steps: int) -> float:
+    """Returns the factor of the learning rate: a linear warmup, a constant rate, and a decay up to the last step.
+
+    The first step of the decay has the full rate.
+    """
+    assert not options.points
+    steps = options.total_steps or steps
+    warmup = min(options.warmup_steps, steps)
+    if step < warmup:
+        return step / warmup
+    decay = steps - warmup
+    if options.decay_ratio is not None:
+        decay = min(decay, round(options.decay_ratio * steps))
+    done = min(1.0, max(0, step - (steps - decay) - 1) / decay) if decay else 0.0
+    left = {"linear": 1 - done, "cosine": math.cos(done * math.pi / 2) ** 2, "sqrt": 1 - done**0.5}[options.decay_type]
+    return options.min_lr_factor + left * (1 - options.min_lr_factor)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -19,6 +20,7 @@ from torchtitan_clone.comm import collectives
 from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
+from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
@@ -184,6 +186,25 @@ def _positions_count_from_the_start_of_each_shard(select: Any, batch: Batch, ind
 @_mistake("context, prediction, ring masked", packing, "later_targets")
 def _later_targets_lie_in_other_documents(_: object, targets_BT: np.ndarray, *, depth: int) -> np.ndarray:
     return np.stack([np.roll(targets_BT, -1 - each, axis=1) for each in range(depth)], axis=1)
+
+
+@_mistake("tensor x context, prediction, padded", Batch, "select_context")
+def _tokens_without_targets_count_in_routers(select: Callable[..., Batch], batch: Batch, tokens: slice) -> Batch:
+    found = select(batch, tokens)
+    assert found.is_context_BKT is not None
+    return replace(found, is_context_BKT=torch.ones_like(found.is_context_BKT))
+
+
+@_mistake("tensor x context, prediction, padded", Batch, "select_context")
+def _routers_of_all_ranks_have_the_context_of_the_first(
+    select: Callable[..., Batch], batch: Batch, tokens: slice
+) -> Batch:
+    return select(batch, slice(0, tokens.stop - tokens.start))
+
+
+@_mistake("shard, prediction", ExpertLoads, "update")
+def _biases_of_routers_follow_the_load_of_one_rank(update: Callable[..., None], loads: ExpertLoads, _: object) -> None:
+    update(loads, loads.by_router(loads.own(torch.device("cpu")).tolist()))
 
 
 @_mistake("context", blockwise_attention, "document_starts")
