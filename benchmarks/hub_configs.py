@@ -12,6 +12,7 @@ compared; "UNNAMED" for an error that names no key, and "DIFFERENT" for other lo
 
 import argparse
 import contextlib
+import copy
 import json
 import logging
 import sys
@@ -236,7 +237,7 @@ def build_folder(folder: Path, config: Config) -> None:
     Layers that transformers would not build are left out; of an unknown model type weights of llama are saved.
     """
     config = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, **config}
-    theirs = theirs_of(config)
+    theirs = theirs_of(copy.deepcopy(config))  # transformers changes the tables in it
     theirs.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
 
