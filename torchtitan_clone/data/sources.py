@@ -396,7 +396,7 @@ def _parquet_values(file: Path, *, text_key: str) -> Iterator["pyarrow.Scalar"]:
 
 def _check_column(schema: "pyarrow.Schema", *, file: Path, text_key: str) -> None:
     option = f"training.text_key = {toml_like(text_key)}"
-    if text_key not in schema.names or not _is_string(schema.field(text_key).type):
+    if schema.names.count(text_key) != 1 or not _is_string(schema.field(text_key).type):
         turns = {field.name: _turn_of(field.type) for field in schema}
         if conversation := _describe_conversation(turns):
             raise ConfigError(f"{file}: {conversation}.")
