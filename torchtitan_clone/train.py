@@ -20,7 +20,7 @@ from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.observe.outputs import STDERR, guard_outputs, print_error
 from torchtitan_clone.run.early import check_without_torch
 from torchtitan_clone.run.gc_control import importing
-from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest
+from torchtitan_clone.run.stopping import REQUEUE_EXIT_CODE, StopBeforeTraining, StopRequest, explain_ended_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -238,8 +238,11 @@ def exit_process(argv: list[str]) -> None:
         remedy = "start with ./run_train.sh, which sets up an environment, or run pip install -e ."
         print_error(f"the package {error.name} is not installed in {sys.executable}; {remedy}")
         code = 2
-    except Exception:
-        logger.exception("training failed")
+    except Exception as error:
+        if reason := explain_ended_process(error):
+            logger.error("training failed: %s", reason)
+        else:
+            logger.exception("training failed")
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

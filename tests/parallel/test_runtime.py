@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.data import open_dataset
+from torchtitan_clone.ops.compile_cache import PACKAGE, set_compile_cache
 from torchtitan_clone.parallel.runtime import (
-    PACKAGE,
     Launch,
     apply_debug_options,
     process_group,
-    set_compile_cache,
     set_timeout,
     set_up_compile,
     wait_for_all_ranks,
@@ -49,7 +48,7 @@ def compile_cache() -> str | None:
 
 COMPILE = """
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torchtitan_clone.parallel.runtime import set_compile_cache
+from torchtitan_clone.ops.compile_cache import set_compile_cache
 set_compile_cache("inductor")
 CppPythonBindingsCodeCache.load_pybinding(["float*"], "#include <torch/csrc/inductor/cpp_prefix.h>")
 """
@@ -97,7 +96,7 @@ def test_precompiled_headers_are_kept_with_the_code(tmp_path):
 
 STRANGE = """
 import os
-from torchtitan_clone.parallel.runtime import set_compile_cache
+from torchtitan_clone.ops.compile_cache import set_compile_cache
 set_compile_cache("inductor")
 from torch._inductor import codecache, config
 print(os.environ["TORCHINDUCTOR_CACHE_DIR"], codecache._HEADER_DIR, config.cpp.cxx[1])
@@ -133,7 +132,7 @@ twice.register_autograd(lambda ctx, grad: FACTOR * grad)
 
 def main():
     from torch._dynamo.utils import counters
-    from torchtitan_clone.parallel.runtime import set_compile_cache
+    from torchtitan_clone.ops.compile_cache import set_compile_cache
     torch._inductor.config.cpp_cache_precompile_headers = False  # takes 8 s
     set_compile_cache("inductor")
     x = torch.zeros(9, requires_grad=True)
@@ -144,7 +143,7 @@ def main():
 
 def test_the_cache_is_that_of_the_package_and_the_processor(tmp_path):
     code = (
-        "import os, sys, torch; from torchtitan_clone.parallel.runtime import set_compile_cache; "
+        "import os, sys, torch; from torchtitan_clone.ops.compile_cache import set_compile_cache; "
         "set_compile_cache('eager'); "
         f"print(torch.compiler.config.cache_key_tag, os.environ['{CACHE}'])"
     )

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from torchtitan_clone.models.rope import Positions, apply_positions
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
+from torchtitan_clone.ops.compile_cache import set_compile_cache
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.kernels import FasterAttention
 from torchtitan_clone.ops.linear import Linear
@@ -78,6 +79,7 @@ def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def _compiled_flex_attention():
     # Uncompiled, it materializes the full score matrix: it is compiled also where all else runs eagerly, as in traces.
+    set_compile_cache("inductor")  # a run without compile.enable has not done it
     return torch.compiler.set_stance("default")(torch.compile(flex_attention))
 
 

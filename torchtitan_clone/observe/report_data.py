@@ -151,8 +151,9 @@ def _read_rows(run: RunData) -> None:
     parts: dict[str, list[Series]] = {}
     for keys, rows in by_keys.items():
         steps, times = (np.array([row[key] for row in rows], dtype=np.float64) for key in ("step", "time"))
+        is_event = "event" in keys
         for key in keys:
-            if key in ("step", "time") or ("event" in keys and not key.startswith("evaluation/")):
+            if key in ("step", "time") or (is_event and not key.startswith("evaluation/")):
                 continue
             values = [row[key] for row in rows]
             is_known = key in parts or len(parts) < MAX_COLUMNS

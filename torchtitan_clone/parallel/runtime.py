@@ -2,45 +2,36 @@
 
 import logging
 import os
-import shlex
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from shutil import which
 
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone import compiler_guard
-from torchtitan_clone.cache_folders import NoCodeFolderError, code_folders, locked, use_folder
+from torchtitan_clone.cache_folders import NoCodeFolderError, code_folders
 from torchtitan_clone.comm.collectives import disconnect
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.environment import EnvironmentVariableError, environment_integer
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.documents import escape
-from torchtitan_clone.files import write_atomically
 from torchtitan_clone.network import LOOPBACK, Interface, InterfaceError, choose_interface, find_interface, serve_store
+from torchtitan_clone.ops.compile_cache import set_compile_cache
 from torchtitan_clone.torch_compat import (
     compiler_command,
-    identify_processor,
     log_compilation,
     process_groups,
     recompute_inputs_of_products,
     set_group_timeout,
-    set_up_inductor,
 )
 
 logger = logging.getLogger("torchtitan_clone")
 
 LOG_WAIT_AFTER_SECONDS = 10
-PACKAGE = Path(__file__).parents[1]
+LEAVE_WITHIN_SECONDS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +132,7 @@ def process_group(comm: Comm, *, launch: Launch, device: torch.device, peers_hos
     # Not destroyed after an error: that may wait for a rank that is gone, and the process ends anyway.
     yield
     disconnect(process_groups())
+    _leave(store, launch=launch)
     dist.destroy_process_group()
 
 
@@ -153,6 +145,18 @@ def _open_store(comm: Comm, *, launch: Launch, timeout: timedelta) -> dist.Store
         address = find_interface(comm.interface).address if comm.interface else host
         return dist.PrefixStore(_prefix("default_pg"), serve_store(address, port=port, timeout=timeout))
     return dist.PrefixStore(_prefix("default_pg"), dist.TCPStore(host, port, is_master=False, timeout=timeout))
+
+
+def _leave(store: dist.Store, *, launch: Launch) -> None:
+    """Waits on the rank that serves the store until the others need it no more, or have ended without a word."""
+    if launch.world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    end = time.monotonic() + LEAVE_WITHIN_SECONDS
+    with suppress(RuntimeError):  # rank 0 has ended
+        left = store.add("left", 1)
+        while launch.rank == 0 and left < launch.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 def _prefix(name: str) -> str:
@@ -217,51 +221,6 @@ def set_up_compile(options: Compile, *, device_type: str) -> None:
         raise ConfigError(f"compiled code cannot be kept: {error}") from None
     if is_cpu and options.compiles_model:
         recompute_inputs_of_products()
-
-
-def set_compile_cache(backend: str) -> None:
-    """Makes torch.compile keep its results in the user's cache folder, or in $TORCHINDUCTOR_CACHE_DIR.
-
-    torch's default is in the folder of temporary files: a restart of the machine empties it, and its name is known to
-    other users, whose code would be loaded from it.
-
-    torch's keys name neither the instructions that code for a CPU uses nor the gradients of this package's operators:
-    each processor has a folder of its own, and a tag of each key names both.
-    """
-    processor, tag = identify_processor(), os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    torch.compiler.config.cache_key_tag = f"{tag}{processor}{_identify_package()}"
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    if chosen.startswith(f"{tempfile.gettempdir()}/torchinductor_"):  # as libraries that use torch.compile set it
-        chosen = ""
-    folder = code_folders(f"inductor/{processor}", chosen=chosen)[-1]
-    use_folder(folder)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    if backend == "inductor":
-        set_up_inductor(precompiled_headers=folder / "precompiled_headers", compiler=_guarded_compiler(folder))
-
-
-def _guarded_compiler(folder: Path) -> str:
-    """Returns the command of a compiler of C++ that ends with the process that started it."""
-    compiler = which(compiler_command()) or compiler_command()
-    guarded = folder / "compiler" / Path(compiler).name  # by which torch knows its kind
-    guard, command = shlex.join([sys.executable, "-I", "-S", compiler_guard.__file__]), shlex.quote(compiler)
-    question = f'case "$1" in --version | -dump*) exec {command} "$@" ;; esac'
-    script = f'#!/bin/sh\n{question}\nexec {guard} "$PPID" inf {command} "$@"\n'
-    guarded.parent.mkdir(exist_ok=True)
-    with locked(guarded.with_suffix(".lock")):
-        if not guarded.exists() or guarded.read_text() != script:
-            write_atomically(guarded, script.encode())
-            guarded.chmod(0o755)
-    return str(guarded)
-
-
-@cache
-def _identify_package() -> str:
-    """Returns a hash of the Python files of this package."""
-    digest = blake2b(digest_size=8)
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def apply_debug_options(debug: Debug, *, launch: Launch, tensor_degree: int) -> None:

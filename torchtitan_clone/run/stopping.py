@@ -4,6 +4,7 @@ Imports nothing heavy, because the handlers are installed before torch is import
 start-up must not be lost. The launcher blocks signals until then.
 """
 
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,29 @@ class StopBeforeTraining(BaseException):
 
 class StepInterrupted(Exception):
     """The deadline passed within a step: nothing but gradients has changed, and the step is trained again later."""
+
+
+_ENDED_RANK = (
+    "connection (closed|reset|was (closed|likely closed))|has ended during a collective|broken pipe|socket closed|"
+    "remote process exited|failed to recv, got 0 bytes"
+)
+_ENDED_WORKER = "dataloader worker .*(exited unexpectedly|is killed)"
+
+
+def explain_ended_process(error: BaseException) -> str:
+    """Returns that another process of the run has ended and what to do, "" if something else raised this error."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        text = str(error).strip().split("\n")[0]
+        if isinstance(error, RuntimeError | OSError) and re.search(_ENDED_WORKER, text, re.IGNORECASE):
+            remedy = "if it was killed as memory is short, lower data.num_workers; rerun the same command to resume"
+            return f"a process that reads data has ended ({text}); {remedy}"
+        if isinstance(error, RuntimeError | OSError) and re.search(_ENDED_RANK, text, re.IGNORECASE):
+            cause = "its output says why, or the log of the kernel (dmesg) if it was killed"
+            return f"another rank has ended ({text}); {cause}; rerun the same command to resume"
+        error = error.__cause__ or error.__context__ or error
+    return ""
 
 
 class StopRequest:

@@ -1,0 +1,112 @@
+"""How ranks end that another program than the launcher started, and those of which a process was killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_clone.run.stopping import explain_ended_process
+from torchtitan_clone.testing.runs import make_corpus, options, wait_for_step
+
+STEPS = {"training__steps": 100_000, "validation__enable": False, "checkpoint__interval": 100_000}
+
+
+class Ranks:
+    """Ranks that find each other by environment variables, as srun starts them."""
+
+    def __init__(self, folder: Path, *, count: int, **changes: object) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._logs = [folder / f"rank{rank}.log" for rank in range(count)]
+        argv = options(make_corpus(folder / "corpus"), folder, **STEPS, **changes)
+        common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, path in enumerate(self._logs):
+            variables = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            with path.open("w") as log:
+                command = [sys.executable, "-m", "torchtitan_clone.train", *argv]
+                process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
+            self.processes.append(process)
+        wait_for_step(folder, 2, timeout=300)
+
+    def wait(self) -> list[int]:
+        """Returns the exit codes."""
+        return [process.wait(300) for process in self.processes]
+
+    def errors(self, rank: int) -> list[str]:
+        """Returns what a rank has said but for lines of level INFO; all lines of a rank other than 0."""
+        return [line for line in self._logs[rank].read_text().splitlines() if rank or "ERROR" in line]
+
+
+@pytest.mark.many_ranks
+def test_all_ranks_end_in_order_after_a_signal(tmp_path):
+    """Rank 0 serves the store, which the others ask whether the checkpoint is written."""
+    ranks = Ranks(tmp_path, count=3)
+    for process in ranks.processes:
+        process.send_signal(signal.SIGTERM)
+    assert ranks.wait() == [0, 0, 0]
+    assert [ranks.errors(rank) for rank in range(3)] == [[], [], []]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_is_one_line_in_the_output_of_the_other(tmp_path, killed):
+    ranks = Ranks(tmp_path, count=2)
+    ranks.processes[killed].kill()
+    codes = ranks.wait()
+    assert codes[1 - killed] == 1
+    (line,) = ranks.errors(1 - killed)
+    assert "another rank has ended" in line
+    assert line.endswith("rerun the same command to resume")
+
+
+def workers(rank: int) -> list[int]:
+    """Returns the processes that the server of processes of a rank has forked to read data."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    return [pid for child in parents.get(rank, []) for pid in parents.get(child, [])]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_killed_worker_is_one_line(tmp_path):
+    ranks = Ranks(tmp_path, count=1, data__num_workers=1)
+    end = time.monotonic() + 60
+    while not (found := workers(ranks.processes[0].pid)) and time.monotonic() < end:
+        time.sleep(0.02)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert ranks.wait() == [1]
+    (line,) = ranks.errors(0)
+    assert "a process that reads data has ended" in line
+    assert line.endswith("lower data.num_workers; rerun the same command to resume")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4471"), "rank"),
+        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), "rank"),
+        (BrokenPipeError("Broken pipe"), "rank"),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), "process that reads data"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "process that reads data"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ""),
+        (ValueError("Connection closed by peer"), ""),
+    ],
+)
+def test_errors_of_ended_processes_are_recognized(error, expected):
+    outer = KeyError("batch")
+    outer.__cause__ = error
+    for each in (error, outer):
+        found = explain_ended_process(each)
+        assert bool(found) == bool(expected)
+        assert expected in found
