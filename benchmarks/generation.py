@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from benchmarks.turns import processor_name
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.run.generation import Generator, Sampling
-from torchtitan_clone.run.trained_model import TrainedModel
 from torchtitan_clone.testing.twins import twin_of
+from torchtitan_clone.tools.generation import Generator, Sampling
+from torchtitan_clone.tools.trained_model import TrainedModel
 
 Tokens = list[list[int]]
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.models.hub_keys import ONLY_VALUES, WITHOUT_EFFECT
-from torchtitan_clone.run.trained_model import read_hub_model
+from torchtitan_clone.tools.trained_model import read_hub_model
 
 Config = dict[str, Any]
 LAYERS, TOKENS, VOCABULARY = 4, 48, 128

@@ -25,7 +25,7 @@ from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
-from torchtitan_clone.run.trained_model import args_at_step
+from torchtitan_clone.tools.trained_model import args_at_step
 
 
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.remedies import install
 from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.run.trained_model import open_trained_model
+from torchtitan_clone.tools.trained_model import open_trained_model
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, dict[str, object]]:
@@ -30,7 +30,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict[str, object]]:
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    from torchtitan_clone.run.harness import HarnessModel
+    from torchtitan_clone.tools.harness import HarnessModel
 
     own = options.include_path
     manager = TaskManager(include_path=str(own), include_defaults=False) if own else TaskManager()

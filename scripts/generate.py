@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.observe.outputs import print_error, reports_errors
-from torchtitan_clone.run.generation import Generator, Sampling, read_prompts
-from torchtitan_clone.run.trained_model import open_trained_model
+from torchtitan_clone.tools.generation import Generator, Sampling, read_prompts
+from torchtitan_clone.tools.trained_model import open_trained_model
 
 
 def generate(generator: Generator, prompts: list[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.run.inspection import inspect_run
+from torchtitan_clone.tools.inspection import inspect_run
 
 
 @reports_errors

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 
 from torchtitan_clone.files import format_bytes, write_atomically
 from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.observe.report import build_report
-from torchtitan_clone.observe.report_server import serve
+from torchtitan_clone.tools.report import build_report
+from torchtitan_clone.tools.report_server import serve
 
 
 @reports_errors

@@ -22,7 +22,7 @@ NOT_EXECUTED = {
     r"pip install": "changes the environment that runs the tests",
     r"^pre-commit install": "changes the repository's git hooks",
     r"^\.ci/run": "runs the tests themselves",
-    r"report\.py.*--serve": "serves until it is interrupted; tests/observe/test_report.py does so",
+    r"report\.py.*--serve": "serves until it is interrupted; tests/tools/test_report.py does so",
     r"gpu_suite\.sh|my_machine\.toml": "needs a GPU",
     r"^(sudo )?apt(-get)? ": "installs system packages",
     r"^(sbatch|squeue|scancel|sinfo)": "needs Slurm",

@@ -11,6 +11,7 @@ from types import ModuleType
 DOORS = {
     "cpu": "torchtitan_clone.cpu.door",
     "planner": "torchtitan_clone.planner.door",
+    "tools": "torchtitan_clone.tools.door",
     "torchft": "torchtitan_clone.torchft.door",
 }
 """The module behind each door, which offers what a Protocol of the core describes."""

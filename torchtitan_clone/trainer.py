@@ -74,7 +74,7 @@ class Trainer:
         outer_weights = outer_state(config.fault_tolerance, parameters=engine.parameters)
         # 3. What it is trained on.
         loader, validation_loader = open_loaders(plan, dataset=run.dataset, rank=launch.rank, position=progress.data)
-        self._validator = Validator(config, loader=validation_loader, tasks=run.tasks, prompts=run.prompts)
+        self._validator = Validator(config, loader=validation_loader, evaluators=run.evaluators)
         self._state = RunState(progress, engine=engine, loader=loader, outer_weights=outer_weights)
         self._load_weights()
         # 4. What is measured and watched.

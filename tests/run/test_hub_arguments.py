@@ -14,8 +14,8 @@ from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.run.hub import open_initial_weights
-from torchtitan_clone.run.trained_model import open_trained_model, read_hub_model
 from torchtitan_clone.testing.runs import losses, options, train
+from torchtitan_clone.tools.trained_model import open_trained_model, read_hub_model
 
 CPU = torch.device("cpu")
 SCALING = {

@@ -12,10 +12,10 @@ from scripts import generate as generate_script
 from tests.run.test_stages import BORDER, EXTENSION, stage_options
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.run.trained_model import open_trained_model
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.testing.trainers import open_trainer, train_all
+from torchtitan_clone.tools.trained_model import open_trained_model
 
 CPU = torch.device("cpu")
 FAMILIES = {

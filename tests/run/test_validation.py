@@ -10,11 +10,11 @@ from tests.data.test_tokenizer import MADE, stored
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.token_store import is_held_out
-from torchtitan_clone.run.samples import NextTokens, sample
 from torchtitan_clone.run.timeouts import Timeouts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, rows, train
 from torchtitan_clone.testing.trainers import open_trainer
+from torchtitan_clone.tools.samples import NextTokens, sample
 
 
 def test_validation_loss_does_not_depend_on_the_number_of_ranks(corpus, tmp_path):

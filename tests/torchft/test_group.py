@@ -10,11 +10,11 @@ import signal
 import pytest
 
 from torchtitan_clone.observe.records import TIMELINE_FILE
-from torchtitan_clone.observe.report_charts import all_charts
-from torchtitan_clone.observe.report_data import read_run, run_folders
 from torchtitan_clone.testing.cluster import Cluster, committed_once
 from torchtitan_clone.testing.faults import Fault
 from torchtitan_clone.testing.runs import losses, options, train
+from torchtitan_clone.tools.report_charts import all_charts
+from torchtitan_clone.tools.report_data import read_run, run_folders
 
 ROWS = 12
 STEPS = 40

@@ -36,7 +36,6 @@ from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.replicas.protocol import replica_groups
-from torchtitan_clone.run.evaluation_tasks import Task, build_tasks
 from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
@@ -45,7 +44,7 @@ from torchtitan_clone.run.plan import RunPlan, build_plan, is_export_due, later_
 from torchtitan_clone.run.precision import resolved_precision
 from torchtitan_clone.run.rules import describe_entry, find_pipeline_schedule_errors, find_run_errors
 from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
-from torchtitan_clone.run.samples import encode_prompts
+from torchtitan_clone.run.validation import Evaluator, build_evaluators
 
 SPLITS_BACKWARD_SINCE = "2.13"
 """Version of torch; 2.11 was tried and fails."""
@@ -62,10 +61,7 @@ class PreparedRun:
     """Steps that the run's folder shows as done: where this reaches training.steps, nothing is left to train."""
     folder: RunFolder | None
     """The locked output folder; rank 0 has it."""
-    tasks: Sequence[Task] = ()
-    """Evaluation tasks."""
-    prompts: Sequence[Sequence[int]] = ()
-    """Tokens of validation.prompts."""
+    evaluators: Sequence[Evaluator] = ()
 
 
 def resolve(
@@ -195,7 +191,7 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
     dataset = open_dataset(training=config.training, data=config.data, tokenizer=plan.tokenizer, mixture=plan.mixture)
     if isinstance(dataset, MixtureDataset):
         dataset.check(steps=config.training.steps)
-    tasks, prompts = _open_tasks(plan)
+    evaluators = build_evaluators(plan)
     open_loaders(plans[0], dataset=dataset, rank=launch.rank, position=progress.data)
     for phase in plans[1:]:
         open_loaders(phase, dataset=dataset, rank=launch.rank)
@@ -208,19 +204,8 @@ def prepare(plan: RunPlan, *, launch: Launch) -> PreparedRun:
         initial_weights=None if progress.step else find_initial_weights(plan),
         completed_steps=_completed_steps(plan, progress=progress),
         folder=folder,
-        tasks=tasks,
-        prompts=prompts,
+        evaluators=evaluators,
     )
-
-
-def _open_tasks(plan: RunPlan) -> tuple[list[Task], list[list[int]]]:
-    """Returns the evaluation tasks, and the tokens of validation.prompts, for the shortest rows of the run."""
-    config, tokenizer = plan.config, plan.tokenizer
-    seq_len = min(phase.config.training.seq_len for phase in phases(config, plan.world_size))
-    tasks = build_tasks(config, tokenizer=tokenizer, seq_len=seq_len)
-    new_tokens = config.validation.sample_tokens
-    prompts = config.validation.prompts
-    return tasks, encode_prompts(prompts, tokenizer=tokenizer, seq_len=seq_len, new_tokens=new_tokens)
 
 
 def _expected_progress(plan: RunPlan) -> Progress:

@@ -1,21 +1,21 @@
-"""What is measured between two steps: the loss on the held-out documents, samples and evaluation tasks."""
+"""What is measured between two steps: the loss on the held-out documents, and what evaluators do."""
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
-from torchtitan_clone.config import Config
+from torchtitan_clone import doors
+from torchtitan_clone.config import Config, ConfigError
 from torchtitan_clone.data import ValidationLoader
 from torchtitan_clone.observe.by_source import Totals, source_columns
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine
-from torchtitan_clone.run.evaluation import evaluate
-from torchtitan_clone.run.evaluation_tasks import Task
-from torchtitan_clone.run.samples import sample
+from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.run.timeouts import Timeouts
 
 logger = logging.getLogger("torchtitan_clone")
@@ -34,33 +34,58 @@ class ValidationResult:
         return source_columns(self.by_source, prefix="validation_")
 
 
-class Validator:
-    """Measures the model between two steps: validation loss, continuations of prompts, and evaluation tasks."""
+class Evaluator(Protocol):
+    """What measures the model between two steps, besides the validation loss."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        loader: ValidationLoader | None,
-        tasks: Sequence[Task],
-        prompts: Sequence[Sequence[int]],
-    ) -> None:
-        self._options = config.validation
-        self._evaluation = config.evaluation
-        self._last_step = config.training.steps
-        self._tasks = tasks
-        self._prompts = prompts
+    def is_due(self, step: int) -> bool:
+        """Returns whether the options ask for it after this step."""
+        ...
+
+    def run(
+        self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stops: Callable[[], bool]
+    ) -> bool:
+        """Logs what it measures; returns False if `stops`, asked after each batch, ended it. A collective."""
+        ...
+
+
+class Tools(Protocol):
+    """What a package offers that evaluates: `torchtitan_clone/tools/door.py`."""
+
+    def build_evaluators(self, plan: RunPlan) -> list[Evaluator]:
+        """Returns the evaluators that the options ask for; ConfigError with what cannot be evaluated."""
+        ...
+
+
+def build_evaluators(plan: RunPlan) -> list[Evaluator]:
+    """Returns the evaluators of a run; ConfigError if one is asked for and the door `tools` is closed."""
+    config = plan.config
+    if (tools := cast("Tools | None", doors.find("tools"))) is not None:
+        return tools.build_evaluators(plan)
+    if asked := "evaluation.enable" if config.evaluation.enable else config.validation.prompts and "validation.prompts":
+        raise ConfigError(f"{asked}: {doors.why_closed('tools')}, or unset the option")
+    return []
+
+
+def is_due(step: int, *, freq: int, last_step: int) -> bool:
+    """Returns whether something is done after this step: at the interval, and after the last step."""
+    return step % freq == 0 or step == last_step
+
+
+class Validator:
+    """Measures the model between two steps: the validation loss, and what evaluators do."""
+
+    def __init__(self, config: Config, *, loader: ValidationLoader | None, evaluators: Sequence[Evaluator]) -> None:
+        self._config = config
+        self._evaluators = evaluators
         self.loader = loader
 
     def is_due(self, step: int) -> bool:
         """Whether the options ask for a validation or an evaluation after this step."""
-        return self._is_validation_due(step) or self._is_evaluation_due(step)
+        return self._is_validation_due(step) or any(evaluator.is_due(step) for evaluator in self._evaluators)
 
     def _is_validation_due(self, step: int) -> bool:
-        return self._options.enable and (step % self._options.freq == 0 or step == self._last_step)
-
-    def _is_evaluation_due(self, step: int) -> bool:
-        return self._evaluation.enable and (step % self._evaluation.freq == 0 or step == self._last_step)
+        validation, last_step = self._config.validation, self._config.training.steps
+        return validation.enable and is_due(step, freq=validation.freq, last_step=last_step)
 
     def run(
         self, step: int, *, engine: Engine, metrics: MetricsWriter, timeouts: Timeouts, stops: Callable[[], bool]
@@ -77,21 +102,8 @@ class Validator:
                 metrics.log_validation(step, result.loss, **values)
             else:
                 logger.warning("validation: held-out text fills no row of seq_len tokens; raise data.held_out_fraction")
-            found = sample(engine, self._prompts, timeouts=timeouts, stops=stops) if self._prompts else []
-            if found is None:
-                return False
-            decode = engine.plan.tokenizer.decode
-            for prompt, ids in zip(self._prompts, found, strict=True):
-                metrics.log_event(step, "sample", prompt=decode(prompt), text=decode(ids))
-        if self._is_evaluation_due(step):
-            start = time.perf_counter()
-            scores = evaluate(engine, self._tasks, timeouts=timeouts, stops=stops)
-            if scores is None:
-                return False
-            for task, found in scores.items():
-                metrics.log_event(step, "evaluation", **{f"evaluation/{task}/{name}": x for name, x in found.items()})
-            metrics.log_event(step, "evaluated", seconds=time.perf_counter() - start)
-        return True
+        due = (evaluator for evaluator in self._evaluators if evaluator.is_due(step))
+        return all(each.run(step, engine=engine, metrics=metrics, timeouts=timeouts, stops=stops) for each in due)
 
     def validate(self, engine: Engine, *, timeouts: Timeouts, stops: Callable[[], bool]) -> ValidationResult | None:
         """Returns the mean loss; None if `stops` interrupted it. A collective."""

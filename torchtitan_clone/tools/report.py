@@ -19,8 +19,8 @@ from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.sources import flat
 from torchtitan_clone.observe.goodput import EVENT
 from torchtitan_clone.observe.records import SAVED
-from torchtitan_clone.observe.report_charts import Chart, all_charts
-from torchtitan_clone.observe.report_data import RunData, as_text, number, read_run, run_folders
+from torchtitan_clone.tools.report_charts import Chart, all_charts
+from torchtitan_clone.tools.report_data import RunData, as_text, number, read_run, run_folders
 
 MAX_DATA_BYTES = 1_000_000
 """Of the charts; plotly.js has 4.7 MB."""

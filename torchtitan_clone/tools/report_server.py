@@ -11,8 +11,8 @@ from pathlib import Path
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.network import LOOPBACK
 from torchtitan_clone.observe.metrics import METRICS_FILE
-from torchtitan_clone.observe.report import build_report
-from torchtitan_clone.observe.report_data import run_folders
+from torchtitan_clone.tools.report import build_report
+from torchtitan_clone.tools.report_data import run_folders
 
 REFRESH_SECONDS = 15
 HOSTS = (LOOPBACK, "localhost")

@@ -15,13 +15,13 @@ from torchtitan_clone.config.schema import EvaluationTask
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.ops import SOURCE_BITS
-from torchtitan_clone.run.evaluation_tasks import EXAMPLES as EXAMPLES_OF
-from torchtitan_clone.run.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
-from torchtitan_clone.run.samples import encode_prompts
-from torchtitan_clone.run.scoring import ScoredText, cut_text, pack_texts
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options, redirect_output, rows
 from torchtitan_clone.testing.trainers import open_trainers
+from torchtitan_clone.tools.evaluation_tasks import EXAMPLES as EXAMPLES_OF
+from torchtitan_clone.tools.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
+from torchtitan_clone.tools.samples import encode_prompts
+from torchtitan_clone.tools.scoring import ScoredText, cut_text, pack_texts
 
 MESHES = {
     "one rank": (1, {}),

@@ -16,7 +16,7 @@ from torchtitan_clone.data.opening import with_own_options
 from torchtitan_clone.data.sources import BadRows, find_source, read_documents
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.documents import DocumentError, is_unicode, parse_json, read_regular
-from torchtitan_clone.run.scoring import ScoredText, cut_text
+from torchtitan_clone.tools.scoring import ScoredText, cut_text
 
 CHOICES = 4
 """Choices of an example that is made by code."""

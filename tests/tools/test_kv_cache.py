@@ -12,9 +12,9 @@ from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs
-from torchtitan_clone.run.generation import Generator, Sampling
-from torchtitan_clone.run.trained_model import TrainedModel
 from torchtitan_clone.testing.twins import twin_of
+from torchtitan_clone.tools.generation import Generator, Sampling
+from torchtitan_clone.tools.trained_model import TrainedModel
 
 VOCABULARY = 97
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "vocab_size": VOCABULARY, "max_seq_len": 256}

@@ -10,13 +10,13 @@ import torch
 
 from scripts import convert_to_hf
 from scripts import evaluate as script
-from tests.run.test_evaluation import EXAMPLES
+from tests.tools.test_evaluation import EXAMPLES
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.tokenizer import tokenizer_files
-from torchtitan_clone.run.evaluation_tasks import Example, choice_task
-from torchtitan_clone.run.scoring import Scores, pack_texts
-from torchtitan_clone.run.trained_model import open_trained_model
 from torchtitan_clone.testing.runs import options, train
+from torchtitan_clone.tools.evaluation_tasks import Example, choice_task
+from torchtitan_clone.tools.scoring import Scores, pack_texts
+from torchtitan_clone.tools.trained_model import open_trained_model
 
 HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason='needs the extra "eval"')
@@ -204,7 +204,7 @@ def test_perplexities_of_long_texts_are_those_of_the_harness(trained_run, export
     """The last window has as much context as fits, and the first what precedes a text."""
     from lm_eval.api.instance import Instance
 
-    from torchtitan_clone.run.harness import HarnessModel
+    from torchtitan_clone.tools.harness import HarnessModel
 
     trained = open_trained_model(trained_run, dtype=torch.float32, device=torch.device("cpu"))
     if bos_id is not None:
@@ -234,7 +234,7 @@ def test_perplexities_of_long_texts_are_those_of_the_harness(trained_run, export
 def test_generation_for_the_harness(trained_run):
     from lm_eval.api.instance import Instance
 
-    from torchtitan_clone.run.harness import HarnessModel
+    from torchtitan_clone.tools.harness import HarnessModel
 
     trained = open_trained_model(trained_run, dtype=torch.float32, device=torch.device("cpu"))
     text = Path(__file__).read_text()[:600]

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from torchtitan_clone.config import Config, ConfigError, to_toml
-from torchtitan_clone.observe.report import build_report, unique_names
-from torchtitan_clone.observe.report_charts import all_charts, kept_indices
-from torchtitan_clone.observe.report_data import MAX_COLUMNS, read_run
-from torchtitan_clone.observe.report_server import ReportServer
+from torchtitan_clone.tools.report import build_report, unique_names
+from torchtitan_clone.tools.report_charts import all_charts, kept_indices
+from torchtitan_clone.tools.report_data import MAX_COLUMNS, read_run
+from torchtitan_clone.tools.report_server import ReportServer
 
 REPOSITORY = Path(__file__).parents[2]
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\">"

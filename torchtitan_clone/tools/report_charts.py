@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan_clone.observe.goodput import EVENT, KINDS
 from torchtitan_clone.observe.records import RECOVERED, SAVED
-from torchtitan_clone.observe.report_data import Record, RunData, Series, as_text, number
+from torchtitan_clone.tools.report_data import Record, RunData, Series, as_text, number
 
 MAX_MARKS = 300
 MAX_BARS = 3_000

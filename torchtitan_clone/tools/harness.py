@@ -6,9 +6,9 @@ import torch
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-from torchtitan_clone.run.generation import Generator, Sampling
-from torchtitan_clone.run.scoring import ScoredText, Scores, cut_text, pack_texts
-from torchtitan_clone.run.trained_model import TrainedModel
+from torchtitan_clone.tools.generation import Generator, Sampling
+from torchtitan_clone.tools.scoring import ScoredText, Scores, cut_text, pack_texts
+from torchtitan_clone.tools.trained_model import TrainedModel
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation, as texts and as tokens."""

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import convert_to_hf
 from scripts import generate as script
-from tests.models.test_kv_cache import generator_of
+from tests.tools.test_kv_cache import generator_of
 from torchtitan_clone.data import build_tokenizer
-from torchtitan_clone.run.generation import Sampling, choose, read_prompts
 from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import options, train_rank
+from torchtitan_clone.tools.generation import Sampling, choose, read_prompts
 
 
 def test_samples_depend_on_the_seed_only():

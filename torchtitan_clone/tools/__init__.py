@@ -1,0 +1,12 @@
+"""What users do with a run besides training: evaluate, generate, inspect its data, draw a report.
+
+- A *task* is a set of texts whose log-likelihoods are measured and turned into metrics (`evaluation_tasks.py`).
+- *Scoring* packs texts into rows and sums the log-likelihoods of each (`scoring.py`), on any mesh (`evaluation.py`).
+- A *sample* is the continuation of a prompt while training (`samples.py`).
+- A *trained model* is opened from a checkpoint or a Hugging Face folder, on one device (`trained_model.py`).
+- *Generation* continues prompts with a cache of keys and values (`generation.py`, `kv_cache.py`).
+- The *harness* is lm-evaluation-harness, for which `harness.py` is a model.
+- A *report* is one HTML page about runs (`report.py`, its data, charts and server).
+
+The core finds what it calls between two steps through `door.py`.
+"""
