@@ -150,10 +150,12 @@ def _train(
 ) -> int:
     config = plan.config
     with importing():
+        from torchtitan_clone.ops import kernels
         from torchtitan_clone.ops.varlen_attention import choose_kernels
         from torchtitan_clone.parallel.runtime import process_group, wait_for_all_ranks
         from torchtitan_clone.run import preflight
         from torchtitan_clone.run.dry_run import one_line_summary
+        from torchtitan_clone.run.kernel_record import settle_kernels
         from torchtitan_clone.run.notices import find_all_notices
         from torchtitan_clone.run.outcome import TrainingError
         from torchtitan_clone.run.replicas import wait_for_peers
@@ -170,6 +172,7 @@ def _train(
             describe_extension(config),
         )
         return 0
+    kernels.prepare(device, compiles_model=config.compile.compiles_model)  # in threads, while the run starts
     with stop.raising_at_once():
         peers_host = wait_for_peers(plan)
     attention = choose_kernels(device, dtype=config.training.mixed_precision_param)
@@ -191,6 +194,7 @@ def _train(
     if not starts:
         raise StopBeforeTraining(stop.reason or "a signal to another rank")
     with process_group(config.comm, launch=launch, device=device, peers_host=peers_host):
+        settle_kernels(plan, rank=launch.rank, device=device, resumes=prepared.completed_steps > 0)
         try:
             trainer = Trainer(prepared, launch=launch, device=device, stop=stop, wrap_replica_group=wrap_replica_group)
             try:

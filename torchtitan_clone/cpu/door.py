@@ -6,7 +6,8 @@ from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER
 from torchtitan_clone.cpu.attention import attend as attend
 from torchtitan_clone.cpu.attention import attention_kernel as attention_kernel
 from torchtitan_clone.cpu.attention import has_faster_attention as has_faster_attention
-from torchtitan_clone.cpu.library import start_compiling
+from torchtitan_clone.cpu.library import leave_out as leave_out
+from torchtitan_clone.cpu.library import loaded_names, start_compiling
 from torchtitan_clone.cpu.products import add_product_ as add_product_
 from torchtitan_clone.cpu.products import faster_linear as faster_linear
 from torchtitan_clone.cpu.products import has_faster_grad as has_faster_grad
@@ -28,3 +29,8 @@ def start(*, compiles_model: bool) -> None:
     """Begins to compile and load the libraries in threads, if training uses them on this processor."""
     if compiles_model or IS_FASTER_IN_EAGER:
         start_compiling()
+
+
+def available(*, compiles_model: bool) -> list[str]:
+    """Returns the names of the libraries that are loaded, if training uses them; waits for them."""
+    return loaded_names() if compiles_model or IS_FASTER_IN_EAGER else []

@@ -35,6 +35,7 @@ _KERNELS = ("attention.cpp", "product.cpp")
 _TILES = ("tile_attention.cpp", "tile_product.cpp")
 TILE_FLAGS = ["-mamx-tile", "-mamx-bf16", *(["-mavx512bf16"] if HAS_AVX512_BF16 else [])]
 _TIMEOUT_SECONDS = 300
+_left_out: set[str] = set()
 
 
 class CompilationError(Exception):
@@ -152,13 +153,25 @@ def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
 @torch.compiler.assume_constant_result
 def is_loaded() -> bool:
     """Whether the library could be compiled and loaded, for which the first call waits."""
-    return _library(_KERNELS).result() is not None
+    return "cpp" not in _left_out and _library(_KERNELS).result() is not None
 
 
 @torch.compiler.assume_constant_result
 def has_tiles() -> bool:
     """Whether this process multiplies by the tiles of AMX: the processor, the compiler and Linux allow it."""
-    return HAS_AMX and _library(_TILES).result() is not None
+    return HAS_AMX and "tiles" not in _left_out and _library(_TILES).result() is not None
+
+
+def loaded_names() -> list[str]:
+    """Returns the names of the libraries that could be loaded, whether left out or not."""
+    kinds = {"cpp": _KERNELS, **({"tiles": _TILES} if HAS_AMX else {})}
+    return [name for name, files in kinds.items() if _library(files).result() is not None]
+
+
+def leave_out(names: set[str]) -> None:
+    """Makes is_loaded() and has_tiles() false for these of loaded_names(), and for no others."""
+    _left_out.clear()
+    _left_out.update(names)
 
 
 def loaded_library() -> ctypes.CDLL:

@@ -40,6 +40,13 @@ class CpuKernels(Protocol):
     def start(self, *, compiles_model: bool) -> None:
         """Begins to compile and load what a run uses, in threads."""
 
+    def available(self, *, compiles_model: bool) -> list[str]:
+        """Returns the names of the libraries that such a run can use here, for which it waits."""
+        ...
+
+    def leave_out(self, names: set[str], /) -> None:
+        """Leaves the work of these libraries, and of no others, to torch."""
+
     def use_tensor_region(self) -> None:
         """Allocates large tensors in a region of memory of their own from now on."""
 
@@ -112,6 +119,19 @@ def prepare(device: torch.device, *, compiles_model: bool) -> None:
     if CPU is not None and device.type == "cpu":
         CPU.start(compiles_model=compiles_model)
         CPU.use_tensor_region()
+
+
+def available(device: torch.device, *, compiles_model: bool) -> list[str]:
+    """Returns the names of the kernels that a run can use on this device."""
+    if CPU is None or device.type != "cpu":
+        return []
+    return CPU.available(compiles_model=compiles_model)
+
+
+def leave_out(names: set[str]) -> None:
+    """Leaves the work of these kernels, and of no others, to torch."""
+    if CPU is not None:
+        CPU.leave_out(names)
 
 
 def use_huge_pages() -> None:

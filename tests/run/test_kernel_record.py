@@ -1,0 +1,59 @@
+"""A run keeps the kernels of its first start: real processes, with and without a compiler of C++."""
+
+import json
+
+import pytest
+import torch
+
+from tests.marks import needs_cpu_kernels
+from torchtitan_clone.testing.runs import options, train
+from torchtitan_clone.tools.trained_model import open_trained_model
+
+
+def weights_of(folder):
+    """Returns the weights of a run's newest checkpoint, by name."""
+    model = open_trained_model(folder / "run", dtype=torch.float32, device=torch.device("cpu")).model
+    return dict(model.state_dict())
+
+
+@needs_cpu_kernels
+def test_a_start_that_can_compile_computes_as_the_first_that_could_not(corpus, tmp_path):
+    def start(name, steps, **env):
+        argv = options(corpus, tmp_path / name, training__steps=steps, lr_scheduler__total_steps=4)
+        code, text = train(argv, log_folder=tmp_path, env=env)
+        assert code == 0, text
+        return json.loads((tmp_path / name / "run" / "kernels.json").read_text()), text
+
+    without = {"CXX": "false", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert start("whole", 4, **without)[0] == []
+    assert start("parts", 2, **without)[0] == []
+    recorded, text = start("parts", 4)
+    assert recorded == []
+    names, _ = start("other", 4)
+    whole, parts, other = (weights_of(tmp_path / name) for name in ("whole", "parts", "other"))
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+    # Else the equality would say nothing.
+    assert any(not torch.equal(other[name], whole[name]) for name in whole) == bool(names)
+    assert ("kernels of this package: none, as in the run's first start" in text) == bool(names)
+
+
+@needs_cpu_kernels
+def test_a_start_that_lacks_the_kernels_of_the_run_says_so(corpus, tmp_path):
+    argv = [
+        options(corpus, tmp_path, training__steps=steps, lr_scheduler__total_steps=4, training__seq_len=256)
+        for steps in (2, 4)
+    ]
+    assert train(argv[0], log_folder=tmp_path)[0] == 0
+    file = tmp_path / "run" / "kernels.json"
+    if not json.loads(file.read_text()):
+        pytest.skip("this processor uses torch's kernels")
+    without = {"CXX": "false", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    code, text = train(argv[1], log_folder=tmp_path, env=without)
+    assert code == 2
+    assert f"{file}: the run was trained with the kernels cpp" in text
+    file.write_text('["cpp"')
+    code, text = train(argv[1], log_folder=tmp_path)
+    assert code == 2
+    assert f"{file} is damaged" in text
+    file.unlink()
+    assert train(argv[1], log_folder=tmp_path, env=without)[0] == 0
