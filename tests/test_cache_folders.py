@@ -199,6 +199,56 @@ def test_a_user_without_a_name_and_a_home_has_folders(tmp_path: Path) -> None:
         assert done.stdout.split() == [str(folder), f"{folder}/code"], done.stderr
 
 
+IN_NAMESPACE = """
+import ctypes, os, sys
+sys.path[:0] = {path!r}
+from torchtitan_clone.cache_folders import code_folders
+PR_SET_DUMPABLE, CLONE_NEWUSER = 4, 0x10000000
+os.setresuid({user}, {user}, {user})
+c = ctypes.CDLL(None)
+c.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the map is not this user's
+if c.unshare(CLONE_NEWUSER):
+    sys.exit("no namespace")
+with open("/proc/self/uid_map", "w") as file:
+    file.write("{user} {user} 1")
+print(*code_folders("code", chosen=sys.argv[1]))
+"""
+
+
+@needs_root
+def test_a_namespace_in_which_root_looks_like_a_stranger_trusts_neither(tmp_path: Path) -> None:
+    """A folder that a stranger has made there has the same owner as the root folder."""
+    code = IN_NAMESPACE.format(path=[str(Path(__file__).parents[1])], user=STRANGER + 1)
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        Path(temporary).chmod(0o1777)
+        planted = [Path(temporary, name) for name in ("chosen", f"torchtitan_clone-{STRANGER + 1}")]
+        for folder in planted:
+            folder.mkdir()
+            os.chown(folder, STRANGER, -1)
+        command = [sys.executable, "-c", code, str(planted[0])]
+        environment = {"TMPDIR": temporary, "PATH": os.environ["PATH"]}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if "no namespace" in done.stderr:
+            pytest.skip("the kernel permits no user namespaces")
+        (found,) = map(Path, done.stdout.split())
+        assert found.parent.parent == Path(temporary), done.stderr
+        assert found.parent not in planted
+
+
+def test_files_that_other_processes_rename_are_no_fault(home: Path) -> None:
+    (folder,) = code_folders("code", chosen=str(home / "mine"))
+    folder.chmod(0o755)
+    for number in range(100):
+        (folder / str(number)).touch()
+    code = "import os, sys\nwhile True:\n open('x', 'w').close()\n os.rename('x', 'y')\n os.remove('y')"
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=folder)
+    try:
+        assert {find_fault(folder) for _ in range(300)} == {""}
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_damaged_content_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "library.so"
     assert not is_intact(path)

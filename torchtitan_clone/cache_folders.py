@@ -92,17 +92,30 @@ def find_fault(folder: Path) -> str:
     """Returns why code in a folder, whose path has no links, is not safe to execute or cannot be; "" if it is."""
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         return f"{folder} is on a file system that is mounted noexec"
-    root = Path(folder.anchor).stat().st_uid  # in a user namespace root has another number
-    is_entered = folder.stat().st_mode & (S_IRWXG | S_IRWXO)
-    for path in (folder, *folder.parents, *(folder.rglob("*") if is_entered else ())):
-        info = path.lstat()
-        if info.st_uid not in (os.geteuid(), 0, root):
-            return f"{path} belongs to user {info.st_uid}"
-        is_shared = info.st_mode & S_IWOTH or (info.st_mode & S_IWGRP and not _is_own_group(info))
-        is_sticky = info.st_mode & S_ISVTX and path in folder.parents  # as /tmp, where only owners rename
-        if is_shared and not is_sticky and not S_ISLNK(info.st_mode):
-            return f"other users can write to {path}"
+    for path in (folder, *folder.parents):
+        if fault := _find_fault_of(path, path.lstat(), is_above=path != folder):
+            return fault
+    for path in _content(folder) if folder.stat().st_mode & (S_IRWXG | S_IRWXO) else ():
+        with suppress(FileNotFoundError):  # another process removes and renames files of its own
+            if fault := _find_fault_of(path, path.lstat(), is_above=False):
+                return fault
     return ""
+
+
+def _content(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *files))
+
+
+def _find_fault_of(path: Path, info: os.stat_result, *, is_above: bool) -> str:
+    """Returns why a folder of code, what it contains or a folder above it is not safe."""
+    # In a user namespace without root all other users have one number, so that of a folder of code says nothing.
+    owners = {os.geteuid(), 0, *([Path(path.anchor).stat().st_uid] if is_above else ())}
+    if info.st_uid not in owners:
+        return f"{path} belongs to user {info.st_uid}"
+    is_shared = info.st_mode & S_IWOTH or (info.st_mode & S_IWGRP and not _is_own_group(info))
+    is_sticky = info.st_mode & S_ISVTX and is_above  # as /tmp, where only owners rename
+    return f"other users can write to {path}" if is_shared and not is_sticky and not S_ISLNK(info.st_mode) else ""
 
 
 def _is_own_group(info: os.stat_result) -> bool:
