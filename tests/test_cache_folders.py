@@ -270,6 +270,11 @@ time.sleep(600)
 """
 
 
+def descriptor_of(pid: int, name: str) -> str:
+    folder = Path(f"/proc/{pid}/fd")
+    return next(path.name for path in folder.iterdir() if path.readlink().name == name)
+
+
 def test_what_a_crash_left_is_removed_if_nobody_uses_the_folder(tmp_path: Path) -> None:
     header = b"\x7fELF\x02" + bytes(35) + (64).to_bytes(8, "little") + bytes(10) + b"\x40\x00\x02\x00" + bytes(2)
     contents = {
@@ -287,6 +292,8 @@ def test_what_a_crash_left_is_removed_if_nobody_uses_the_folder(tmp_path: Path) 
     other = subprocess.Popen([sys.executable, "-c", USE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout
     assert other.stdout.readline() == "in use\n"
+    flags = int(Path(f"/proc/{other.pid}/fdinfo/{descriptor_of(other.pid, 'in_use.lock')}").read_text().split()[3], 8)
+    assert flags & os.O_ACCMODE == os.O_RDWR  # NFS refuses a shared lock of what cannot be read
     left = {"whole.so", "a.lock", "text.py"}
     assert {path.name for path in inner.iterdir()} == left
     write()

@@ -156,7 +156,7 @@ def use_folder(folder: Path) -> None:
 
     Compilers write files where they are expected: a crash of the machine leaves them empty or truncated.
     """
-    file = (folder / "in_use.lock").open("ab")
+    file = (folder / "in_use.lock").open("a+b")  # NFS locks what can be read, or exclusively what can be written
     _in_use.append(file)
     with suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,8 +181,13 @@ def _is_damaged(path: Path) -> bool:
 
 
 def write_with_digest(path: Path, content: bytes) -> None:
-    """Writes content and its digest as a whole file; ELF may have bytes after its end."""
-    write_atomically(path, content + _digest(content))
+    """Writes content and its digest as a whole file; ELF may have bytes after its end.
+
+    On a file system without locks several processes may write it, each to a temporary file of its own.
+    """
+    own = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
+    write_atomically(own, content + _digest(content))
+    own.rename(path)
 
 
 def is_intact(path: Path) -> bool:

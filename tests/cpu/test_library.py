@@ -128,6 +128,18 @@ def test_processes_that_start_together_compile_once(user):
     assert user.compiled() == ALL
 
 
+def test_processes_compile_together_where_nothing_can_be_locked(user):
+    """As on Lustre without the option flock; each process links a library of its own, or takes that of another."""
+    source, library = user.folder / "flock.c", user.folder / "flock.so"
+    source.write_text("#include <errno.h>\nint flock(int file, int how) { errno = ENOSYS; return -1; }")
+    subprocess.run([compiler_command(), "-x", "c", "-shared", "-fPIC", source, "-o", library], check=True)
+    user.compile_with("sleep 1")
+    processes = [user.start(LD_PRELOAD=str(library)) for _ in range(3)]
+    assert [process.communicate()[0] for process in processes] == ["7\n"] * 3
+    assert not user.files("*.partial")
+    assert len(user.compiled()) > len(ALL)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write to every folder")
 def test_a_folder_that_cannot_be_written_is_used(user):
     assert user.load() == "7"

@@ -128,10 +128,14 @@ def _build(library: Path, sources: Sequence[Path], flags: Sequence[str], librari
     with locked(library.with_suffix(".lock")):
         if is_intact(library):  # another process has compiled it meanwhile
             return library
-        for source, path in zip(sources, objects, strict=True):
-            if not is_intact(path):
-                _run_compiler([*flags, "-fPIC", "-c", str(source)], output=path)
-        _run_compiler([*flags, "-shared", *map(str, objects), *libraries], output=library)
+        try:
+            for source, path in zip(sources, objects, strict=True):
+                if not is_intact(path):
+                    _run_compiler([*flags, "-fPIC", "-c", str(source)], output=path)
+            _run_compiler([*flags, "-shared", *map(str, objects), *libraries], output=library)
+        except subprocess.CalledProcessError:
+            if not is_intact(library):  # without locks another process may have linked it, and removed the objects
+                raise
         for path in objects:
             path.unlink(missing_ok=True)
     return library
@@ -139,7 +143,7 @@ def _build(library: Path, sources: Sequence[Path], flags: Sequence[str], librari
 
 def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
     """Runs the compiler as long as this process lives, and writes its output with a digest."""
-    partial = output.with_name(f"{output.name}.new.partial")
+    partial = output.with_name(f"{output.name}.{os.urandom(8).hex()}.partial")
     guard = [sys.executable, "-I", "-S", compiler_guard.__file__, str(os.getpid()), str(_TIMEOUT_SECONDS)]
     command = [*guard, compiler_command(), "-std=c++17", *arguments, "-o", str(partial)]
     try:
