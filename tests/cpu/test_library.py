@@ -17,6 +17,8 @@ from torchtitan_clone.cpu.library import (
     FLOATS_OF_VECTOR,
     TILE_FLAGS,
     VECTOR_FLAGS,
+    is_loaded,
+    leave_out,
     load_cpp,
     permits_tiles,
 )
@@ -204,6 +206,17 @@ def test_the_compiler_ends_with_the_process_that_started_it(user, number):
     user.compile_with("")
     assert (user.load(), user.compiled()) == ("7", ["seven.cpp", "link"])
     assert not user.files("*.o")
+
+
+def test_a_later_run_of_a_process_uses_what_the_one_before_left_out():
+    if not is_loaded():
+        pytest.skip("nothing could be compiled")
+    try:
+        leave_out({"cpp"})
+        assert not is_loaded()
+    finally:
+        leave_out(set())
+    assert is_loaded()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")

@@ -153,10 +153,9 @@ def _run_compiler(arguments: Sequence[str], *, output: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-@cache
 @torch.compiler.assume_constant_result
 def is_loaded() -> bool:
-    """Whether the library could be compiled and loaded, for which the first call waits."""
+    """Whether this process computes by the library, for which the first call waits."""
     return "cpp" not in _left_out and _library(_KERNELS).result() is not None
 
 
