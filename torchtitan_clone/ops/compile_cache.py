@@ -43,13 +43,14 @@ def set_compile_cache(backend: str) -> None:
 def _guarded_compiler(folder: Path) -> str:
     """Returns the command of a compiler of C++ that ends with the process that started it."""
     compiler = which(compiler_command()) or compiler_command()
-    guarded = folder / "compiler" / Path(compiler).name  # by which torch knows its kind
     guard, command = shlex.join([sys.executable, "-I", "-S", compiler_guard.__file__]), shlex.quote(compiler)
     question = f'case "$1" in --version | -dump*) exec {command} "$@" ;; esac'
     script = f'#!/bin/sh\n{question}\nexec {guard} "$PPID" inf {command} "$@"\n'
-    guarded.parent.mkdir(exist_ok=True)
+    # The script names this installation; another one that shares the folder has its own. torch reads the name.
+    guarded = folder / "compiler" / blake2b(script.encode(), digest_size=8).hexdigest() / Path(compiler).name
+    guarded.parent.mkdir(parents=True, exist_ok=True)
     with locked(guarded.with_suffix(".lock")):
-        if not guarded.exists() or guarded.read_text() != script:
+        if not os.access(guarded, os.X_OK):
             write_atomically(guarded, script.encode())
             guarded.chmod(0o755)
     return str(guarded)
