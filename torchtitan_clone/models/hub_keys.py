@@ -58,8 +58,8 @@ _NUMBERS = (
     "norm_eps", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
     "attention_factor", "query_scale", "score_scale", "swiglu_limit",
 )  # fmt: skip
-_TOKENS = ("max_seq_len", "original_max_seq_len", "window", "chunk", "query_scale_floor")
-_MOST = {"n_layers": 10_000, **dict.fromkeys(_TOKENS, 2**31)}
+_LENGTHS = ("max_seq_len", "original_max_seq_len", "window", "chunk", "query_scale_floor")
+_MOST = {"n_layers": 10_000, **dict.fromkeys(_LENGTHS, 2**31)}
 _LONGEST = 2**24
 """Largest size of a dimension: the elements of a matrix can be counted, and building a model takes seconds."""
 
