@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from tests.marks import needs_cpu_kernels
+from torchtitan_clone.config import ConfigError, load_config
+from torchtitan_clone.config.schema import Comm
+from torchtitan_clone.parallel.runtime import Launch, process_group
+from torchtitan_clone.run.kernel_record import settle_kernels
+from torchtitan_clone.run.preflight import resolve
 from torchtitan_clone.testing.runs import options, train
 from torchtitan_clone.tools.trained_model import open_trained_model
 
@@ -35,6 +40,18 @@ def test_a_start_that_can_compile_computes_as_the_first_that_could_not(corpus, t
     # Else the equality would say nothing.
     assert any(not torch.equal(other[name], whole[name]) for name in whole) == bool(names)
     assert ("kernels of this package: none, as in the run's first start" in text) == bool(names)
+
+
+def test_a_run_that_moves_to_a_gpu_needs_no_kernels_of_a_cpu(corpus, tmp_path):
+    plan = resolve(load_config(options(corpus, tmp_path)), world_size=1, device_type="cuda")
+    plan.output_folder.mkdir(parents=True)
+    (plan.output_folder / "kernels.json").write_text('["a kernel of another machine"]')
+    with process_group(Comm(), launch=Launch(rank=0, local_rank=0, world_size=1), device=torch.device("cpu")):
+        settle_kernels(plan, rank=0, device=torch.device("cuda"), resumes=True)
+        with pytest.raises(
+            ConfigError, match=r"kernels\.json: the run was trained with the kernels a kernel of another"
+        ):
+            settle_kernels(plan, rank=0, device=torch.device("cpu"), resumes=True)
 
 
 @needs_cpu_kernels

@@ -27,6 +27,8 @@ def settle_kernels(plan: RunPlan, *, rank: int, device: torch.device, resumes: b
 
     ConfigError if a rank lacks a kernel with which the run was trained so far.
     """
+    if device.type != "cpu":  # also of a run that was trained on a CPU before
+        return
     own = kernels.available(device, compiles_model=plan.config.compile.compiles_model)
     by_rank = [{name.text() for name in value.items()} for value in all_gather_json(own)]
     everywhere = set.intersection(*by_rank)
