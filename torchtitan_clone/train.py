@@ -243,7 +243,7 @@ def exit_process(argv: list[str]) -> None:
         print_error(f"the package {error.name} is not installed in {sys.executable}; {remedy}")
         code = 2
     except Exception as error:
-        if reason := explain_ended_process(error):
+        if reason := explain_ended_process(error, is_alone=environment_integer("WORLD_SIZE", default=1) == 1):
             logger.error("training failed: %s", reason)
         else:
             logger.exception("training failed")

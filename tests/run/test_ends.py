@@ -107,6 +107,7 @@ def test_errors_of_ended_processes_are_recognized(error, expected):
     outer = KeyError("batch")
     outer.__cause__ = error
     for each in (error, outer):
-        found = explain_ended_process(each)
+        found = explain_ended_process(each, is_alone=False)
         assert bool(found) == bool(expected)
         assert expected in found
+        assert bool(explain_ended_process(each, is_alone=True)) == (expected == "process that reads data")

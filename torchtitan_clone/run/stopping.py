@@ -32,8 +32,11 @@ _ENDED_RANK = (
 _ENDED_WORKER = "dataloader worker .*(exited unexpectedly|is killed)"
 
 
-def explain_ended_process(error: BaseException) -> str:
-    """Returns that another process of the run has ended and what to do, "" if something else raised this error."""
+def explain_ended_process(error: BaseException, *, is_alone: bool) -> str:
+    """Returns that another process of the run has ended and what to do, "" if something else raised this error.
+
+    A rank that `is_alone` has no others: its connections are to other programs.
+    """
     seen: list[BaseException] = []
     while error not in seen:
         seen.append(error)
@@ -41,7 +44,7 @@ def explain_ended_process(error: BaseException) -> str:
         if isinstance(error, RuntimeError | OSError) and re.search(_ENDED_WORKER, text, re.IGNORECASE):
             remedy = "if it was killed as memory is short, lower data.num_workers; rerun the same command to resume"
             return f"a process that reads data has ended ({text}); {remedy}"
-        if isinstance(error, RuntimeError | OSError) and re.search(_ENDED_RANK, text, re.IGNORECASE):
+        if not is_alone and isinstance(error, RuntimeError | OSError) and re.search(_ENDED_RANK, text, re.IGNORECASE):
             cause = "its output says why, or the log of the kernel (dmesg) if it was killed"
             return f"another rank has ended ({text}); {cause}; rerun the same command to resume"
         error = error.__cause__ or error.__context__ or error
