@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_clone import doors
 from torchtitan_clone.config import Config, ConfigError, help_text, read_config
 from torchtitan_clone.config.environment import environment_integer
 from torchtitan_clone.config.loader import with_file
@@ -215,6 +216,8 @@ def _options_that_must_match(plan: "RunPlan", *, dataset: "Dataset") -> list[str
     from torchtitan_clone.data.loader import LABELS
 
     lines = [f"WORLD_SIZE = {plan.world_size}", f"type of the device = {plan.device_type}"]
+    # Ranks with it connect to each other in collectives of their own.
+    lines.append(f"the package torchtitan_clone.cpu = {'closed' if doors.why_closed('cpu') else 'open'}")
     for table, options in asdict(plan.config).items():
         lines += [f"{table}.{key} = {value}" for key, value in options.items()]
     lines = [line for line in lines if not line.startswith(PATH_OPTIONS)]

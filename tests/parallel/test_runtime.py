@@ -290,6 +290,15 @@ def lines_to_compare(corpus, tmp_path, *, device_type="cpu", **changes):
     return _options_that_must_match(plan, dataset=open_dataset(**data))
 
 
+def test_nodes_compare_whether_their_cpus_exchange_messages_by_this_package(corpus, tmp_path, monkeypatch):
+    """Those that do connect to each other; without the comparison they would wait for the others."""
+    monkeypatch.delenv("TORCHTITAN_CLONE_CPU", raising=False)
+    before = lines_to_compare(corpus, tmp_path)
+    monkeypatch.setenv("TORCHTITAN_CLONE_CPU", "0")
+    (line,) = set(lines_to_compare(corpus, tmp_path)) - set(before)
+    assert line == "the package torchtitan_clone.cpu = closed"
+
+
 def test_nodes_compare_what_decides_the_data_but_not_where_it_is(corpus, tmp_path):
     """The same text elsewhere is the same data; other text at the same place is not."""
     copy = shutil.copytree(corpus, tmp_path / "copy")
