@@ -42,7 +42,7 @@ def test_a_start_that_can_compile_computes_as_the_first_that_could_not(corpus, t
     assert ("kernels of this package: none, as in the run's first start" in text) == bool(names)
 
 
-def test_a_run_that_moves_to_a_gpu_needs_no_kernels_of_a_cpu(corpus, tmp_path):
+def test_a_run_that_moves_to_a_gpu_needs_no_kernels_of_a_cpu(corpus, tmp_path, monkeypatch):
     plan = resolve(load_config(options(corpus, tmp_path)), world_size=1, device_type="cuda")
     plan.output_folder.mkdir(parents=True)
     (plan.output_folder / "kernels.json").write_text('["a kernel of another machine"]')
@@ -51,6 +51,9 @@ def test_a_run_that_moves_to_a_gpu_needs_no_kernels_of_a_cpu(corpus, tmp_path):
         with pytest.raises(
             ConfigError, match=r"kernels\.json: the run was trained with the kernels a kernel of another"
         ):
+            settle_kernels(plan, rank=0, device=torch.device("cpu"), resumes=True)
+        monkeypatch.setenv("TORCHTITAN_CLONE_CPU", "0")
+        with pytest.raises(ConfigError, match=r"closes the package torchtitan_clone\.cpu; unset it, or delete"):
             settle_kernels(plan, rank=0, device=torch.device("cpu"), resumes=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_clone import doors
 from torchtitan_clone.comm.json_collectives import all_gather_json, broadcast_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.documents import DocumentError, read_json
@@ -41,7 +42,8 @@ def settle_kernels(plan: RunPlan, *, rank: int, device: torch.device, resumes: b
         ranks = [index for index, names in enumerate(by_rank) if not chosen <= names]
         raise ConfigError(
             f"{file}: the run was trained with the kernels {', '.join(missing)}, which rank {ranks[0]} cannot load; "
-            "mend what its warning says, or delete the file to continue with torch's kernels, which round differently"
+            f"{doors.why_closed('cpu') or 'mend what its warning says'}, or delete the file to continue with torch's "
+            "kernels, which round differently"
         )
     kernels.leave_out(set(own) - chosen)
     if own:
