@@ -237,6 +237,13 @@ def test_what_is_left_out_is_said_once_at_every_start(tmp_path):
         assert "read from b.txt, c.jsonl.xz" in said
 
 
+@pytest.mark.parametrize("other", [{"a.png": b"\x89PNG\0"}, {"a.dat": b"\7\0"}])
+def test_json_documents_beside_no_text_are_an_error(tmp_path, other):
+    """An index or metadata whose data has been moved."""
+    with pytest.raises(ConfigError, match=r"index\.json \(and 1 more\) is JSON, of which brackets and keys"):
+        read(write(tmp_path, {"index.json": json.dumps({"shards": [3] * 500}), **other}))
+
+
 def test_a_store_of_rows_that_were_read_as_text_is_not_reused(tmp_path):
     """Files of rows under other names had the same fingerprint when they were text."""
     write(tmp_path, {"one/a.ndjson": LINES, "two/a.jsonl": LINES})

@@ -35,14 +35,13 @@ def select_readable(files: Sequence[Path], *, root: Path, text_key: str, option:
     if contents == {"tokens"}:
         return tuple(files), ""
     is_table = bool(contents & {"rows", "parquet"})
-    metadata = [file for file, kind in kinds.items() if _is_metadata(file, kind, beside_rows=is_table)]
-    unread = [file for file, kind in kinds.items() if kind.content in ("binary", "tokens") and file not in metadata]
-    if contents == {"json"}:
-        unread = list(files)
+    unreadable = {"binary", "tokens"} if is_table or "text" in contents else {"binary", "tokens", "json"}
+    metadata = {file: kind for file, kind in kinds.items() if _is_metadata(file, kind, beside_rows=is_table)}
+    unread = {file: kind for file, kind in kinds.items() if kind.content in unreadable and file not in metadata}
     _check_share([*unread, *(file for file in metadata if file.stat().st_size > _METADATA_BYTES)], kinds, option=option)
-    kept = tuple(file for file in files if file not in {*unread, *metadata})
-    left_out = [f"{list_names(unread, root=root)} (not text)"] if unread else []
-    left_out += [f"{list_names(metadata, root=root)} (metadata)"] if metadata else []
+    kept = tuple(file for file in files if file not in unread and file not in metadata)
+    left_out = [f"{list_names([*unread], root=root)} (not text)"] if unread else []
+    left_out += [f"{list_names([*metadata], root=root)} (metadata)"] if metadata else []
     notes = [f"left out of {shorten(str(root))}: {'; '.join(left_out)}"] if left_out else []
     if is_table and (texts := [file for file in kept if kinds[file].content == "text"]):
         notes.append(f"read as plain text, beside files of rows: {list_names(texts, root=root)}")
