@@ -344,7 +344,7 @@ def text_of_row(row: object, *, text_key: str) -> str:
     """Returns the text of a row; ValueError with the reason if it has none."""
     if not isinstance(row, dict):
         raise ValueError(f"not a JSON object but {_json_type(row)}")
-    if not isinstance(row.get(text_key), str) and (conversation := _describe_conversation(row)):
+    if isinstance(row.get(text_key, []), list) and (conversation := _describe_conversation(row)):  # a null is a bad row
         raise RowFormatError(conversation)
     if text_key not in row:
         keys = shorten(", ".join(map(repr, row))) or "no keys"
