@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -23,7 +24,7 @@ from tests.data.corpora import jsonl, open_corpus, parquet, texts, write, zst
 from tests.data.test_sources import read
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
-from torchtitan_clone.data.sources import PIECE_BYTES, describe_source
+from torchtitan_clone.data.sources import PIECE_BYTES, describe_source, digest_of, find_source, source_fingerprint
 
 ROOT = Path(__file__).parents[2]
 ROWS = texts(20)
@@ -62,9 +63,18 @@ def test_rows_are_recognized_by_their_content(tmp_path, name, content):
 
 @pytest.mark.parametrize(
     "content",
-    ['{"a": 1,\n "b": 2}', '{"name": "one line"}', "{x}\n{y}\n", '{"a": 1}\ntext', "[1]\n[2]\n", "{" * 200_000],
+    [
+        "BZhang: text\n",
+        "PAR1 = 3\n",
+        '{"a": 1,\n "b": 2}',
+        '{"name": "one line"}',
+        "{x}\n{y}\n",
+        '{"a": 1}\ntext',
+        "[1]\n[2]\n",
+        "{" * 200_000,
+    ],
 )
-def test_text_that_begins_like_json_is_text(tmp_path, content):
+def test_text_that_begins_like_another_format_is_text(tmp_path, content):
     assert read(write(tmp_path, {"a.txt": content})) == [content]
 
 
@@ -135,6 +145,7 @@ FOREIGN = [
     ("tar", {"shard": tar({"0.txt": b"text"}), "b.txt": PROSE}, "WebDataset"),
     ("tar", {"shard.gz": gzip.compress(tar({"0.txt": b"text"})), "b.txt": PROSE}, "WebDataset"),
     ("table", {"a.csv.gz": gzip.compress(b"1,2"), "b.txt": PROSE}, "is a table"),
+    ("table", {"a.parquet.gz": gzip.compress(parquet(ROWS)), "b.txt": PROSE}, "a compressed parquet file"),
     ("table", {"a.arrow.1": feather(), "b.txt": PROSE}, "Arrow or Feather"),
     ("records", {"a.tfrecord-00000-of-00001": b"\7\0\0\0\0\0\0\0text", "b.txt": PROSE * 100}, "TFRecord"),
     ("lz4", {"a.jsonl.lz4": b"\x04\x22\x4d\x18rest", "b.txt": PROSE * 100}, "compressed"),
@@ -244,9 +255,23 @@ def test_json_documents_beside_no_text_are_an_error(tmp_path, other):
         read(write(tmp_path, {"index.json": json.dumps({"shards": [3] * 500}), **other}))
 
 
-def test_a_store_of_rows_that_were_read_as_text_is_not_reused(tmp_path):
-    """Files of rows under other names had the same fingerprint when they were text."""
-    write(tmp_path, {"one/a.ndjson": LINES, "two/a.jsonl": LINES})
-    stores = [open_corpus(tmp_path / name, cache=tmp_path / "cache").store for name in ("one", "two")]
-    assert stores[0].meta.tokens == stores[1].meta.tokens
-    assert stores[0].fingerprint != stores[1].fingerprint
+@pytest.mark.parametrize(
+    ("name", "content", "is_same"),
+    [
+        ("a.jsonl", LINES, True),
+        ("a.jsonl.gz", gzip.compress(LINES), True),
+        ("a.json.zst", zst(LINES), True),
+        ("a.txt", PROSE.encode(), True),
+        ("a.ndjson", LINES, False),
+        ("a.json", LINES, False),
+        ("a.jsonl.xz", lzma.compress(LINES), False),
+        ("a.jsonl.zstd", zst(LINES), False),
+        ("a.json.bz2", bz2.compress(LINES), False),
+    ],
+)
+def test_stores_of_the_first_version_are_reused_if_it_read_the_same(tmp_path, name, content, is_same):
+    """Its fingerprint was that of names and contents; it read some files as text, and others not at all."""
+    source = find_source(Training(dataset_path=str(write(tmp_path / "data", {name: content}))))
+    entry = (name, len(content), hashlib.sha256(content).hexdigest())
+    found = source_fingerprint(source, listing=tmp_path / "files.json")
+    assert (found == digest_of([[entry], "text"])) == is_same

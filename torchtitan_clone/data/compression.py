@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = {".gz": "gz", ".gzip": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
 """Compression by the end of a file's name."""
-MAGIC = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz", b"BZh": "bz2"}
+MAGIC = {b"\x1f\x8b\x08": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\0": "xz"}
+MAGIC |= {b"BZh%d1AY&SY" % level: "bz2" for level in range(1, 10)}
 """Compression by the first bytes of a file."""
 ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError)
 """What the streams raise if the data is truncated or corrupt."""

@@ -11,6 +11,7 @@ foreign   data of a format that is not read; the `problem` says which, and how t
 
 import io
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ Content = Literal["text", "rows", "parquet", "json", "tokens", "binary", "foreig
 
 TOKEN_SUFFIXES = (".bin", ".npy", ".arrow", ".idx")
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
+_FIRST_ROW_NAMES = re.compile(r"\.(jsonl(\.gz|\.zst)?|json\.(gz|zst))$")
+"""The files of rows of version 0.1, which read those of other names as text, or not at all."""
 LINE_BYTES = 1 << 26
 """A longer line of JSON is a bad row: it holds a text of the longest size with every character escaped."""
 _HEAD_BYTES = 1 << 13
@@ -39,6 +42,7 @@ _DATATROVE = (
     "move each NAME.ds, without its .index and .metadata, to NAME.bin in a folder of its own if the ids end documents "
     "with the tokenizer's end-of-text token, see docs/data.md",
 )
+_COMPRESSED_TABLE = ("a compressed parquet file", "decompress it: the columns in it are compressed")
 _WARC = ("a web archive (WARC), of which headers and markup would be trained on", "extract its text")
 _UTF16 = ("text in UTF-16, not UTF-8", "convert it with `iconv -f UTF-16 -t UTF-8`")
 _RECORDS = "JSON records, of which brackets and keys would be trained on: write one on each line of a .jsonl file"
@@ -79,7 +83,7 @@ class Kind:
     compression: str = ""
     problem: str = ""
     by_name: bool = True
-    """Whether its name alone says so."""
+    """Whether its name alone says so, and did in version 0.1, so that its token stores are valid."""
 
 
 def kind_of(path: Path, *, text_key: str) -> Kind:
@@ -88,7 +92,7 @@ def kind_of(path: Path, *, text_key: str) -> Kind:
     return _kind_of(path, text_key, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=1 << 16)  # a start looks at each file several times
+@lru_cache(maxsize=1 << 20)  # a start looks at each file several times
 def _kind_of(path: Path, text_key: str, size: int, _time: int) -> Kind:
     name = path.name.lower()
     for pattern, what, remedy in _NAMES:
@@ -111,14 +115,20 @@ def _kind_of(path: Path, text_key: str, size: int, _time: int) -> Kind:
                 head = decompressed(raw, compression=compression).read(_HEAD_BYTES)
             except ERRORS:
                 head = b""  # reported when it is read
-    if name.endswith(".parquet") or head.startswith(b"PAR1"):
-        return Kind(content="parquet", compression=compression, by_name=name.endswith(".parquet"))
+        elif head.startswith(b"PAR1") and not name.endswith(".parquet"):
+            raw.seek(-4, os.SEEK_END)
+            if raw.read(4) == b"PAR1":
+                return Kind(content="parquet", by_name=False)
+    if name.endswith(".parquet"):
+        return Kind(content="parquet")
     return _kind_of_content(path, head, stem=stem, compression=compression, text_key=text_key)
 
 
 def _kind_of_content(path: Path, head: bytes, *, stem: str, compression: str, text_key: str) -> Kind:
     """Returns the kind of what is neither a table nor token ids, by its first bytes after decompression."""
     found = [format_ for magic, format_ in _BY_MAGIC.items() if head.startswith(magic)]
+    if compression and head.startswith(b"PAR1"):
+        found = [_COMPRESSED_TABLE]
     if head[257:262] == b"ustar":
         found = [_TAR]
     if not found and _is_wide(head):
@@ -126,17 +136,18 @@ def _kind_of_content(path: Path, head: bytes, *, stem: str, compression: str, te
     if found:
         return _foreign(*found[0])
     is_rows = stem.endswith(ROW_SUFFIXES) or (bool(compression) and stem.endswith(".json"))
+    rows = Kind(content="rows", compression=compression, by_name=bool(_FIRST_ROW_NAMES.search(path.name.lower())))
     no_text = [what for magic, what in _NO_TEXT.items() if head.startswith(magic)]
     if no_text or (b"\0" in head and not is_rows):
         return Kind(content="binary", problem=no_text[0] if no_text else "")
     start = head.lstrip()
     if not is_rows or stem.endswith(".json"):
         if start.startswith(b"{") and _has_lines_of_json(path, compression=compression, text_key=text_key):
-            return Kind(content="rows", compression=compression, by_name=is_rows)
+            return rows
         if stem.endswith(".json") and _has_records(path, start, compression=compression, text_key=text_key):
             return Kind(content="binary", problem=_RECORDS)
     if is_rows:
-        return Kind(content="rows", compression=compression)
+        return rows
     return Kind(content="json" if stem.endswith(".json") else "text", compression=compression, by_name=not compression)
 
 
@@ -168,25 +179,23 @@ def _is_wide(head: bytes) -> bool:
 
 def _has_lines_of_json(path: Path, *, compression: str, text_key: str) -> bool:
     """Returns whether the first two lines are JSON objects, or the only one is and has the text."""
-    found: list[object] = []
+    have_text: list[bool] = []
     with io.BufferedReader(open_regular(path, follow_links=True)) as raw:
         stream = decompressed(raw, compression=compression)
         try:
-            while len(found) < 2 and (line := _read_line(stream)):
+            while len(have_text) < 2 and (line := stream.readline(LINE_BYTES + 1)):
                 if line.strip():
-                    found.append(json.loads(line))
+                    have_text.append(_has_text(line, text_key=text_key))  # not the value, which may be large
         except (*ERRORS, ValueError, RecursionError):
             return False
-    if not found or not all(isinstance(row, dict) for row in found):
-        return False
-    return len(found) == 2 or (isinstance(found[0], dict) and isinstance(found[0].get(text_key), str))
+    return len(have_text) == 2 or have_text == [True]
 
 
-def _read_line(stream: BinaryIO) -> bytes:
-    line = stream.readline(LINE_BYTES + 1)
-    if len(line) > LINE_BYTES:
-        raise ValueError("too long")
-    return line
+def _has_text(line: bytes, *, text_key: str) -> bool:
+    """Returns whether a line of JSON has the text; ValueError if it is no object."""
+    if len(line) > LINE_BYTES or not isinstance(value := json.loads(line), dict):
+        raise ValueError("not a row")
+    return isinstance(value.get(text_key), str)
 
 
 def _has_records(path: Path, start: bytes, *, compression: str, text_key: str) -> bool:
