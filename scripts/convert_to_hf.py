@@ -20,12 +20,11 @@ from torchtitan_clone.checkpoint.hf import write_weights
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
-from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.outputs import reports_errors
 from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
-from torchtitan_clone.tools.trained_model import args_at_step
+from torchtitan_clone.tools.trained_model import args_at_step, tokenizer_at_step
 
 
 def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_path: str | None) -> None:
@@ -38,8 +37,9 @@ def convert(checkpoint: Path, folder: Path, *, dtype: torch.dtype, hf_assets_pat
     weights = Weights(checkpoint)
     config = load_config([f"--job.config_file={checkpoint / 'config.toml'}"])
     model = replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path)
-    spec, tokenizer = find_model(model), build_tokenizer(model.hf_assets_path, add_bos=config.data.add_bos)
-    args = args_at_step(replace(config, model=model), weights=weights, spec=spec, tokenizer=tokenizer)
+    config = replace(config, model=model)
+    spec, tokenizer = find_model(model), tokenizer_at_step(config, weights=weights)
+    args = args_at_step(config, weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if absent := [name for name in state if name not in found]:
         raise ConfigError(f"{checkpoint} lacks {', '.join(absent)}")

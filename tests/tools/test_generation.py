@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts import convert_to_hf
 from scripts import generate as script
 from tests.tools.test_kv_cache import generator_of
+from torchtitan_clone.checkpoint.commit import MANIFEST_FILE, PROGRESS_FILE, read_manifest, write_manifest
+from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.testing.harness import start_ranks
 from torchtitan_clone.testing.runs import options, train_rank
 from torchtitan_clone.tools.generation import Sampling, choose, read_prompts
+from torchtitan_clone.tools.trained_model import open_trained_model
 
 
 def test_samples_depend_on_the_seed_only():
@@ -88,15 +91,20 @@ def test_a_run_that_was_killed_while_saving_can_be_sampled_from(killed_run, tmp_
     assert texts[0] == "".join(continued)
 
 
-def test_a_beginning_token_precedes_prompts_as_in_transformers(killed_run, tmp_path, capsys):
-    """A prompt may then be empty. The export states the token, and puts it before texts too."""
+def with_beginning_token(folder):
+    """Writes the tokenizer of the package, with a post-processor that puts its token 0 before texts."""
     end = "<|end_of_text|>"
     backend = Tokenizer.from_str(build_tokenizer(None).backend.to_str())
     backend.post_processor = processors.TemplateProcessing(single=f"{end} $A", special_tokens=[(end, 0)])
-    folder, export = tmp_path / "tokenizer", tmp_path / "hub"
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "bos_token": end}))
+    return folder
+
+
+def test_a_beginning_token_precedes_prompts_as_in_transformers(killed_run, tmp_path, capsys):
+    """A prompt may then be empty. The export states the token, and puts it before texts too."""
+    folder, export = with_beginning_token(tmp_path / "tokenizer"), tmp_path / "hub"
     step = killed_run / "checkpoint" / "step-2"
     convert_to_hf.convert(step, export, dtype=torch.float32, hf_assets_path=str(folder))
     for name in ("config.json", "generation_config.json"):
@@ -112,6 +120,24 @@ def test_a_beginning_token_precedes_prompts_as_in_transformers(killed_run, tmp_p
     for argv in ([str(killed_run), f"--hf_assets_path={folder}"], [str(export)]):
         assert script.main([*argv, "--max_new_tokens=12", *(f"--prompt={prompt}" for prompt in prompts)]) == 0
         assert capsys.readouterr().out == "".join(expected)
+
+
+def test_a_checkpoint_of_version_0_1_has_no_beginning_token(killed_run, tmp_path):
+    """That version trained without one, and recorded the digest of tokenizer.json alone."""
+    assets, step = str(with_beginning_token(tmp_path / "tokenizer")), tmp_path / "step-2"
+    shutil.copytree(killed_run / "checkpoint" / "step-2", step)
+    manifest, progress = read_manifest(step), json.loads((step / PROGRESS_FILE).read_text())
+    for tokenizer, bos_id in ((build_tokenizer(assets).fingerprint, 0), (build_tokenizer(assets).digest, None)):
+        progress["data"]["tokenizer"] = tokenizer
+        (step / PROGRESS_FILE).unlink()
+        record = write_file(step / PROGRESS_FILE, [json.dumps(progress).encode()])
+        (step / MANIFEST_FILE).unlink()
+        write_manifest(step, step=2, files={**manifest.files, PROGRESS_FILE: record})
+        opened = open_trained_model(step, dtype=torch.float32, device=torch.device("cpu"), hf_assets_path=assets)
+        assert opened.tokenizer.bos_id == bos_id
+        export = tmp_path / f"hub-{bos_id}"
+        convert_to_hf.convert(step, export, dtype=torch.float32, hf_assets_path=assets)
+        assert json.loads((export / "config.json").read_text())["bos_token_id"] == bos_id
 
 
 def test_lines_of_standard_input_are_prompts(killed_run, capsys, monkeypatch):

@@ -67,7 +67,7 @@ def _open_checkpoint(
     config = load_config([f"--job.config_file={folder / CONFIG_FILE}"])
     config = replace(config, model=replace(config.model, hf_assets_path=hf_assets_path or config.model.hf_assets_path))
     spec = find_model(config.model)
-    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
+    tokenizer = tokenizer_at_step(config, weights=weights)
     args = args_at_step(config, weights=weights, spec=spec, tokenizer=tokenizer)
     state, found = spec.state_on_meta(args), weights.meta()
     if unlike := [name for name, tensor in state.items() if name not in found or found[name].shape != tensor.shape]:
@@ -76,6 +76,14 @@ def _open_checkpoint(
     for name, tensor in named_state(model).items():
         tensor.detach().copy_(weights.read(name))
     return TrainedModel(path=folder, model=model, args=args, tokenizer=tokenizer, device=device)
+
+
+def tokenizer_at_step(config: Config, *, weights: Weights) -> Tokenizer:
+    """Returns the tokenizer of a checkpoint; version 0.1 put nothing before texts, whatever the files say."""
+    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
+    if tokenizer.bos_id is None or weights.progress.data.get("tokenizer") != tokenizer.digest:
+        return tokenizer
+    return build_tokenizer(config.model.hf_assets_path, add_bos=False)
 
 
 def args_at_step(config: Config, *, weights: Weights, spec: ModelSpec, tokenizer: Tokenizer) -> ModelArgs:
