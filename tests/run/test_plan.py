@@ -24,7 +24,7 @@ REPLICA = ["--fault_tolerance.enable", "--fault_tolerance.group_size=3", "--faul
 def plan_of(*argv, world_size=1, device_type="cpu"):
     config = load_config([*MODEL, *argv])
     spec = find_model(config.model)
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    tokenizer = build_tokenizer(config.model.hf_assets_path, add_bos=config.data.add_bos)
     model_args = spec.resolve_args(config.model)
     return build_plan(
         config, world_size=world_size, spec=spec, model_args=model_args, tokenizer=tokenizer, device_type=device_type
@@ -172,6 +172,18 @@ def test_replica_groups_share_what_decides_the_numbers(change, is_same):
     batch = ["--training.global_batch_size=48"] if "parallelism" in change else []
     first, other = (plan_of(*REPLICA, *batch, *more, world_size=2) for more in ([], [change]))
     assert (replica_identity(first) == replica_identity(other)) == is_same
+
+
+def test_replica_groups_share_the_beginning_token(tmp_path):
+    shutil.copy(SHIPPED_FOLDER / TOKENIZER_FILE, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>", "bos_token": "<|end_of_text|>"}')
+    given = [*REPLICA, f"--model.hf_assets_path={tmp_path}"]
+    first, same, other = (
+        replica_identity(plan_of(*given, *more, world_size=2))
+        for more in ([], ["--data.add_bos=false"], ["--data.add_bos=true"])
+    )
+    assert first == same
+    assert first != other
 
 
 def test_replica_groups_can_be_added_to_a_batch_of_a_given_size():

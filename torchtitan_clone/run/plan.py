@@ -250,7 +250,8 @@ def replica_identity(plan: RunPlan) -> str:
         options.fragment_sync_delay, options.fragment_update_alpha,
     )  # fmt: skip
     sizes = (plan.global_batch_size, plan.degrees, plan.stages)
-    return _trained_options(config) + repr((sizes, averages, config.quantize, config.data.held_out_fraction))
+    texts = (config.data.held_out_fraction, plan.tokenizer.fingerprint)
+    return _trained_options(config) + repr((sizes, averages, config.quantize, *texts))
 
 
 def _trained_options(config: Config) -> str:
