@@ -114,6 +114,18 @@ def test_what_precedes_a_text_is_the_same_in_training_and_in_the_export(tmp_path
     assert is_same == (expected is None)
 
 
+def test_a_beginning_token_may_have_a_colon(tmp_path):
+    """In a template that is given as text, what follows a colon is a type."""
+    folder = stored(tmp_path / "t", bos_token="<|im:start|>")
+    made = made_tokenizer()
+    made.add_special_tokens(["<|im:start|>"])
+    made.save(str(tmp_path / "t" / "tokenizer.json"))
+    tokenizer = build_tokenizer(folder, add_bos=True)
+    (ids,) = tokenizer.encode_batch([TEXT])
+    assert ids == [400, *made.encode(TEXT).ids]
+    assert exported(folder, tmp_path / "out", tokenizer=tokenizer)(TEXT).input_ids == ids
+
+
 OTHERS = {
     "without the text": processors.TemplateProcessing(single=f"{START} {END}", special_tokens=[(START, 0), (END, 1)]),
     "two before": processors.TemplateProcessing(single=f"{START} <pad> $A", special_tokens=[(START, 0), ("<pad>", 2)]),

@@ -236,13 +236,18 @@ def _has_id(entry: object, tokenizer: Tokenizer) -> bool:
 
 def _with_ends(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """Returns the tokenizer with a post-processor that puts bos_id before each text."""
-    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    content = json.loads(tokenizer.backend.to_str())
     if tokenizer.bos_id is not None:
         token = tokenizer.backend.id_to_token(tokenizer.bos_id)
-        backend.post_processor = processors.TemplateProcessing(
-            single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, tokenizer.bos_id)]
-        )
-    return backend
+        start = {"SpecialToken": {"id": token, "type_id": 0}}
+        first, second = ({"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB"))
+        content["post_processor"] = {  # not processors.TemplateProcessing, to which a colon in a token is a type
+            "type": "TemplateProcessing",
+            "single": [start, first],
+            "pair": [start, first, start, second],
+            "special_tokens": {token: {"id": token, "ids": [tokenizer.bos_id], "tokens": [token]}},
+        }
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def _read_config(folder: Path) -> dict[str, Value]:
