@@ -130,6 +130,7 @@ def test_switches_and_hyphens_as_programs_with_tyro_write_them(write) -> None:
     assert config.quantize.linear.float8.emulate is False
     assert load_config([file, "--parallelism.no-enable-compiled-autograd"]).compile.enable is True
     assert load_config(["--compile.no_enable", "--compile.enable"]).compile.enable is True
+    assert load_config(["--data.no-add-bos"]).data.add_bos is False
     assert load_config(["--slurm.environment.MY-NAME=x"]).slurm.environment == {"MY-NAME": "x"}
 
 
@@ -182,6 +183,7 @@ def test_malformed_toml(write, text: str, place: str, fragment: str) -> None:
     [
         ("[training]\nsteps 10\n", 2, ["    steps 10", "          ^"]),
         ("steps = [1,\n", 1, ["    steps = [1,", "               ^"]),
+        ("steps = [1,\n\n \n", 1, ["    steps = [1,", "               ^"]),
         ('\ufeff\nx = "é\\q"', 2, ['    x = "é\\q"', "            ^"]),
         (f"x = {'1' * 300} z\n", 1, [f"    {'1' * 99} z", f"    {' ' * 100}^"]),
         ("x = \x1b]0;1\n", 1, ["    x = \\x1b]0;1", "        ^"]),

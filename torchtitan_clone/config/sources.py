@@ -107,7 +107,7 @@ def _is_named(path: Key) -> bool:
 def _switched_off(path: Key) -> Key | None:
     """Returns the option that --table.no_key sets to false, as programs with tyro write it; None if it is no switch."""
     option = (*path[:-1], path[-1].removeprefix("no_"))
-    is_switch = _annotation(option) is bool or torchtitan_key(".".join(option)) is not None
+    is_switch = _annotation(option) in (bool, bool | None) or torchtitan_key(".".join(option)) is not None
     return option if option != path and is_switch else None
 
 
@@ -228,7 +228,7 @@ def _malformed(path: Path, error: ValueError) -> str:
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     lines = _content(path).decode("utf-8-sig").split("\n")
     line, column = (int(found[1]), int(found[2])) if found and found[1] else (len(lines), len(lines[-1]) + 1)
-    if not lines[line - 1].strip() and line > 1:  # the end of a document is often an empty line
+    while not lines[line - 1].strip() and line > 1:  # the end of a document is often an empty line
         line, column = line - 1, len(lines[line - 2]) + 1
     text = f"{path}:{line}: malformed TOML: {str(error)[: found.start()] if found else error}"
     return Excerpt(f"{escape(text)}\n{_excerpt(lines[line - 1], column=column)}")
