@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.parallel.expert import TokenExchange, apply_expert_parallel, expert_modules
+from torchtitan_clone.parallel.expert import GroupExchange, apply_expert_parallel, expert_modules
 from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options
@@ -105,7 +105,7 @@ class RepeatSizes(TorchDispatchMode):
 
 def sizes_of_an_exchange(ranks):
     with rank_of_a_group():
-        exchange = TokenExchange(init_device_mesh("cpu", (ranks,)).get_group())
+        exchange = GroupExchange(init_device_mesh("cpu", (ranks,)).get_group())
         with RepeatSizes() as repeats:
             received, *_ = exchange.send(torch.ones(6, DIM), torch.tensor([1, 2, 0, 3]))
         return repeats.sizes, len(received)

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from torchtitan_clone.comm.collectives import is_exchange
-from torchtitan_clone.models.decoder import FSDPGroup
+from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.parallel.fsdp import _merged
 from torchtitan_clone.testing.harness import run_ranks
 from torchtitan_clone.testing.runs import options

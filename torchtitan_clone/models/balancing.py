@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchtitan_clone.interfaces import RowShards
+
 BATCH, SEQUENCE, Z = "batch_balance", "sequence_balance", "router_z"
 """Names of the auxiliary terms."""
 
@@ -22,18 +24,6 @@ class Balanced(Protocol):
     expert_bias: Tensor | None
     expert_load: Tensor | None
     bias_update_rate: float
-
-
-class RowShards(Protocol):
-    """How the tokens of a row are divided over ranks."""
-
-    def indices(self, count: int, /) -> Tensor:
-        """Returns the indices in their row of this rank's `count` tokens."""
-        ...
-
-    def sum(self, counts: Tensor, /) -> Tensor:
-        """Returns the sum over the ranks that hold tokens of the same rows."""
-        ...
 
 
 # ---------------------------------------------------------------- counts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range, Size
+from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.models.attention import AttentionMask, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
@@ -115,19 +116,6 @@ class HasBuffers(Protocol):
     """A module whose buffers must be computed after construction on the meta device, on `device` or where they are."""
 
     def init_buffers(self, device: torch.device | None = None) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPGroup:
-    """Modules whose weights FSDP gathers and frees together."""
-
-    modules: tuple[nn.Module, ...]
-    is_block: bool = False
-    """Whether it is one block of `layers`, whose weights the blocks before it can prefetch."""
-    starts_backward: bool = False
-    """Whether backward starts with it, so that freeing its weights after forward saves nothing."""
-    is_lookup: bool = False
-    """Whether its backward does not read its weights."""
 
 
 class TransformerBlock(nn.Module):

@@ -5,7 +5,7 @@ Legend: B batch, T tokens, N tokens of all rows, D model, F hidden, E experts, K
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,11 @@ from torch.autograd.function import FunctionCtx
 
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range
+from torchtitan_clone.interfaces import RowShards, TokenExchange
 from torchtitan_clone.models.balancing import (
     BATCH,
     SEQUENCE,
     CountInBackward,
-    RowShards,
     Z,
     auxiliary_sums,
     count_experts,
@@ -201,16 +201,6 @@ def _masked_to_groups(scores_NE: Tensor, args: MoEArgs) -> Tensor:
     return scores_NGe.masked_fill(hidden_NG[..., None], -torch.inf).flatten(1)
 
 
-class Exchange(Protocol):
-    """Moves rows to the ranks of their experts and back, in expert parallelism."""
-
-    def send(self, rows_ND: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, object]:
-        """Returns the rows of this rank's experts, sorted by expert, counts of each, and what `send_back` needs."""
-        ...
-
-    def send_back(self, rows_ND: Tensor, route: Any) -> Tensor: ...
-
-
 class Experts(nn.Module):
     """SwiGLU of E experts: w2(silu(w1 x) * w3 x). The weights of all are stacked, [E, F, D] and for w2 [E, D, F].
 
@@ -223,7 +213,7 @@ class Experts(nn.Module):
         self.num_experts = count
         self.limit = args.swiglu_limit
         self.score_inputs = args.score_inputs
-        self.exchange: Exchange | None = None
+        self.exchange: TokenExchange | None = None
         self.w1 = nn.Parameter(torch.empty(count, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(count, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(count, hidden_dim, dim))

@@ -4,7 +4,6 @@ parallel/tensor.py shards the output projection. Source: arXiv 1909.08053, arXiv
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from torch import Tensor, nn
@@ -22,16 +21,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.ops.token_shards import gather_tokens, sum_and_shard_tokens
 from torchtitan_clone.torch_compat import ModuleStyle
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """How tensor parallelism shards the modules of a family."""
-
-    styles: Mapping[str, ParallelStyle]
-    """Styles by module name; * matches one component of a name."""
-    replicated: tuple[str, ...] = ()
-    """Parameters that stay plain tensors; * as in fnmatch. Each rank must compute their gradients completely."""
 
 
 def decoder_styles() -> dict[str, ParallelStyle]:

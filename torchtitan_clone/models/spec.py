@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.config.names import find_unknown_flavor
 from torchtitan_clone.config.schema import Model
+from torchtitan_clone.interfaces import KeptOperations, TensorPlan
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, named_state
 from torchtitan_clone.models.hf import DecoderHub
-from torchtitan_clone.models.plan import TensorPlan
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
 from torchtitan_clone.ops.kernels import CPU
@@ -31,16 +31,6 @@ class ConvertModel(Protocol):
     """Replaces modules of a model, or of a stage of it, in place."""
 
     def __call__(self, model: Decoder, /, *, args: Any) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptOperations:
-    """Operations that selective activation checkpointing keeps instead of recomputing them in backward."""
-
-    always: frozenset[object]
-    """Those whose results cost much to compute for their size."""
-    alternating: frozenset[object]
-    """Those of which every second one is recomputed: half the memory for half the work."""
 
 
 _TORCH_ATTENTION = (flash_attention, efficient_attention, cudnn_attention, cpu_flash_attention)

@@ -13,20 +13,12 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.config.schema import ActivationCheckpoint, Compile, Parallelism, Training
+from torchtitan_clone.interfaces import FSDPGroup, KeptOperations, TensorPlan
 from torchtitan_clone.parallel.context import apply_context_parallel
 from torchtitan_clone.parallel.expert import apply_expert_parallel, divide_rows, expert_modules
-from torchtitan_clone.parallel.fsdp import FSDPGroup, apply_fsdp
+from torchtitan_clone.parallel.fsdp import apply_fsdp
 from torchtitan_clone.parallel.mesh import Mesh
-from torchtitan_clone.parallel.tensor import TensorPlan, apply_tensor_parallel
-
-
-class KeptOperations(Protocol):
-    """What selective checkpointing per operation keeps: results of `always`, and every second one of `alternating`."""
-
-    @property
-    def always(self) -> Set[object]: ...
-    @property
-    def alternating(self) -> Set[object]: ...
+from torchtitan_clone.parallel.tensor import apply_tensor_parallel
 
 
 class ParallelModel(Protocol):

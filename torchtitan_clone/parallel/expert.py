@@ -6,7 +6,7 @@ Source: arXiv 2006.16668. Legend: N rows of tokens, D model, E experts of all ra
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,6 @@ from torchtitan_clone.parallel.context import Method, local_tokens
 from torchtitan_clone.torch_compat import is_fake, sum_over_group
 
 
-class ExpertModule(Protocol):
-    """Experts whose parameters are stacked along the first dimension; `exchange` moves rows to the rank of theirs."""
-
-    exchange: "TokenExchange | None"
-
-
-class Router(Protocol):
-    """A router that can ask which tokens of each row it has; None: all."""
-
-    rows: "DividedRows | None"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Route:
     """How rows came to this rank: counts by rank, and the order by expert that they were brought into."""
@@ -41,7 +29,7 @@ class Route:
     order: Tensor
 
 
-class TokenExchange:
+class GroupExchange:
     """Sends rows to the ranks of their experts and back, over the group of the ep axis."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -76,7 +64,7 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 def apply_expert_parallel(experts: Sequence[nn.Module], *, mesh: DeviceMesh) -> None:
     """Shards the experts over a one-dimensional mesh, in place; their number must be a multiple of its size."""
     for module in experts:
-        cast("ExpertModule", module).exchange = TokenExchange(mesh.get_group())
+        cast("Any", module).exchange = GroupExchange(mesh.get_group())
         for name, weight in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
 
@@ -107,7 +95,7 @@ def divide_rows(model: nn.Module, *, cp: DeviceMesh, tp: DeviceMesh, method: Met
     """Tells the routers of a model which tokens of each row this rank has."""
     for module in model.modules() if cp.size() * tp.size() > 1 else ():
         if hasattr(module, "rows"):
-            cast("Router", module).rows = DividedRows(cp=cp, tp=tp, method=method)
+            cast("Any", module).rows = DividedRows(cp=cp, tp=tp, method=method)
 
 
 def _route(ours_We: Tensor, theirs_We: Tensor) -> Route:

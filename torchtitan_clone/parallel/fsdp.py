@@ -2,10 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,22 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from torchtitan_clone.config.schema import Parallelism, Training
+from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSums, SumByMessages
 from torchtitan_clone.parallel.unsharded import apply_unsharded
-
-
-class FSDPGroup(Protocol):
-    """Modules whose weights are gathered and freed together; `is_lookup`: backward does not read its weights."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
-    @property
-    def is_block(self) -> bool: ...
-    @property
-    def starts_backward(self) -> bool: ...
-    @property
-    def is_lookup(self) -> bool: ...
 
 
 def apply_fsdp(
@@ -86,16 +73,6 @@ def apply_fsdp(
                 cast("FSDPModule", module).set_unshard_in_backward(False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Blocks:
-    """Several blocks in one group."""
-
-    modules: Sequence[nn.Module]
-    is_block: bool = True
-    starts_backward: bool = False
-    is_lookup: bool = False
-
-
 def _merged(groups: Sequence[FSDPGroup], *, max_blocks: int) -> list[FSDPGroup]:
     """Returns the groups with up to so many consecutive blocks in one, all or none of them frozen.
 
@@ -110,7 +87,7 @@ def _merged(groups: Sequence[FSDPGroup], *, max_blocks: int) -> list[FSDPGroup]:
         blocks = [module for group in alike for module in group.modules]
         count = -(-len(blocks) // max_blocks)
         bounds = pairwise(len(blocks) * index // count for index in range(count + 1))
-        merged += [_Blocks(modules=blocks[start:end]) for start, end in bounds]
+        merged += [FSDPGroup(is_block=True, modules=blocks[start:end]) for start, end in bounds]
     return merged
 
 

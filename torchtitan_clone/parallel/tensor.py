@@ -1,25 +1,16 @@
 """Tensor and sequence parallelism: shards matrices over the `tp` axis, as the model's plan says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan_clone.config import ConfigError
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.torch_compat import wait_tensor
-
-
-class TensorPlan(Protocol):
-    """Styles by module name (* matches one component), and names of parameters that stay plain (* as in fnmatch)."""
-
-    @property
-    def styles(self) -> Mapping[str, ParallelStyle]: ...
-    @property
-    def replicated(self) -> Sequence[str]: ...
 
 
 def apply_tensor_parallel(model: nn.Module, *, plan: TensorPlan, mesh: DeviceMesh) -> None:

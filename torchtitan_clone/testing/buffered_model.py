@@ -12,9 +12,9 @@ from torchtitan_clone.models.decoder import TransformerBlock
 from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, joined, same
+from torchtitan_clone.models.llama3 import tensor_plan
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args
-from torchtitan_clone.models.llama3.plan import tensor_plan
 from torchtitan_clone.models.spec import ModelSpec
 
 

@@ -2,11 +2,20 @@
 
 from dataclasses import replace
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.deepseek_v3.hf import HUB
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, V3_ROUTER, DeepSeekV3Args, build
-from torchtitan_clone.models.deepseek_v3.plan import tensor_plan
+from torchtitan_clone.models.plan import latent_attention_styles, moe_styles, prediction_styles
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(args: DeepSeekV3Args) -> TensorPlan:
+    """Returns the plan of a decoder with latent attention and experts."""
+    styles = moe_styles(has_shared_experts=True, dense_layers=range(args.n_dense_layers))
+    others = {name: style for name, style in styles.items() if name.split(".")[2:3] != ["attention"]}
+    latent = latent_attention_styles(has_query_latent=args.q_lora_rank > 0)
+    return TensorPlan(styles=others | latent | (prediction_styles() if args.mtp_depth else {}))
 
 
 def _yarn(mscale: float) -> RopeScaling:

@@ -1,10 +1,17 @@
 """gpt-oss and its sizes."""
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.gpt_oss.hf import HUB
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs, build
-from torchtitan_clone.models.gpt_oss.plan import tensor_plan
 from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.plan import moe_styles, sink_styles
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(_args: GptOssArgs) -> TensorPlan:
+    """Returns the plan of a decoder with experts and sinks."""
+    return TensorPlan(styles=moe_styles(has_shared_experts=False) | sink_styles())
+
 
 FLAVORS = {
     # As many active parameters as the dense debug models, windows shorter than rows; learns on two CPU cores.

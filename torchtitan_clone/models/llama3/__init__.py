@@ -2,11 +2,18 @@
 
 from functools import partial
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args, build
-from torchtitan_clone.models.llama3.plan import tensor_plan
+from torchtitan_clone.models.plan import decoder_styles
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(_args: Llama3Args) -> TensorPlan:
+    """Returns the plan of a decoder."""
+    return TensorPlan(styles=decoder_styles())
+
 
 _llama_3_1 = partial(Llama3Args, n_kv_heads=8, rope_scaling=RopeScaling(factor=8.0))
 _llama_3_2 = partial(Llama3Args, n_kv_heads=8, rope_scaling=RopeScaling(factor=32.0), tied_embeddings=True)

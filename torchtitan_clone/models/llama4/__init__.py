@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.llama4.hf import HUB
 from torchtitan_clone.models.llama4.model import ROUTER, Llama4Args, build
-from torchtitan_clone.models.llama4.plan import tensor_plan
+from torchtitan_clone.models.plan import moe_styles
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(args: Llama4Args) -> TensorPlan:
+    """Returns the plan of a decoder of which some layers have experts."""
+    dense = [layer for layer in range(args.n_layers) if not args.has_experts(layer)]
+    return TensorPlan(styles=moe_styles(has_shared_experts=True, dense_layers=dense))
+
 
 _SCALING = RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=8192)
 

@@ -1,10 +1,17 @@
 """OLMo 3, OLMo 2 and their sizes."""
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.olmo3.hf import HUB, OLMO2_HUB
 from torchtitan_clone.models.olmo3.model import Olmo2Args, Olmo3Args, build
-from torchtitan_clone.models.olmo3.plan import tensor_plan
+from torchtitan_clone.models.plan import decoder_styles, heads_norm_styles
 from torchtitan_clone.models.rope import RopeScaling
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(_args: Olmo2Args) -> TensorPlan:
+    """Returns the plan of a decoder with norms after its layers and over all heads."""
+    return TensorPlan(styles=decoder_styles() | heads_norm_styles())
+
 
 _YARN = RopeScaling(rope_type="yarn", factor=8.0, original_max_seq_len=8192)
 

@@ -1,10 +1,19 @@
 """Qwen3, dense and with a mixture of experts, and its sizes."""
 
+from torchtitan_clone.interfaces import TensorPlan
 from torchtitan_clone.models.moe import MoEArgs
+from torchtitan_clone.models.plan import decoder_styles, moe_styles, qk_norm_styles
 from torchtitan_clone.models.qwen3.hf import HUB, MOE_HUB
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs, build
-from torchtitan_clone.models.qwen3.plan import tensor_plan
 from torchtitan_clone.models.spec import ModelSpec
+
+
+def tensor_plan(args: Qwen3Args) -> TensorPlan:
+    """Returns the plan of a decoder with norms of queries and keys."""
+    is_moe = isinstance(args, Qwen3MoEArgs)
+    styles = moe_styles(has_shared_experts=args.moe.num_shared_experts > 0) if is_moe else decoder_styles()
+    return TensorPlan(styles=styles | qk_norm_styles())
+
 
 FLAVORS = {
     # The shipped tokenizer's vocabulary, and heads that are not dim / n_heads; learns on two CPU cores.
