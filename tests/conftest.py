@@ -1,5 +1,6 @@
 """Fixtures that several tests share, and the order in which files of tests run."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ def one_thread():
     """Checks that no test leaves the process with more threads, which would slow down all that follow."""
     yield
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """Undoes what programs that a test starts in this process do to logging: pytest would see no records."""
+    logger = logging.getLogger("torchtitan_clone")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+    logging.disable(logging.NOTSET)  # the launcher disables it
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,8 @@ def shortened(command: str) -> str:
         return f"{command} {text} --rounds=1 --kills=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
+    if "benchmarks/hub_configs.py" in command:
+        return f"{command} --only=olmo2"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
     if "benchmarks/published.py" in command:

@@ -6,7 +6,7 @@ from benchmarks.hub_configs import BASES, RELEASES, mutations, outcome, silence,
 
 REFUSED = {
     "llama smollm": "rope_interleaved = False: llama3 has no such key",
-    "llama vicuna long": 'rope_type = "dynamic"',
+    "llama vicuna long": 'type = "dynamic"',
     "llama mistral window": "sliding_window = 8",
     "llama partial rotary": "partial_rotary_factor = 0.5",
     "llama partial rotary inside": "partial_rotary_factor = 0.5",

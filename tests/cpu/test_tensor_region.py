@@ -192,7 +192,7 @@ def test_the_profiler_sees_the_memory_of_tensors():
     ("code", "environment", "reason"),
     [
         ("", {"ALLOCATOR": "default"}, "malloc, as $ALLOCATOR is default"),
-        ("", {"CXX": "no-such-compiler"}, "No such file or directory: 'no-such-compiler'; install g++"),
+        ("", {"CXX": "no-such-compiler"}, "no-such-compiler is not on $PATH; install g++"),
         ("", {"CXX": "false"}, "false ended with status 1"),
         ("resource.setrlimit(resource.RLIMIT_AS, (1 << 44, 1 << 44))\n", {}, "address space cannot be reserved"),
         ("resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))\n", {}, "address space cannot be reserved"),

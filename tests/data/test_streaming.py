@@ -307,5 +307,5 @@ def test_a_dataset_that_cannot_be_opened_is_an_error():
 
 def test_a_missing_package_is_an_error_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'pip install "torchtitan_clone\[data\]"'):
+    with pytest.raises(ConfigError, match='needs the package datasets; pip install "datasets>=4'):
         hub("org/name")

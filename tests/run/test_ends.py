@@ -23,6 +23,7 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        self._folder = folder
         self._logs = [folder / f"rank{rank}.log" for rank in range(count)]
         argv = options(make_corpus(folder / "corpus"), folder, **STEPS, **changes)
         common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
@@ -33,11 +34,19 @@ class Ranks:
                 command = [sys.executable, "-m", "torchtitan_clone.train", *argv]
                 process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
             self.processes.append(process)
-        wait_for_step(folder, 2, timeout=300)
+
+    def __enter__(self) -> "Ranks":
+        wait_for_step(self._folder, 2, timeout=200)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def wait(self) -> list[int]:
         """Returns the exit codes."""
-        return [process.wait(300) for process in self.processes]
+        return [process.wait(60) for process in self.processes]
 
     def errors(self, rank: int) -> list[str]:
         """Returns what a rank has said but for lines of level INFO; all lines of a rank other than 0."""
@@ -47,46 +56,41 @@ class Ranks:
 @pytest.mark.many_ranks
 def test_all_ranks_end_in_order_after_a_signal(tmp_path):
     """Rank 0 serves the store, which the others ask whether the checkpoint is written."""
-    ranks = Ranks(tmp_path, count=3)
-    for process in ranks.processes:
-        process.send_signal(signal.SIGTERM)
-    assert ranks.wait() == [0, 0, 0]
-    assert [ranks.errors(rank) for rank in range(3)] == [[], [], []]
+    with Ranks(tmp_path, count=3) as ranks:
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        assert ranks.wait() == [0, 0, 0]
+        assert [ranks.errors(rank) for rank in range(3)] == [[], [], []]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_rank_is_one_line_in_the_output_of_the_other(tmp_path, killed):
-    ranks = Ranks(tmp_path, count=2)
-    ranks.processes[killed].kill()
-    codes = ranks.wait()
-    assert codes[1 - killed] == 1
-    (line,) = ranks.errors(1 - killed)
+    with Ranks(tmp_path, count=2) as ranks:
+        ranks.processes[killed].kill()
+        codes = ranks.wait()
+        assert codes[1 - killed] == 1
+        (line,) = ranks.errors(1 - killed)
     assert "another rank has ended" in line
     assert line.endswith("rerun the same command to resume")
 
 
 def workers(rank: int) -> list[int]:
-    """Returns the processes that the server of processes of a rank has forked to read data."""
-    parents: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it has ended
-            continue
-        parents.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    return [pid for child in parents.get(rank, []) for pid in parents.get(child, [])]
+    """Returns the processes that a rank has started to read data."""
+    children = Path(f"/proc/{rank}/task/{rank}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_a_killed_worker_is_one_line(tmp_path):
-    ranks = Ranks(tmp_path, count=1, data__num_workers=1)
-    end = time.monotonic() + 60
-    while not (found := workers(ranks.processes[0].pid)) and time.monotonic() < end:
-        time.sleep(0.02)
-    for pid in found:
-        os.kill(pid, signal.SIGKILL)
-    assert ranks.wait() == [1]
-    (line,) = ranks.errors(0)
+    with Ranks(tmp_path, count=1, data__num_workers=1) as ranks:
+        end = time.monotonic() + 60
+        while not (found := workers(ranks.processes[0].pid)):
+            assert time.monotonic() < end, "the rank has no worker"
+            time.sleep(0.02)
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+        assert ranks.wait() == [1]
+        (line,) = ranks.errors(0)
     assert "a process that reads data has ended" in line
     assert line.endswith("lower data.num_workers; rerun the same command to resume")
 

@@ -2,13 +2,17 @@
 
 import os
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
+
+try:
+    import tomli
+except ModuleNotFoundError:  # where nothing is installed yet, help is printed and no file is read
+    import tomllib as tomli
 
 from torchtitan_clone.config.overlay import MAX_SHOWN, Excerpt, Key
 from torchtitan_clone.config.schema import Config
@@ -114,10 +118,10 @@ def _switched_off(path: Key) -> Key | None:
 def _parse_toml(text: str) -> dict[str, object]:
     """Parses TOML; ValueError for what is malformed, nested too deep or too large."""
     try:
-        parsed = cast("dict[str, object]", tomllib.loads(text))
+        parsed = cast("dict[str, object]", tomli.loads(text))
     except RecursionError:
         raise ValueError(f"nested too deep; at most {MAX_DEPTH} levels are accepted") from None
-    except tomllib.TOMLDecodeError:
+    except tomli.TOMLDecodeError:
         raise
     except ValueError:  # Python's limit of 4,300 digits
         raise ValueError("an integer has too many digits; at most 64 bits are accepted") from None
@@ -223,7 +227,7 @@ def _malformed(path: Path, error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         line = error.object.count(b"\n", 0, error.start) + 1
         return f"{path}:{line}: not UTF-8: byte {error.object[error.start]:#04x}; save the file as UTF-8"
-    if not isinstance(error, tomllib.TOMLDecodeError):
+    if not isinstance(error, tomli.TOMLDecodeError):
         return f"{path}: {error}"
     found = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
     lines = _content(path).decode("utf-8-sig").split("\n")

@@ -2,12 +2,13 @@
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+
+import tomli
 
 from torchtitan_clone.config import Config, ConfigError, overlay
 from torchtitan_clone.config.overlay import shown
@@ -135,7 +136,7 @@ def read_hardware(name: str) -> Hardware:
         remedy = "or the path of a table that scripts/measure_hardware.py wrote"
         raise ConfigError(f"hardware {shown(name)}: unknown; name one of {', '.join(known_hardware())}, {remedy}.")
     try:
-        values = tomllib.loads(read_regular(path, follow_links=True).decode())
+        values = tomli.loads(read_regular(path, follow_links=True).decode())
         kind, _ = values.pop("device_type", "cuda"), values.pop("cpu", None)  # of tables of earlier versions
         hardware = overlay(Hardware(), values, where=path.name)
     except (DocumentError, OSError, ValueError, OverflowError, RecursionError) as error:

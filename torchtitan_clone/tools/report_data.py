@@ -4,7 +4,6 @@ Nothing in the folder is trusted: numbers are bounded, and text is escaped where
 """
 
 import json
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import NoneType
 from typing import TypeVar
 
 import numpy as np
+import tomli
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.sources import flat
@@ -112,7 +112,7 @@ def read_run(folder: Path, *, name: str) -> RunData:
     files = sorted(folder.glob("collectives.rank*.json"))[:MAX_RECORDS]
     found = [_optional(run, lambda file=file: _collectives(_read(run, file.name)), default=[]) for file in files]
     run.collectives = [rows for rows in found if rows]
-    run.options = _optional(run, lambda: flat(tomllib.loads(read_regular(folder / "config.toml").decode())), default={})
+    run.options = _optional(run, lambda: flat(tomli.loads(read_regular(folder / "config.toml").decode())), default={})
     return run
 
 
