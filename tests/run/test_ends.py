@@ -56,7 +56,7 @@ class Ranks:
 @pytest.mark.many_ranks
 def test_all_ranks_end_in_order_after_a_signal(tmp_path):
     """Rank 0 serves the store, which the others ask whether the checkpoint is written."""
-    with Ranks(tmp_path, count=3) as ranks:
+    with Ranks(tmp_path, count=3, training__global_batch_size=12) as ranks:
         for process in ranks.processes:
             process.send_signal(signal.SIGTERM)
         assert ranks.wait() == [0, 0, 0]
