@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.marks import needs_split_backward
+from tests.marks import needs_cpu_kernels, needs_split_backward
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
@@ -240,6 +240,7 @@ def gradient_norm(trainer):
     return torch.stack([parameter.grad.full_tensor().norm() for parameter in model.parameters()]).norm().item()
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize(("ranks", "more"), [(1, {}), (2, REPLICAS)], ids=["one", "replicas"])
 def test_a_backward_that_fails_leaves_no_gradients(corpus, tmp_path, ranks, more):
     """Replicas have received parts of sums that they did not complete."""
