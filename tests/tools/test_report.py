@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -178,13 +177,11 @@ def test_columns_beyond_the_limit_are_skipped(tmp_path):
     assert (len(run.columns), run.num_skipped) == (MAX_COLUMNS, 3 * MAX_COLUMNS)
 
 
-def test_a_row_of_many_names_is_read_in_time(tmp_path):
-    """Not in one that grows with the square of their number: 9 minutes."""
+def test_a_row_of_many_names_is_read(tmp_path):
+    """In a time that grew with the square of their number, 9 minutes, it would not end within the limit of a test."""
     row = {"step": 1, "time": 5.0, "loss": 1.0, **{f"metric {index}": 1.0 for index in range(60_000)}}
     folder = write_lines(tmp_path / "metrics.jsonl", row, row | {"event": "recovered"})
-    start = time.process_time()
     assert len(read_run(folder, name="run").columns) == MAX_COLUMNS
-    assert time.process_time() - start < 60
 
 
 def test_a_folder_with_extreme_numbers_and_halves_of_characters_has_a_page(tmp_path):
