@@ -58,7 +58,6 @@ class Case:
     expected: str
     convert: Callable[[Path], Path] | None = None
     """Does what the error says; the texts are then read."""
-    most_texts: int | None = None
 
 
 def rename_ds(folder: Path) -> Path:
