@@ -200,16 +200,17 @@ class _Preparation:
         fingerprint = source_fingerprint(self.source, listing=listing, updates=updates)
         if _held_out_files(self.source):
             fingerprint = digest_of([fingerprint, "held out by name"])
-        elif self._cuts_end(self.data.held_out_fraction):
+        elif self._cuts_end:
             fingerprint = digest_of([fingerprint, "held out at the end"])
         key = self._key(fingerprint)
         return key, _cache_folder(self.data) / "stores" / digest_of(asdict(key))[:16]
 
-    def _cuts_end(self, held_out_fraction: float) -> bool:
+    @property
+    def _cuts_end(self) -> bool:
         """Whether the source is one text: its pieces are too few, and too large, to be chosen by hash."""
         files = self.source.files
         is_text = len(files) == 1 and kind_of(files[0], text_key=self.source.text_key).content in ("text", "json")
-        return is_text and held_out_fraction > 0
+        return is_text and self.data.held_out_fraction > 0
 
     @property
     def _partial(self) -> Path:
@@ -251,8 +252,7 @@ class _Preparation:
             # Without the list of hashes, each task would read the corpus to look for the store.
             if (self._work_dir / LISTING_FILE).exists() and self._find_store()[1].exists():
                 return True  # the parts are gone
-            fraction = self.data.held_out_fraction
-            parts = self._parts(fraction, cuts_end=self._cuts_end(fraction))
+            parts = self._parts(self.data.held_out_fraction, cuts_end=self._cuts_end)
             self._make_parts(parts[chosen])
         return all(part.folder.exists() for part in parts)
 
@@ -310,7 +310,7 @@ class _Preparation:
     def _tokenize(self, key: StoreKey) -> StoreMeta:
         """Makes the parts that do not exist, and joins all."""
         fraction = self.data.held_out_fraction
-        stores = self._all_parts(fraction, cuts_end=self._cuts_end(fraction))
+        stores = self._all_parts(fraction, cuts_end=self._cuts_end)
         documents = _total(stores, "documents")
         if fraction and sum(documents.values()) == 1:
             stores = self._all_parts(fraction, cuts_end=True)
@@ -375,18 +375,20 @@ class _Preparation:
     def _make_parts(self, parts: Sequence[_Part]) -> None:
         """Tokenizes the parts that do not exist, in order."""
         missing = [part for part in parts if not part.folder.exists()]
-        if 0 < len(missing) < len(parts):
+        if not missing:
+            return
+        if len(missing) < len(parts):
             logger.info("preparing %s: %d of %d parts exist", self.source.name, len(parts) - len(missing), len(parts))
+        sizes_V = np.array(self.tokenizer.byte_lengths())
         batches = (batch for part in missing for batch in _batches(part, limit=self.data.max_bad_rows))
         with closing(_encode(batches, preparation=self)) as encoded:
             for part, batches_of_part in groupby(encoded, key=lambda batch: batch[0].part):
-                self._write_part(part, batches_of_part)
+                self._write_part(part, batches_of_part, sizes_V=sizes_V)
 
-    def _write_part(self, part: _Part, batches: Iterator[_Encoded]) -> None:
+    def _write_part(self, part: _Part, batches: Iterator[_Encoded], *, sizes_V: np.ndarray) -> None:
         self._partial.mkdir()
         train, validation = SplitWriter(self._partial, "train"), SplitWriter(self._partial, "validation")
         bad_rows = BadRows(limit=0)
-        sizes_V = np.array(self.tokenizer.byte_lengths())
         text_bytes, token_bytes = (dict.fromkeys(get_args(Split), 0) for _ in range(2))
         with closing(train), closing(validation):
             for label, tokens, lengths in batches:
@@ -430,25 +432,24 @@ def _encode(
     tokenizer, source = preparation.tokenizer, preparation.source
     dtype = dtype_of_ids(tokenizer.vocab_size)
     if _has_ids(source):
-        return _join_ids(batches, tokenizer=tokenizer, dtype=dtype)
+        return _join_ids(batches, tokenizer=tokenizer, dtype=dtype, root=source.root)
     wanted = preparation.data.prepare_processes
     num_processes = wanted if wanted > 0 else len(os.sched_getaffinity(0))
     return encode_batches(batches, tokenizer=tokenizer, dtype=dtype, num_processes=num_processes)
 
 
 def _join_ids(
-    batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str
+    batches: Iterator[tuple[list[np.ndarray], _Label]], *, tokenizer: Tokenizer, dtype: str, root: Path
 ) -> Generator[_Encoded, None, None]:
     """Ends documents of token ids with the end-of-text token where they do not."""
     stored: list[np.ndarray] = []
-    root, without_eos = Path(), 0
+    without_eos = 0
     for documents, label in batches:
         complete = [ids if ids[-1] == tokenizer.eos_id else np.append(ids, tokenizer.eos_id) for ids in documents]
         lengths = np.array([len(ids) for ids in complete], dtype=np.int64)
         tokens = np.concatenate([np.empty(0, dtype=np.int64), *complete])
-        check_ids(tokens, vocab_size=tokenizer.vocab_size, path=label.part.source.root)
+        check_ids(tokens, vocab_size=tokenizer.vocab_size, path=root)
         stored.append(np.array([len(ids) for ids in documents], dtype=np.int64))
-        root = label.part.source.root
         without_eos += int((lengths - stored[-1]).sum())
         yield label, tokens.astype(dtype), lengths
     warn_about_blocks(np.concatenate([np.empty(0, dtype=np.int64), *stored]), without_eos=without_eos, path=root)

@@ -66,6 +66,8 @@ def _is_metadata(path: Path, kind: Kind, *, beside_rows: bool) -> bool:
 
 
 def _check_share(unread: Sequence[Path], kinds: Mapping[Path, Kind], *, option: str) -> None:
+    if not unread:
+        return  # without asking for the size of each file
     sizes = {file: file.stat().st_size for file in kinds}
     lost, total = sum(sizes[file] for file in unread), sum(sizes.values())
     if lost <= SMALL_SHARE * total:
