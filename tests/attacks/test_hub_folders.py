@@ -129,8 +129,10 @@ def test_the_links_of_the_hub_cache_are_followed(tmp_path):
     for folder in (snapshot, tmp_path / "revision"):
         found = open_weight_folder(folder)
         assert {name: tuple(entry.shape) for name, entry in found.entries.items()} == {"a": (3,), "b": (4,)}
-        assert build_tokenizer(str(folder)).fingerprint == build_tokenizer(None).fingerprint
-        assert tokenizer_files(str(folder))["tokenizer.json"] == (SHIPPED_FOLDER / "tokenizer.json").read_bytes()
+        tokenizer = build_tokenizer(str(folder))
+        assert tokenizer.fingerprint == build_tokenizer(None).fingerprint
+        files = tokenizer_files(str(folder), tokenizer=tokenizer)
+        assert files["tokenizer.json"] == (SHIPPED_FOLDER / "tokenizer.json").read_bytes()
     # Only the blobs are open to it, not the rest of the cache.
     (snapshot.parent / "other").mkdir()
     shutil.copy(blobs / f"{0:064x}", snapshot.parent / "other" / CONFIG_FILE)

@@ -129,13 +129,18 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=False)
 
 
+def _is_of_library(error: BaseException) -> bool:
+    """Returns whether the library has raised it: its errors have no class of their own, and its panics are others."""
+    return type(error) is Exception or type(error).__name__ == _PANIC
+
+
 @contextmanager
 def _explained_errors(rule: str) -> Iterator[None]:
-    """Raises ConfigError for what the library raises, which has no class of its own, and for its panics."""
+    """Raises ConfigError for what the library raises."""
     try:
         yield
     except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != _PANIC:
+        if not _is_of_library(error):
             raise
         raise ConfigError(f"the tokenizer of model.hf_assets_path: {shorten(str(error))}; {rule}") from None
 
@@ -202,13 +207,12 @@ def _parse_tokenizer(content: bytes) -> tokenizers.Tokenizer:
     return backend
 
 
-def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer | None = None) -> dict[str, bytes]:
+def tokenizer_files(hf_assets_path: str | None, *, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Returns the tokenizer's files by name, to be saved with an exported model: they give the ids that are trained.
 
-    `tokenizer` is that of the run; None: as the files say. ConfigError if one is invalid, OSError if it is another.
+    `tokenizer` is that of the run. DocumentError if a file is invalid, OSError if tokenizer.json is that of another.
     """
     folder = SHIPPED_FOLDER if hf_assets_path is None else Path(hf_assets_path)
-    tokenizer = tokenizer or build_tokenizer(hf_assets_path)
     contents = {name: read_member(folder, name=name) for name in _FILES}
     found = {name: content for name, content in contents.items() if content is not None}
     if hashlib.sha256(found.get(TOKENIZER_FILE, b"")).hexdigest() != tokenizer.digest:
@@ -313,7 +317,7 @@ def _any_encoding(backend: tokenizers.Tokenizer) -> tokenizers.Encoding | None:
         try:
             encoding = backend.encode(text, add_special_tokens=False)
         except BaseException as error:
-            if type(error) is not Exception and type(error).__name__ != _PANIC:
+            if not _is_of_library(error):
                 raise
             continue
         if encoding.ids:
