@@ -52,7 +52,7 @@ def read_config(argv: list[str]) -> Loaded:
     problems += find_path_errors(config)
     if problems or (foreign.unknown and not foreign.unsupported):
         raise ConfigError([*foreign.unsupported, *foreign.unknown, *problems])
-    if foreign.ignored and (differences := describe_differences(config)):
+    if foreign.has_ignored and (differences := describe_differences(config)):
         logger.info("keys of torchtitan: unlike there, %s; see docs/from_torchtitan.md", differences)
     return Loaded(config=config, problems=[*foreign.unsupported, *foreign.unknown])
 
@@ -76,15 +76,15 @@ class ForeignKeys:
     """Messages on keys of torchtitan with an effect that is not available."""
     unknown: list[str]
     """Messages on keys that torchtitan does not have either."""
-    ignored: list[str]
-    """Keys of torchtitan that are ignored."""
+    has_ignored: bool
+    """Whether there are keys of torchtitan that are ignored."""
 
 
 def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
     """Removes the keys that are no options; logs those of torchtitan without effect."""
     unsupported: list[str] = []
     unknown: list[str] = []
-    ignored: list[str] = []
+    has_ignored = False
     without_effect: list[str] = []
     values = {".".join(path): setting.value for path, setting in settings.items()}
     reported: set[Key] = set()
@@ -95,10 +95,9 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
         option = path[:2] if path[0] in TABLES else path[:1]
         if foreign := torchtitan_key(f"{name}." if setting.value == {} else name):
             if foreign.is_harmless(setting.value, switch=values.get(foreign.tunes)):
-                ignored.append(name)
                 without_effect.append(name)
             elif not foreign.is_error:
-                ignored.append(name)
+                has_ignored = True
                 logger.warning("%s is ignored: %s", text, foreign.reason)
             else:
                 unsupported.append(f"{text}: {foreign.reason}")
@@ -107,7 +106,7 @@ def _drop_foreign_keys(settings: Settings) -> ForeignKeys:
             unknown.append(f"{setting.origin}: {_unknown(path)}")
     if without_effect:
         logger.info("keys of torchtitan without effect here, ignored: %s", ", ".join(without_effect))
-    return ForeignKeys(unsupported=unsupported, unknown=unknown, ignored=ignored)
+    return ForeignKeys(unsupported=unsupported, unknown=unknown, has_ignored=has_ignored or bool(without_effect))
 
 
 def _is_known(path: Key) -> bool:

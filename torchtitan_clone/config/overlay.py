@@ -174,7 +174,7 @@ def _is_table(annotation: object) -> "TypeGuard[type[DataclassInstance]]":
     return isinstance(annotation, type) and is_dataclass(annotation)
 
 
-_hints_of = cache(get_type_hints)
+hints_of = cache(get_type_hints)
 
 
 def _convert_table(
@@ -186,7 +186,7 @@ def _convert_table(
         report(at, f": missing required key {', '.join(absent)}")
     elif current is None and not values:
         report(at, " = {}: must have a key; remove it to leave it unset")
-    hints = _hints_of(cls)
+    hints = hints_of(cls)
     accepted: dict[str, object] = {}
     for name, value in values.items():
         path = (*at, name)

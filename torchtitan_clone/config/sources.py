@@ -5,16 +5,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import TypeGuard, cast, get_type_hints
 
 try:
-    import tomli
+    import tomli  # tomllib of Python 3.11 ends the process on a key of 100,000 parts
 except ModuleNotFoundError:  # where nothing is installed yet, help is printed and no file is read
     import tomllib as tomli
 
-from torchtitan_clone.config.overlay import MAX_SHOWN, Excerpt, Key
+from torchtitan_clone.config.overlay import MAX_SHOWN, Excerpt, Key, hints_of
 from torchtitan_clone.config.schema import Config
 from torchtitan_clone.config.torchtitan_compat import torchtitan_key
 from torchtitan_clone.documents import DocumentError, escape, read_regular
@@ -93,11 +92,8 @@ def _annotation(path: Key) -> object:
     """Returns the type annotation of an option; None if there is none of that name."""
     found: object = Config
     for key in path:
-        found = _hints_of(found).get(key) if isinstance(found, type) and is_dataclass(found) else None
+        found = hints_of(found).get(key) if isinstance(found, type) and is_dataclass(found) else None
     return found
-
-
-_hints_of = cache(get_type_hints)
 
 
 def _is_option(path: Key) -> bool:

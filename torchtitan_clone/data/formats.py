@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchtitan_clone")
 
 TOKEN_FILES = (".bin", ".npy", ".arrow")
+TOKEN_SUFFIXES = (*TOKEN_FILES, ".idx")
 _METADATA = re.compile(r"\.(idx|json|md|csv\.gz|pkl)$")
 _VALIDATION = re.compile(r"(^|[._-])(val|valid|validation|test)([0-9._-]|$)")
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
@@ -153,13 +154,14 @@ def select_token_files(files: Sequence[Path], *, root: Path) -> tuple[Path, ...]
     if not found or not (is_named or all(path.suffix in TOKEN_FILES or _METADATA.search(path.name) for path in files)):
         return ()
     # cache-*.arrow: results that `datasets` keeps beside the data. Folders in the list are errors.
-    suffixes = (*TOKEN_FILES, ".idx")
-    return tuple(path for path in files if (path.suffix in suffixes and path.name[:6] != "cache-") or path.is_dir())
+    return tuple(
+        path for path in files if (path.suffix in TOKEN_SUFFIXES and path.name[:6] != "cache-") or path.is_dir()
+    )
 
 
 def with_companions(path: Path) -> tuple[Path, ...]:
     """Returns a file of token ids, its index and, beside a file of training data, that of validation data."""
-    if path.suffix not in (*TOKEN_FILES, ".idx"):
+    if path.suffix not in TOKEN_SUFFIXES:
         return (path,)
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     validation = path.with_name(path.name.replace("train", "val"))
@@ -170,7 +172,7 @@ def with_companions(path: Path) -> tuple[Path, ...]:
 
 def holds_tokens(files: Sequence[Path]) -> bool:
     """Returns whether the files of a source are token ids that are read in place."""
-    return bool(files) and all(path.suffix in (*TOKEN_FILES, ".idx") for path in files)
+    return bool(files) and all(path.suffix in TOKEN_SUFFIXES for path in files)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from torchtitan_clone.data.compression import ERRORS, MAGIC, SUFFIXES, decompressed
+from torchtitan_clone.data.formats import TOKEN_SUFFIXES
 from torchtitan_clone.documents import open_regular
 
 Content = Literal["text", "rows", "parquet", "json", "tokens", "binary", "foreign"]
 
-TOKEN_SUFFIXES = (".bin", ".npy", ".arrow", ".idx")
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".ldjson", ".jl")
 _FIRST_ROW_NAMES = re.compile(r"\.(jsonl(\.gz|\.zst)?|json\.(gz|zst))$")
 """The files of rows of version 0.1, which read those of other names as text, or not at all."""

@@ -365,10 +365,8 @@ def _describe_conversation(row: Mapping[str, object]) -> str:
         turn = value[0] if isinstance(value, list) and value else None
         if isinstance(turn, dict) and ("role" in turn or "from" in turn):
             template = f"tokenizer.apply_chat_template(row[{shorten(key)!r}], tokenize=True, return_dict=False)"
-            what = f"{shorten(key)!r} is a chat"
-            return (
-                f"{what}; {_ONLY_TEXT}, here as token ids: save {template} of transformers as lists in a .parquet file"
-            )
+            remedy = f"save {template} of transformers as lists in a .parquet file"
+            return f"{shorten(key)!r} is a chat; {_ONLY_TEXT}, here as token ids: {remedy}"
     pair = next((pair for pair in _PAIRS if pair <= row.keys()), None)
     if pair is None:
         return ""

@@ -215,10 +215,10 @@ def open_store(
 
 def _read_meta(path: Path) -> StoreMeta:
     document = read_json(path)
-    names = [field.name for field in fields(StoreMeta)]
-    of_older_version = "text_bytes" not in document.plain_entries()
-    table = document.table(*(names[:-2] if of_older_version else names))
-    counts = {name: _counts(table[name]) for name in names[-2:] if name in table and table[name].value != {}}
+    byte_counts = ("text_bytes", "token_bytes")
+    absent = () if "text_bytes" in document.plain_entries() else byte_counts  # an older version did not count them
+    table = document.table(*(field.name for field in fields(StoreMeta) if field.name not in absent))
+    counts = {name: _counts(table[name]) for name in byte_counts if name in table and table[name].value != {}}
     return StoreMeta(
         format=table["format"].integer(),
         source_fingerprint=table["source_fingerprint"].text(),

@@ -145,9 +145,10 @@ class DecoderHub:
 
     def _find_key_errors(self, given: Mapping[str, object], *, nulls: Set[str]) -> list[str]:
         """Returns one sentence for each key that is unknown, or whose value the family does not support."""
-        if (found := given.get("model_type", self.fixed["model_type"])) != self.fixed["model_type"]:
-            rule = f"{self.family} supports only {self.fixed['model_type']!r}"
-            return [f"config.json: model_type = {shorten(repr(found))}, and {rule}"]
+        wanted = self.fixed["model_type"]
+        if (model_type := given.get("model_type", wanted)) != wanted:
+            rule = f"{self.family} supports only {wanted!r}"
+            return [f"config.json: model_type = {shorten(repr(model_type))}, and {rule}"]
         read, only = self.keys_read(), {**ONLY_VALUES, **self.only, **self.fixed}
         needed = {key for key, value in {**self.defaults, **self.fixed}.items() if value}  # null is like false or none
         known = {*read, *only, *self.aliases, *self.without_effect, *WITHOUT_EFFECT, *_ALWAYS_CHECKED}
