@@ -163,12 +163,13 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
     if not checkpoint.initial_load_path or checkpoint.initial_load_in_hf:
         return None
     folder = Path(checkpoint.initial_load_path)
-    step = newest_complete_step(folder)
-    found = folder if step is None else step_folder(folder, step)
     if not folder.exists():
         hint = describe_download(str(folder), repository="model")
-        also = ", and set checkpoint.initial_load_in_hf = true" if hint else ""
-        raise ConfigError(f"checkpoint.initial_load_path = {folder}: there is no such folder{hint}{also}")
+        in_hf = f"{hint}, and set checkpoint.initial_load_in_hf = true"
+        remedy = in_hf if hint else "; give a step-N folder or a folder of them"
+        raise ConfigError(f"checkpoint.initial_load_path = {folder}: there is no such folder{remedy}")
+    step = newest_complete_step(folder)
+    found = folder if step is None else step_folder(folder, step)
     if not (found / MANIFEST_FILE).exists():
         raise ConfigError(
             f"checkpoint.initial_load_path = {folder}: it is not a checkpoint, because it has no {MANIFEST_FILE}; give "

@@ -304,8 +304,8 @@ class WeightFolder:
 def open_weight_folder(path: Path) -> WeightFolder:
     """Reads config.json, the index and the headers. ConfigError if the folder is missing, incomplete or damaged."""
     if not path.is_dir():
-        hint = describe_download(str(path), repository="model")
-        raise ConfigError(f"{path}: there is no such folder{hint}")
+        remedy = describe_download(str(path), repository="model") or "; give the folder of a Hugging Face model"
+        raise ConfigError(f"{path}: there is no such folder{remedy}")
     try:
         config = _read_table(path, CONFIG_FILE)
         if config is None:
