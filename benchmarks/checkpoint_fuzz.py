@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.harness import RankFailed, StartedRank, run_ranks, start_ranks
 from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import RankFailed, StartedRank, run_ranks, start_ranks
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 VICTIMS = ("a rank", "everything")

@@ -35,7 +35,7 @@ os.environ.setdefault("RUST_LOG", "error")
 from benchmarks.fault_kinds import KINDS, SCENES, Kind
 from benchmarks.fault_scenes import Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
 from benchmarks.fault_tools import BLOCK_LIMIT, CGROUPS, Clock, Network
-from torchtitan_clone.testing.runs import make_corpus, options, train
+from tests.support.runs import make_corpus, options, train
 
 SHARES = {
     "one node": 8,

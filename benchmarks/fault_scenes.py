@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from benchmarks.fault_tools import Disk, Network, Proxy, descendants, send, wait_until_gone
+from tests.support.attempts import Records
+from tests.support.checkpoint_states import read_tensors
+from tests.support.cluster import Cluster, Group, committed_once
+from tests.support.faults import Fault, FaultyReplicaGroup, run_entry_point
+from tests.support.harness import start_ranks
+from tests.support.runs import losses, options, redirect_output, rows
 from torchtitan_clone.checkpoint.commit import committed_steps, finished_step, newest_complete_step, step_folder
-from torchtitan_clone.testing.attempts import Records
-from torchtitan_clone.testing.checkpoint_states import read_tensors
-from torchtitan_clone.testing.cluster import Cluster, Group, committed_once
-from torchtitan_clone.testing.faults import Fault, FaultyReplicaGroup, run_entry_point
-from torchtitan_clone.testing.harness import start_ranks
-from torchtitan_clone.testing.runs import losses, options, redirect_output, rows
 
 if TYPE_CHECKING:
     from torchtitan_clone.replicas.protocol import ReplicaGroup

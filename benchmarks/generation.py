@@ -22,9 +22,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
+from tests.support.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.testing.twins import twin_of
 from torchtitan_clone.tools.generation import Generator, Sampling
 from torchtitan_clone.tools.trained_model import TrainedModel
 

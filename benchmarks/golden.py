@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
-from torchtitan_clone.testing.runs import make_corpus
+from tests.support.runs import make_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = {
@@ -49,16 +49,20 @@ CASES = {
     },
     "freezing": (2, SHARD | {"training.freeze_schedule": "[{step = 8, layers = 1}, {step = 14, layers = 2}]"}),
 }
-# Runs in the other checkout: before it had torchtitan_clone/testing, the same classes were in tests/.
+# Runs in the other checkout, which may be an old one: the same classes have been in three places.
 REPLICAS = """
 import sys
 from pathlib import Path
 try:
-    from torchtitan_clone.testing.cluster import Cluster
-    from torchtitan_clone.testing.faults import Fault
+    from tests.support.cluster import Cluster
+    from tests.support.faults import Fault
 except ImportError:
-    from tests.fault_tolerance.cluster import Cluster
-    from tests.fault_tolerance.faults import Fault
+    try:
+        from torchtitan_clone.testing.cluster import Cluster
+        from torchtitan_clone.testing.faults import Fault
+    except ImportError:
+        from tests.fault_tolerance.cluster import Cluster
+        from tests.fault_tolerance.faults import Fault
 if __name__ == "__main__":
     changes = {"training__local_batch_size": 2, "training__steps": 20, "checkpoint__enable": False}
     with Cluster(Path(sys.argv[1]), Path(sys.argv[2]), groups=2, revive_seconds=1e9, **changes) as cluster:

@@ -27,8 +27,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
-from torchtitan_clone.testing.cluster import HEARTBEAT_MS, Cluster
-from torchtitan_clone.testing.runs import Ranks, losses, make_corpus, options, rows
+from tests.support.cluster import HEARTBEAT_MS, Cluster
+from tests.support.runs import Ranks, losses, make_corpus, options, rows
 
 os.environ.setdefault("RUST_LOG", "error")
 MEMBERS = 3

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from torchtitan_clone.testing.cluster import Cluster, committed_once
-from torchtitan_clone.testing.faults import PLACES, Fault
+from tests.support.cluster import Cluster, committed_once
+from tests.support.faults import PLACES, Fault
 
 ROWS = 12
 GRID_PLACES = [place for place in PLACES if place != "gradients"]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.testing.hostile_checkpoints import CheckpointTarget
-from torchtitan_clone.testing.hostile_folders import run_case
-from torchtitan_clone.testing.hostile_hub import HubTarget
+from tests.support.hostile_checkpoints import CheckpointTarget
+from tests.support.hostile_folders import run_case
+from tests.support.hostile_hub import HubTarget
 
 TARGETS = {"checkpoint": CheckpointTarget, "hub": HubTarget}
 

@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
-from torchtitan_clone.testing.harness import RankFailed
-from torchtitan_clone.testing.runs import losses, make_short_documents, options, train
+from tests.support.harness import RankFailed
+from tests.support.runs import losses, make_short_documents, options, train
 
 CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3"}
 ONE_THREAD, PINNED = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4", "OMP_PROC_BIND": "true"}

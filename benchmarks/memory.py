@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 
 from benchmarks.turns import processor_name
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.planner.simulate import fake_batch
@@ -29,7 +30,6 @@ from torchtitan_clone.planner.step_memory import predict_step_memory
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.testing.harness import run_ranks
 
 STEPS = 2
 NONE = {"activation_checkpoint.mode": "none"}

@@ -39,6 +39,9 @@ import torch.distributed as dist
 
 from benchmarks.parts import WAITING, record_waiting, seconds_by_part
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
+from tests.support.harness import collect, start_ranks
+from tests.support.runs import make_corpus
+from tests.support.trainers import open_trainer
 from torchtitan_clone.comm.collectives import all_gather, all_to_all, reduce_scatter, start_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.cpu.shared_memory import connect
@@ -47,9 +50,6 @@ from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.plan import RunPlan
-from torchtitan_clone.testing.harness import collect, start_ranks
-from torchtitan_clone.testing.runs import make_corpus
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import all_gather_single, reduce_scatter_single
 
 SERVE = "serve"

@@ -96,7 +96,7 @@ def options_of(work: Work, folder: str) -> list[str]:
 
 def train_ours(work: Work, turn: Turn) -> None:
     """Trains with this package's trainer."""
-    from torchtitan_clone.testing.trainers import open_trainer
+    from tests.support.trainers import open_trainer
 
     with tempfile.TemporaryDirectory() as folder, open_trainer(options_of(work, folder)) as trainer:
         for step in itertools.count(1):
@@ -106,7 +106,7 @@ def train_ours(work: Work, turn: Turn) -> None:
 
 def train_plain_loop(work: Work, turn: Turn) -> None:
     """Trains this package's model with a loop of a few lines."""
-    from torchtitan_clone.testing.plain_loop import PlainLoop
+    from tests.support.plain_loop import PlainLoop
 
     with tempfile.TemporaryDirectory() as folder:
         loop = PlainLoop(options_of(work, folder))

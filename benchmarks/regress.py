@@ -130,7 +130,10 @@ def serve(argv: list[str]) -> None:
     """Trains with the package of a checkout; rank 0 serves the turns, and rank 1 follows it in every collective."""
     checkout, *argv = argv
     sys.path.insert(0, checkout)
-    from torchtitan_clone.testing.trainers import open_trainer
+    try:  # before checkouts had tests/support, whose trainers here need the package as it is now
+        from torchtitan_clone.testing.trainers import open_trainer
+    except ImportError:
+        from tests.support.trainers import open_trainer
 
     turn = serve_turns_of_ranks(ranks_of(argv))
     with open_trainer(argv) as trainer:

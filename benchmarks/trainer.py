@@ -70,7 +70,7 @@ def _train_plainly(options: list[str]) -> None:
     """Trains with the plain loop; prints a JSON row for each step."""
     import torch
 
-    from torchtitan_clone.testing.plain_loop import PlainLoop
+    from tests.support.plain_loop import PlainLoop
 
     loop = PlainLoop(options)
     for step in range(1, loop.steps + 1):
@@ -89,8 +89,8 @@ def _print_row(row: dict) -> None:
 
 def _train_in_turn(options: list[str]) -> None:
     """Trains with trainer and plain loop alternately; prints a JSON row for each pair of steps."""
-    from torchtitan_clone.testing.plain_loop import PlainLoop
-    from torchtitan_clone.testing.trainers import open_trainer
+    from tests.support.plain_loop import PlainLoop
+    from tests.support.trainers import open_trainer
 
     loop = PlainLoop(options)
     with open_trainer(options) as trainer:

@@ -20,6 +20,8 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+if not Path(sys.path[0], "tests").exists():
+    sys.exit(f"error: {sys.path[0]}/tests is missing; run this script from a clone of the repository")
 
 from benchmarks.checkpoint_fuzz import MODES, Case, run_case
 

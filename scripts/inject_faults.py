@@ -29,10 +29,12 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+if not Path(sys.path[0], "tests").exists():
+    sys.exit(f"error: {sys.path[0]}/tests is missing; run this script from a clone of the repository")
 
 from benchmarks.group_faults import GRID_PLACES, run_campaign, run_grid
-from torchtitan_clone.testing.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS
-from torchtitan_clone.testing.runs import make_corpus
+from tests.support.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS
+from tests.support.runs import make_corpus
 
 os.environ.setdefault("RUST_LOG", "error")
 

@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+if not Path(sys.path[0], "tests").exists():
+    sys.exit(f"error: {sys.path[0]}/tests is missing; run this script from a clone of the repository")
 
-from torchtitan_clone.testing.harness import RankFailed
-from torchtitan_clone.testing.parity import References, compare
-from torchtitan_clone.testing.parity_matrix import all_cases
-from torchtitan_clone.testing.runs import make_short_documents
-from torchtitan_clone.testing.sabotage import MISTAKES
+from tests.support.harness import RankFailed
+from tests.support.parity import References, compare
+from tests.support.parity_matrix import all_cases
+from tests.support.runs import make_short_documents
+from tests.support.sabotage import MISTAKES
 
 
 def planned(words: list[str], *, sabotage: bool) -> Iterator[tuple[str, str | None]]:

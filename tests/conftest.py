@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.harness import PRELOADED
+from tests.support.runs import make_corpus, make_short_documents
+from tests.support.warm_python import WarmPython
 from torchtitan_clone import doors
-from torchtitan_clone.testing.harness import PRELOADED
-from torchtitan_clone.testing.runs import make_corpus, make_short_documents
-from torchtitan_clone.testing.warm_python import WarmPython
 
 torch.set_num_threads(1)  # threads of two workers on two cores would wait for one another, which doubles their time
 # Each takes up to two seconds, in every rank that compiles, streams, has replica groups, or whose file imports it. They

@@ -33,11 +33,8 @@ LAYERS = [
     {"run"},
     {"trainer"},
     {"train", "launch"},
-    {"testing"},
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
-MAY_IMPORT_DOORS = {"testing"}
-"""Packages that are no part of the core."""
 
 MOST_LINES = {"trainer": 350, "script": 80}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
@@ -57,7 +54,6 @@ UNPICKLING = {
 MAY_UNPICKLE = {
     "torchtitan_clone.network": "serves stores at one address",
     "torchtitan_clone.data.encoder": "reads the pipe of a process that it started itself",
-    "torchtitan_clone.testing.harness": "reads the pipe of a process that it started itself",
 }
 
 READ_BEFORE_A_CONFIG_EXISTS = {"job.extends"}
@@ -120,7 +116,6 @@ def test_a_package_imports_only_from_layers_below() -> None:
         and package_of(name) != package_of(module)
         and package_of(name) != "__version__"
         and (package_of(module) == "" or layer(name) >= layer(module))
-        and not (package_of(name) in doors.DOORS and package_of(module) in MAY_IMPORT_DOORS)
     ]
     assert not wrong, listed(wrong)
 
@@ -139,7 +134,7 @@ def test_the_core_names_no_processor() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.glob("**/*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in (*doors.DOORS, *MAY_IMPORT_DOORS)
+        if path.relative_to(PACKAGE).parts[0] not in doors.DOORS
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if PROCESSORS.search(line) and "Source:" not in line
     ]
@@ -238,21 +233,16 @@ def test_imports_inside_functions_close_no_circle() -> None:
     assert not set(FUNCTION_LEVEL_CIRCLES) - set(found), "an exception that is no longer needed"
 
 
-def test_scripts_and_benchmarks_do_not_import_tests() -> None:
-    files = [*REPOSITORY.glob("scripts/**/*.py"), *REPOSITORY.glob("benchmarks/**/*.py"), *PACKAGE.glob("**/*.py")]
-    wrong = [
-        f"{path.relative_to(REPOSITORY)} imports {name}"
-        for path in files
-        for name in imported_names(ast.walk(tree_of(path)))
-        if name.split(".")[0] == "tests"
-    ]
+def test_the_package_imports_neither_tests_nor_benchmarks() -> None:
+    others = ("tests", "benchmarks", "scripts")
+    wrong = [f"{module} imports {name}" for module in sources() for name in imports(module) if name.startswith(others)]
     assert not wrong, listed(wrong)
 
 
 def test_tests_assign_to_nothing_of_this_package() -> None:
-    """What a test needs is injected through constructors or the testing package, never patched."""
+    """What a test needs is injected through constructors or tests/support, never patched."""
     wrong = []
-    for path in [*REPOSITORY.glob("tests/**/*.py"), *PACKAGE.glob("testing/*.py"), *REPOSITORY.glob("benchmarks/*.py")]:
+    for path in [*REPOSITORY.glob("tests/**/*.py"), *REPOSITORY.glob("benchmarks/*.py")]:
         tree = tree_of(path)
         names = {name.rpartition(".")[2] for name in imported_names(ast.walk(tree)) if "torchtitan_clone." in name}
         wrong += [

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import fault_kinds, golden, regress
 from tests import test_code_shape as shape
+from tests.support.parity_matrix import QUICK, all_cases
+from tests.support.sabotage import MISTAKES
 from torchtitan_clone.config import sources as config_sources
 from torchtitan_clone.data import kinds, sources
-from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
-from torchtitan_clone.testing.sabotage import MISTAKES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.testing.runs import make_corpus, train
+from tests.support.runs import make_corpus, train
 
 pytestmark = pytest.mark.documentation
 ROOT = Path(__file__).parent.parent

@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
+from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
+from tests.support.trainers import open_trainer, train_all
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.outcome import TrainingError
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.testing.trainers import open_trainer, train_all
 
 
 def test_the_loss_falls_and_a_complete_run_can_be_extended(corpus, tmp_path):

@@ -11,12 +11,12 @@ import shutil
 
 import pytest
 
+from tests.support.checkpoint_states import save
+from tests.support.hostile_checkpoints import CheckpointTarget, read, seal, sign
+from tests.support.hostile_folders import HOSTILE_VALUES, run_case
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
 from torchtitan_clone.checkpoint.verify import verify
-from torchtitan_clone.testing.checkpoint_states import save
-from torchtitan_clone.testing.hostile_checkpoints import CheckpointTarget, read, seal, sign
-from torchtitan_clone.testing.hostile_folders import HOSTILE_VALUES, run_case
 
 HUGE = 2**70
 

@@ -20,6 +20,8 @@ import zstandard
 from tokenizers import Tokenizer, models
 
 from tests.data.corpora import TOKENIZER, jsonl, open_corpus, parquet, texts, write, write_corpus, zst
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output
 from torchtitan_clone.checkpoint.position import check_position
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
@@ -35,8 +37,6 @@ from torchtitan_clone.data.sources import (
     read_documents,
 )
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.train import main
 
 MIB = 1 << 20

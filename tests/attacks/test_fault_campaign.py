@@ -15,8 +15,8 @@ from benchmarks.fault_campaign import build_scene, campaign, make_material, mate
 from benchmarks.fault_kinds import KINDS, Kind
 from benchmarks.fault_scenes import check_against
 from benchmarks.fault_tools import send
+from tests.support.attempts import counted_attempts
 from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
-from torchtitan_clone.testing.attempts import counted_attempts
 
 CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
 STEPS = 30

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from scripts.convert_from_hf import convert
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE, INDEX_FILE, open_weight_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, build_tokenizer, tokenizer_files
 from torchtitan_clone.models import find_model
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.train import main
 
 SPEC = find_model(Model())

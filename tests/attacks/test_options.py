@@ -14,14 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output, train
 from torchtitan_clone.config import ConfigError, read_config, to_toml
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.config.overlay import SHOWN_PROBLEMS, toml_like
 from torchtitan_clone.config.sources import TABLES
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.dry_run import describe_run
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output, train
 from torchtitan_clone.train import main
 
 INTEGERS = [

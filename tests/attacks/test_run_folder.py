@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import Ranks, options, rows, train, wait_for_step
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.checks import find_config_errors
@@ -25,7 +26,6 @@ from torchtitan_clone.observe.goodput import resumed_ledger
 from torchtitan_clone.observe.metrics import check_metrics_file
 from torchtitan_clone.parallel.stages import read_schedule_file
 from torchtitan_clone.run.run_folder import LOCK_FILE
-from torchtitan_clone.testing.runs import Ranks, options, rows, train, wait_for_step
 
 ENDLESS = {"training__steps": 1_000_000, "checkpoint__interval": 1_000_000, "metrics__log_freq": 1}
 

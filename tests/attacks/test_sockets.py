@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, read_json_lines, rows, train
+from tests.support.trainers import train_all
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.launch.torchrun import main
 from torchtitan_clone.network import InterfaceError, find_interface
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, read_json_lines, rows, train
-from torchtitan_clone.testing.trainers import train_all
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {

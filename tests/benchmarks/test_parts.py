@@ -5,9 +5,9 @@ import time
 import pytest
 
 from benchmarks.parts import HOST, PARTS, WAITING, part_of, record_waiting, seconds_by_part
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import open_trainer
+from tests.support.harness import run_ranks
+from tests.support.runs import options
+from tests.support.trainers import open_trainer
 
 
 def parts_of_a_step(argv: list[str]) -> tuple[dict[str, float], float]:

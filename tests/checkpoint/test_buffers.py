@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.checkpoint_states import build_manager, progress_at, rank_of_a_group, read_tensors
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.testing.checkpoint_states import build_manager, progress_at, rank_of_a_group, read_tensors
-from torchtitan_clone.testing.harness import run_ranks
 
 BUFFERS = {
     "model/layers.0.moe.expert_bias": torch.tensor([0.5, -1.25, 3.0]),

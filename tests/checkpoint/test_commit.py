@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from torchtitan_clone.checkpoint import commit
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     build_manager,
     load,
     make_state,
@@ -13,7 +12,8 @@ from torchtitan_clone.testing.checkpoint_states import (
     rank_of_a_group,
     save,
 )
-from torchtitan_clone.testing.harness import run_ranks
+from tests.support.harness import run_ranks
+from torchtitan_clone.checkpoint import commit
 
 
 def save_and_record(folder):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.test_tensor_file import assert_same, mixed_tensors
+from tests.support.harness import run_ranks
 from torchtitan_clone.checkpoint.hf import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -24,7 +25,6 @@ from torchtitan_clone.checkpoint.hf import (
 from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.ops.tensor_pieces import Piece
-from torchtitan_clone.testing.harness import run_ranks
 
 FILES = {CONFIG_FILE: b'{"model_type": "x"}', "tokenizer.json": b"{}"}
 PLACEMENTS = {

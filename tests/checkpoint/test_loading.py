@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint import load as dcp_load
 
-from torchtitan_clone.config import ConfigError
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     build_manager,
     load,
     make_state,
@@ -18,9 +17,10 @@ from torchtitan_clone.testing.checkpoint_states import (
     save,
     values_at,
 )
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import full_copies, open_trainers
+from tests.support.harness import run_ranks
+from tests.support.runs import options
+from tests.support.trainers import full_copies, open_trainers
+from torchtitan_clone.config import ConfigError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

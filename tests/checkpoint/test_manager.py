@@ -6,14 +6,14 @@ import signal
 import pytest
 import torch
 
+from tests.support.checkpoint_states import SlowState, read_tensors, save
+from tests.support.harness import run_ranks
+from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
 from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.stopping import StopRequest
-from torchtitan_clone.testing.checkpoint_states import SlowState, read_tensors, save
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
 from torchtitan_clone.trainer import Trainer
 
 ASYNC_MODES = ("async", "async_with_pinned_mem")

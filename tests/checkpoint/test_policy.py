@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.support.runs import options, train
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.checkpoint.manager import SavePolicy
 from torchtitan_clone.config.schema import Checkpoint
-from torchtitan_clone.testing.runs import options, train
 
 
 @pytest.mark.parametrize(

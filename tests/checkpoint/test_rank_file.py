@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     SHAPES,
     build_manager,
     load,
@@ -17,7 +17,7 @@ from torchtitan_clone.testing.checkpoint_states import (
     save,
     values_at,
 )
-from torchtitan_clone.testing.harness import run_ranks
+from tests.support.harness import run_ranks
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 

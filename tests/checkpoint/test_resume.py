@@ -15,11 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.commit import read_manifest, write_manifest
-from torchtitan_clone.checkpoint.offline import Weights
-from torchtitan_clone.checkpoint.writer import DIGEST, FileRecord, digest_of
-from torchtitan_clone.config import ConfigError
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     build_manager,
     load,
     load_all,
@@ -30,8 +26,12 @@ from torchtitan_clone.testing.checkpoint_states import (
     step_of,
     values_at,
 )
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, train
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, options, train
+from torchtitan_clone.checkpoint.commit import read_manifest, write_manifest
+from torchtitan_clone.checkpoint.offline import Weights
+from torchtitan_clone.checkpoint.writer import DIGEST, FileRecord, digest_of
+from torchtitan_clone.config import ConfigError
 
 FILES = (
     "rank-0.safetensors", "rank-1.safetensors", "index.json", "progress.json", "config.toml", "versions.json",

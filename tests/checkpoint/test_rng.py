@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torchtitan_clone.testing.checkpoint_states import build_manager, make_state, progress_at, rank_of_a_group
-from torchtitan_clone.testing.harness import run_ranks
+from tests.support.checkpoint_states import build_manager, make_state, progress_at, rank_of_a_group
+from tests.support.harness import run_ranks
 
 
 def save_and_draw(folder, mode):

@@ -1,9 +1,9 @@
 """Tests of saving.py: ranks report to rank 0, which announces the outcome."""
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.harness import run_ranks
 from torchtitan_clone.checkpoint.saving import SaveCoordinator
 from torchtitan_clone.checkpoint.writer import FileRecord
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.harness import run_ranks
 
 
 def report_and_collect(reporting):

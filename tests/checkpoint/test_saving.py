@@ -11,8 +11,7 @@ import time
 import pytest
 import torch
 
-from torchtitan_clone.checkpoint.commit import committed_steps
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     SlowState,
     build_manager,
     load,
@@ -24,7 +23,8 @@ from torchtitan_clone.testing.checkpoint_states import (
     set_step,
     started_writer,
 )
-from torchtitan_clone.testing.harness import run_ranks
+from tests.support.harness import run_ranks
+from torchtitan_clone.checkpoint.commit import committed_steps
 
 ASYNC_MODES = ("async", "async_with_pinned_mem")
 

@@ -6,9 +6,9 @@ import threading
 import time
 from pathlib import Path
 
+from tests.support.checkpoint_states import SHAPES, save
 from torchtitan_clone.checkpoint import commit
 from torchtitan_clone.checkpoint.summary import table_of_steps
-from torchtitan_clone.testing.checkpoint_states import SHAPES, save
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkpoint_states import save
 from torchtitan_clone.checkpoint.commit import CorruptCheckpointError, check_digest, check_sizes, committed_steps
 from torchtitan_clone.checkpoint.writer import BLOCK, DIGEST, PIECE, FileRecord, digest_of, pieces_of, write_file
-from torchtitan_clone.testing.checkpoint_states import save
 
 REPOSITORY = Path(__file__).parents[2]
 

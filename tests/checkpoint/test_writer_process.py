@@ -11,9 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.data.processes import is_alive
-from torchtitan_clone.checkpoint.commit import committed_steps
-from torchtitan_clone.checkpoint.saving import SaveReport
-from torchtitan_clone.testing.checkpoint_states import (
+from tests.support.checkpoint_states import (
     build_manager,
     load,
     log_lines,
@@ -23,7 +21,9 @@ from torchtitan_clone.testing.checkpoint_states import (
     set_step,
     started_writer,
 )
-from torchtitan_clone.testing.harness import run_ranks, start_ranks
+from tests.support.harness import run_ranks, start_ranks
+from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.saving import SaveReport
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 PROCESS = {"async_mode": MODES[2], "writer_timeout_seconds": 0.5}

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.comm.collectives import (
     StartedSum,
     all_gather,
@@ -17,7 +18,6 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.cpu.shared_memory import connect, streams_of
 from torchtitan_clone.ops.token_shards import _compiled_exchange
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 
 def collectives(folders):

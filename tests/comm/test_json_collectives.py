@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.harness import run_ranks
 from torchtitan_clone.comm.json_collectives import (
     all_gather_json,
     broadcast_json,
@@ -13,8 +15,6 @@ from torchtitan_clone.comm.json_collectives import (
 )
 from torchtitan_clone.documents import DocumentError
 from torchtitan_clone.ops.dtensor_shards import TensorShard, shards_from_json, shards_to_json
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.harness import run_ranks
 
 VALUES = [None, {"a": [1, 2.5, "ä", True]}, "x" * 5000]
 SHARD = TensorShard(

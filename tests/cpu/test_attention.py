@@ -15,14 +15,14 @@ from tests.ops.dense_attention import (
     inputs,
     result_and_gradients,
 )
+from tests.support.harness import run_ranks
+from tests.support.runs import options
+from tests.support.trainers import open_trainer
 from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, attend, attend_backward, attention_kernel
 from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.ops.blockwise_attention import visible_starts
 from torchtitan_clone.ops.kernels import use_kernels
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import compiler_command, fake_tensors
 
 CAPABILITY = torch.backends.cpu.get_cpu_capability()

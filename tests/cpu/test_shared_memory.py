@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.comm.collectives import reduce_scatter
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import load_config
@@ -31,7 +32,6 @@ from torchtitan_clone.cpu.shared_memory import (
     wait_for,
 )
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 
 def pair_of_streams(size):

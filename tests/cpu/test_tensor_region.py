@@ -6,8 +6,8 @@ from textwrap import dedent
 
 import pytest
 
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output, train
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output, train
 
 START = """
 import logging, resource, sys, threading, os

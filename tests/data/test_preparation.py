@@ -17,11 +17,11 @@ import pytest
 
 from tests.data.corpora import TOKENIZER, files_below, jsonl, texts, write
 from tests.programs import ROOT, load_program
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
 from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
-from torchtitan_clone.testing.harness import run_ranks
 
 SCRIPT = "scripts/prepare_data.py"
 PROCESSES = multiprocessing.get_context("forkserver")

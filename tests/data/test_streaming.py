@@ -22,6 +22,7 @@ from tests.data.loaders import (
     train_loader,
     validation_loader,
 )
+from tests.support.harness import run_ranks
 from torchtitan_clone.comm.json_collectives import all_gather_json
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
@@ -29,7 +30,6 @@ from torchtitan_clone.data import Batch, open_dataset
 from torchtitan_clone.data.row_reader import positions_from_json
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.testing.harness import run_ranks
 
 datasets = pytest.importorskip("datasets")
 

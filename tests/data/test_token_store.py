@@ -26,7 +26,7 @@ from torchtitan_clone.data.preparation import prepare_parts, prepare_store
 from torchtitan_clone.data.sources import find_source
 from torchtitan_clone.data.token_store import is_held_out
 
-# torchtitan_clone.testing.harness starts this server with torch loaded.
+# tests.support.harness starts this server with torch loaded.
 PROCESSES = multiprocessing.get_context("forkserver")
 
 

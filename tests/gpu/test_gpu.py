@@ -11,6 +11,10 @@ import torch.nn.functional as F
 
 from benchmarks.peer_programs import Work, options_of
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
+from tests.support.cluster import Cluster, committed_once
+from tests.support.faults import Fault
+from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
+from tests.support.trainers import open_trainer
 from torchtitan_clone.checkpoint.saving import SaveRunner
 from torchtitan_clone.config.schema import Checkpoint, Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
@@ -19,10 +23,6 @@ from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.optim import build_optimizer
 from torchtitan_clone.parallel.gradients import gradient_norm
-from torchtitan_clone.testing.cluster import Cluster, committed_once
-from torchtitan_clone.testing.faults import Fault
-from torchtitan_clone.testing.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import foreach_norms, init_fake_process_group
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

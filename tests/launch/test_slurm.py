@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm_cluster import INSTALL, Cluster, missing_commands
-from torchtitan_clone.testing.runs import losses, options, train, wait_for_step
+from tests.support.runs import losses, options, train, wait_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 100

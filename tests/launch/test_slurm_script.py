@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.testing.runs import options
+from tests.support.runs import options
 
 REPOSITORY = Path(__file__).parents[2]
 REPLICA_GROUPS = {

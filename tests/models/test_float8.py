@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.support.harness import run_ranks
+from tests.support.parity import COMMON, largest_difference
+from tests.support.runs import options, train
+from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Float8
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.float8 import ROW_SCALES_ON_CPU_SINCE, check_float8_products, convert_to_float8
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.parity import COMMON, largest_difference
-from torchtitan_clone.testing.runs import options, train
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 HAS_TORCHAO = find_spec("torchao") is not None
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

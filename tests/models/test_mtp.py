@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.harness import run_ranks
+from tests.support.parity_matrix import PREDICTION
+from tests.support.plain_loop import PlainLoop
+from tests.support.runs import options, rows
+from tests.support.trainers import open_trainer
 from torchtitan_clone.config import load_config
 from torchtitan_clone.planner.simulate import simulate
 from torchtitan_clone.planner.step_memory import stage_parameters
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.parity_matrix import PREDICTION
-from torchtitan_clone.testing.plain_loop import PlainLoop
-from torchtitan_clone.testing.runs import options, rows
-from torchtitan_clone.testing.trainers import open_trainer
 
 STEPS, FROZEN_AT, SAVED_AT = 5, 2, 3
 COMMON = {

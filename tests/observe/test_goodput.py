@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
+from tests.support.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 from torchtitan_clone.config.schema import Metrics
 from torchtitan_clone.observe.goodput import EVENT, KINDS, Ledger, describe_goodput, resumed_ledger
 from torchtitan_clone.observe.metrics import MetricsWriter
 from torchtitan_clone.observe.records import STARTS_FILE
-from torchtitan_clone.testing.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 
 
 def write_rows(file, *rows: dict) -> None:

@@ -5,9 +5,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.harness import run_ranks
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.harness import run_ranks
 
 TENSOR = torch.arange(35).reshape(7, 5)  # two ranks divide neither dimension
 PLACEMENTS = {

@@ -4,10 +4,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.ops.token_shards import gather_tokens, sum_and_shard_tokens
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 RANKS, B, T, D = 3, 2, 6, 4
 

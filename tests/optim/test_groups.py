@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import runs
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
 from torchtitan_clone.optim import OPTIMIZERS, OptimizerKind, find_optimizer_errors
 from torchtitan_clone.optim.groups import resolve_groups
-from torchtitan_clone.testing import runs
 
 SHAPES = {"tok_embeddings.weight": (64, 8)}
 SHAPES |= {

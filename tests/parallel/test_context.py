@@ -11,6 +11,8 @@ import torch.distributed as dist
 from tests.marks import marked, needs_cpu_kernels
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from tests.parallel.test_gradients import Runs
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, make_corpus, options, rows, train
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.kernels import CPU, use_kernels
 from torchtitan_clone.parallel.context import (
@@ -21,8 +23,6 @@ from torchtitan_clone.parallel.context import (
     local_tokens,
 )
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, make_corpus, options, rows, train
 
 METHODS = ["allgather", "alltoall", "ring"]
 BY_KERNEL = {} if CPU is None else {"allgather by kernel": "allgather", "ring by kernel": "ring"}

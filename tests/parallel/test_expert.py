@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.harness import run_ranks
+from tests.support.runs import options
+from tests.support.runs import train as train_run
 from torchtitan_clone.checkpoint.commit import step_folder
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.expert import GroupExchange, apply_expert_parallel, expert_modules
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.runs import train as train_run
 
 # Multiples of 64: the last elements of other sizes take kernels without vectors, which round differently.
 ARGS = MoEArgs(num_experts=8, top_k=2, hidden_dim=64)

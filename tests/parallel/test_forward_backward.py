@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.marks import needs_split_backward
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import Degrees
 from torchtitan_clone.config.schema import Comm, Parallelism
 from torchtitan_clone.ops.varlen_attention import OnHost
@@ -16,7 +17,6 @@ from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.mesh import build_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.stages import resolved_stages
-from torchtitan_clone.testing.harness import run_ranks
 
 CPU = torch.device("cpu")
 DIM, VOCABULARY, EXPERTS, LAYERS, ROWS, TOKENS = 8, 13, 3, 4, 8, 6

@@ -5,12 +5,12 @@ from itertools import groupby
 import pytest
 from torch import nn
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options
+from tests.support.trainers import open_trainer
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.interfaces import FSDPGroup
 from torchtitan_clone.parallel.fsdp import _merged
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import TorchDispatchMode
 
 

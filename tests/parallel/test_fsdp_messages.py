@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import RankFailed, run_ranks
+from tests.support.runs import options
+from tests.support.trainers import open_trainer
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.cpu.shared_memory import connect
@@ -13,9 +16,6 @@ from torchtitan_clone.parallel.fsdp_messages import GatherByMessages, PendingSum
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders
-from torchtitan_clone.testing.harness import RankFailed, run_ranks
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import TorchDispatchMode
 
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
 from tests.marks import marked
+from tests.support.harness import run_ranks
+from tests.support.runs import options
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.ops import IGNORE_INDEX
@@ -28,8 +30,6 @@ from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_model_parts, build_plan_forward_backward
 from torchtitan_clone.run.loaders import open_loaders, tokens_of_rank
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options
 
 TIED = {"model__args__tied_embeddings": True}
 SELECTIVE_OP = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}

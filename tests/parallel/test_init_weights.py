@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel import init_weights as initial
 from torchtitan_clone.parallel.init_weights import init_weights
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 SHAPES = {"a.weight": (37, 10), "b.weight": (5, 3), "c.weight": (64,), "d.norm": (7,)}
 

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from tests.marks import needs_cpu_kernels
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import Degrees, load_config, resolved_degrees
 from torchtitan_clone.cpu.shared_memory import streams_of
 from torchtitan_clone.parallel.mesh import batch_rank, build_mesh, context_rank, describe_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 
 def degrees_of(world_size, **axes):

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.marks import marked
-from torchtitan_clone.testing.parity import (
+from tests.support.parity import (
     Difference,
     compare,
     largest_difference,
     relative_difference,
 )
-from torchtitan_clone.testing.parity_matrix import QUICK, all_cases
-from torchtitan_clone.testing.sabotage import MISTAKES
+from tests.support.parity_matrix import QUICK, all_cases
+from tests.support.sabotage import MISTAKES
 
 CASES = all_cases()
 

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import load_config, resolved_degrees
 from torchtitan_clone.parallel.mesh import build_mesh
 from torchtitan_clone.parallel.reshard import gather_shard_map, transfer
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 CPU = torch.device("cpu")
 ROWS, COUNT = 7, 12

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output
+from tests.support.trainers import open_trainer
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm, Compile, Debug
 from torchtitan_clone.data import open_dataset
@@ -25,9 +28,6 @@ from torchtitan_clone.parallel.runtime import (
     wait_for_all_ranks,
 )
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.torch_compat import group_timeout, process_groups
 from torchtitan_clone.train import _options_that_must_match
 

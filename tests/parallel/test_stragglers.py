@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, options, read_json_lines, train
 from torchtitan_clone.config import resolved_degrees
 from torchtitan_clone.config.schema import Comm, Parallelism
 from torchtitan_clone.observe.records import BREAKDOWNS_FILE, TIMELINE_FILE
@@ -21,8 +23,6 @@ from torchtitan_clone.parallel.stragglers import (
     describe_stragglers,
     works_of,
 )
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, read_json_lines, train
 
 CPU = torch.device("cpu")
 

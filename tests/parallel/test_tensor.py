@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.models import MODELS
@@ -16,7 +17,6 @@ from torchtitan_clone.models.plan import Columns, Rows
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
-from torchtitan_clone.testing.harness import run_ranks
 
 SPEC = MODELS["qwen3"]
 ARGS = replace(SPEC.flavors["debugmodel"], dim=64, n_layers=2, head_dim=16)

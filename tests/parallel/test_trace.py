@@ -10,12 +10,12 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.expert import _all_to_all
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.trace import CollectiveTrace
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, train
 
 
 def collectives(folder):

@@ -8,16 +8,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.marks import needs_cpu_kernels, needs_split_backward
+from tests.support.harness import run_ranks
+from tests.support.parity_matrix import PREDICTION
+from tests.support.runs import options
+from tests.support.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.comm.collectives import is_exchange
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.planner.simulate import fake_batch, fake_ranks
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.engine import build_engine, parallelize_model_parts
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.parity_matrix import PREDICTION
-from torchtitan_clone.testing.runs import options
-from torchtitan_clone.testing.trainers import full_copies, open_trainer, open_trainers
 from torchtitan_clone.torch_compat import TorchDispatchMode, runs_backward, storage_id
 
 FSDP = "--parallelism.fsdp_reshard_after_forward=always"

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.programs import load_program
+from tests.support.harness import run_ranks
 from torchtitan_clone.planner.hardware import read_hardware
 from torchtitan_clone.planner.measure import best_seconds, measure_hardware, measure_links, to_toml
-from torchtitan_clone.testing.harness import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure_hardware.py"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_clone.testing.parity_matrix import LATENT, MOE
-from torchtitan_clone.testing.runs import options, train
+from tests.support.parity_matrix import LATENT, MOE
+from tests.support.runs import options, train
 
 TOKENIZER = Path(__file__).parents[2] / "torchtitan_clone" / "data" / "assets" / "stdlib_tokenizer"
 

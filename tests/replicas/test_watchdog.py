@@ -8,8 +8,8 @@ import pytest
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.marks import needs_cpu_kernels
-from torchtitan_clone.testing.harness import RankFailed, run_ranks
-from torchtitan_clone.testing.runs import options, train, train_rank
+from tests.support.harness import RankFailed, run_ranks
+from tests.support.runs import options, train, train_rank
 
 TIMEOUT_SECONDS = 4
 

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.marks import needs_split_backward
+from tests.support.cluster import Cluster
+from tests.support.faults import Fault, digest
+from tests.support.harness import run_ranks
+from tests.support.plain_data import context_of
+from tests.support.plain_loop import PlainLoop
+from tests.support.runs import options, rows
+from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.models.moe import Router
 from torchtitan_clone.observe.records import LOADS_FILE
-from torchtitan_clone.testing.cluster import Cluster
-from torchtitan_clone.testing.faults import Fault, digest
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.plain_data import context_of
-from torchtitan_clone.testing.plain_loop import PlainLoop
-from torchtitan_clone.testing.runs import options, rows
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 STEPS, SKIPPED, RATE = 20, 3, 0.002
 ONE_TOKEN = 8 / (8 * 64 * 2)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import make_corpus, options, wait_for_step
 from torchtitan_clone.run.stopping import explain_ended_process
-from torchtitan_clone.testing.runs import make_corpus, options, wait_for_step
 
 STEPS = {"training__steps": 100_000, "validation__enable": False, "checkpoint__interval": 100_000}
 

@@ -13,10 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.harness import run_ranks
+from tests.support.runs import ROOT, losses, options, rows
+from tests.support.trainers import full_copies, open_trainer, train_all
 from torchtitan_clone.config.overlay import toml_like
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import ROOT, losses, options, rows
-from torchtitan_clone.testing.trainers import full_copies, open_trainer, train_all
 
 PACKAGE = ROOT / "torchtitan_clone"
 BUFFERED = {

@@ -2,7 +2,7 @@
 
 import shutil
 
-from torchtitan_clone.testing.runs import options, train
+from tests.support.runs import options, train
 
 
 def test_leftovers_of_killed_exports_are_restored_or_deleted(corpus, tmp_path):

@@ -22,6 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.support.checkpoint_states import log_lines
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, options, train
+from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.checkpoint.hf import INDEX_FILE
 from torchtitan_clone.checkpoint.summary import describe_step
 from torchtitan_clone.config import load_config
@@ -31,10 +35,6 @@ from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.models import find_model
 from torchtitan_clone.run.hub import check_tokenizer
 from torchtitan_clone.run.outcome import TrainingError
-from torchtitan_clone.testing.checkpoint_states import log_lines
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, train
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
 
 ROOT = Path(__file__).parents[2]
 SPLITS = {

@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from scripts import convert_from_hf
+from tests.support.runs import losses, options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.run.hub import open_initial_weights
-from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.tools.trained_model import open_trained_model, read_hub_model
 
 CPU = torch.device("cpu")

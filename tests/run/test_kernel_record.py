@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests.marks import needs_cpu_kernels
+from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run.kernel_record import settle_kernels
 from torchtitan_clone.run.preflight import resolve
-from torchtitan_clone.testing.runs import options, train
 from torchtitan_clone.tools.trained_model import open_trained_model
 
 

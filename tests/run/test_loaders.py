@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tests.support.parity_matrix import GPT_OSS
+from tests.support.plain_data import PlainData, context_of
+from tests.support.runs import make_corpus, options
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders, tokens_of_rank
-from torchtitan_clone.testing.parity_matrix import GPT_OSS
-from torchtitan_clone.testing.plain_data import PlainData, context_of
-from torchtitan_clone.testing.runs import make_corpus, options
 
 
 def open_run(corpus, folder, *, world_size=1, **changes):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import Row, options, rows, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run import preflight
-from torchtitan_clone.testing.runs import Row, options, rows, train
 
 SHORT = {"training__steps": 4, "lr_scheduler__warmup_steps": 4}
 

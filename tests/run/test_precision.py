@@ -4,13 +4,13 @@ import platform
 
 import pytest
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output
 from torchtitan_clone.config import load_config
 from torchtitan_clone.models.moe import MoEArgs, MoEModelArgs
 from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.run.notices import find_model_notices, find_notices
 from torchtitan_clone.run.precision import resolved_precision
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output
 from torchtitan_clone.train import main
 
 WITHOUT_UNITS = {"ONEDNN_MAX_CPU_ISA": "AVX2"}

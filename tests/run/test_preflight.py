@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.parity_matrix import GPT_OSS, MOE
-from torchtitan_clone.testing.runs import losses, make_corpus, options, redirect_output, train
+from tests.support.harness import run_ranks
+from tests.support.parity_matrix import GPT_OSS, MOE
+from tests.support.runs import losses, make_corpus, options, redirect_output, train
 from torchtitan_clone.train import main
 
 

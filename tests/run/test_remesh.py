@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from tests.data.corpora import jsonl, texts, write
 from tests.marks import needs_split_backward
-from torchtitan_clone.testing.faults import ReplicaGroupWrapper
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.plain_loop import PlainLoop
-from torchtitan_clone.testing.runs import losses, options, rows, train
-from torchtitan_clone.testing.trainers import full_copies, open_trainer
+from tests.support.faults import ReplicaGroupWrapper
+from tests.support.harness import run_ranks
+from tests.support.plain_loop import PlainLoop
+from tests.support.runs import losses, options, rows, train
+from tests.support.trainers import full_copies, open_trainer
 from torchtitan_clone.torch_compat import group_timeout, process_groups
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import sysconfig
 
 import pytest
 
+from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.run.results import describe_extension
-from torchtitan_clone.testing.runs import options, train
 
 
 def test_the_commands_of_a_complete_run_work_without_its_environment(corpus, tmp_path):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.harness import run_ranks
+from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.run_folder import LOCK_FILE, RunFolder
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, train
 
 
 def lock_as(argv: list[str], replica_ids: list[int], run_names: list[str]) -> str:

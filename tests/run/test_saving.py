@@ -2,9 +2,9 @@
 
 import resource
 
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, options, train, train_rank
 from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, train, train_rank
 
 
 def limited_file_size(argv, logs, limit):

@@ -7,16 +7,16 @@ import torch
 
 from scripts.convert_to_hf import convert
 from tests.data.corpora import jsonl, write
+from tests.support.harness import run_ranks
+from tests.support.parity_matrix import PREDICTION
+from tests.support.runs import losses, options, rows
+from tests.support.trainers import train_all
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.parallel.runtime import Launch
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.dry_run import summary
 from torchtitan_clone.run.plan import later_phases
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.parity_matrix import PREDICTION
-from torchtitan_clone.testing.runs import losses, options, rows
-from torchtitan_clone.testing.trainers import train_all
 
 STEPS = 12
 BORDER = 7

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faults import ReplicaGroupWrapper, run_entry_point
+from tests.support.harness import run_ranks
+from tests.support.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 from torchtitan_clone.run.stopping import StopPolicy, StopRequest
-from torchtitan_clone.testing.faults import ReplicaGroupWrapper, run_entry_point
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import Ranks, losses, options, read_json_lines, rows, train, wait_for_step
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -10,11 +10,11 @@ from scripts import convert_from_hf, convert_to_hf
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
 from tests.run.test_stages import BORDER, EXTENSION, stage_options
+from tests.support.harness import run_ranks
+from tests.support.runs import losses, options, train
+from tests.support.trainers import open_trainer, train_all
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.models import MODELS
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import losses, options, train
-from torchtitan_clone.testing.trainers import open_trainer, train_all
 from torchtitan_clone.tools.trained_model import open_trained_model
 
 CPU = torch.device("cpu")

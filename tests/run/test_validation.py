@@ -7,13 +7,13 @@ import torch
 
 from tests.data.corpora import jsonl, texts, write
 from tests.data.test_tokenizer import MADE, stored
+from tests.support.harness import run_ranks
+from tests.support.runs import options, rows, train
+from tests.support.trainers import open_trainer
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.token_store import is_held_out
 from torchtitan_clone.run.timeouts import Timeouts
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, rows, train
-from torchtitan_clone.testing.trainers import open_trainer
 from torchtitan_clone.tools.samples import NextTokens, sample
 
 

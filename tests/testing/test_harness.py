@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from torchtitan_clone.testing.harness import RankFailed, run_ranks
-from torchtitan_clone.testing.runs import redirect_output
+from tests.support.harness import RankFailed, run_ranks
+from tests.support.runs import redirect_output
 
 
 def abort(log):

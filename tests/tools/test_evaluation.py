@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_tokenizer import MADE, stored
+from tests.support.harness import run_ranks
+from tests.support.runs import options, redirect_output, rows
+from tests.support.trainers import open_trainers
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.config.schema import EvaluationTask
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.ops import SOURCE_BITS
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import options, redirect_output, rows
-from torchtitan_clone.testing.trainers import open_trainers
 from torchtitan_clone.tools.evaluation_tasks import EXAMPLES as EXAMPLES_OF
 from torchtitan_clone.tools.evaluation_tasks import Example, build_tasks, measure_choices, score_pairs
 from torchtitan_clone.tools.samples import encode_prompts

@@ -10,10 +10,10 @@ import torch
 
 from scripts import convert_to_hf
 from scripts import evaluate as script
+from tests.support.runs import options, train
 from tests.tools.test_evaluation import EXAMPLES
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data.tokenizer import tokenizer_files
-from torchtitan_clone.testing.runs import options, train
 from torchtitan_clone.tools.evaluation_tasks import Example, choice_task
 from torchtitan_clone.tools.scoring import Scores, pack_texts
 from torchtitan_clone.tools.trained_model import open_trained_model

@@ -14,13 +14,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tests.data.corpora import jsonl, write
 from tests.programs import load_program
+from tests.support.harness import run_ranks
+from tests.support.runs import make_short_documents, options, rows, train
+from tests.support.trainers import open_trainers
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.loaders import open_loaders
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.runs import make_short_documents, options, rows, train
-from torchtitan_clone.testing.trainers import open_trainers
 from torchtitan_clone.tools.inspection import inspect_run
 
 

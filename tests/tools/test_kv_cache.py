@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.models import test_gpt_oss, test_llama4, test_olmo3
+from tests.support.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.moe import MoEArgs
 from torchtitan_clone.models.qwen3.model import Qwen3Args, Qwen3MoEArgs
-from torchtitan_clone.testing.twins import twin_of
 from torchtitan_clone.tools.generation import Generator, Sampling
 from torchtitan_clone.tools.trained_model import TrainedModel
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.testing.runs import options, train
 from torchtitan_clone.torchft import door
 from torchtitan_clone.torchft.lighthouse import start_lighthouse
 

@@ -9,10 +9,10 @@ import signal
 
 import pytest
 
+from tests.support.cluster import Cluster, committed_once
+from tests.support.faults import Fault
+from tests.support.runs import losses, options, train
 from torchtitan_clone.observe.records import TIMELINE_FILE
-from torchtitan_clone.testing.cluster import Cluster, committed_once
-from torchtitan_clone.testing.faults import Fault
-from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.tools.report_charts import all_charts
 from torchtitan_clone.tools.report_data import read_run, run_folders
 

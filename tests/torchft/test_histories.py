@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.cluster import Cluster, committed_once
+from tests.support.faults import Fault
+from tests.support.harness import collect, start_ranks
+from tests.support.runs import read_json_lines
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.cluster import Cluster, committed_once
-from torchtitan_clone.testing.faults import Fault
-from torchtitan_clone.testing.harness import collect, start_ranks
-from torchtitan_clone.testing.runs import read_json_lines
 from torchtitan_clone.torchft.attempt_log import AttemptLog
 from torchtitan_clone.torchft.history import MAX_CHANGES, History
 

@@ -2,7 +2,7 @@
 
 import signal
 
-from torchtitan_clone.testing.cluster import Cluster
+from tests.support.cluster import Cluster
 
 OPTIONS = {
     "training__global_batch_size": 4,

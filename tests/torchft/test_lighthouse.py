@@ -7,10 +7,10 @@ import time
 import pytest
 
 from tests.programs import load_program
+from tests.support.runs import options, train
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.network import NoAnswerError
-from torchtitan_clone.testing.runs import options, train
 from torchtitan_clone.torchft.lighthouse import (
     parse_lighthouse_address,
     start_lighthouse,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.checkpoint_states import rank_of_a_group
+from tests.support.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
+from tests.support.faults import Fault
+from tests.support.harness import collect, start_ranks
+from tests.support.runs import losses, options, train
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
-from torchtitan_clone.testing.checkpoint_states import rank_of_a_group
-from torchtitan_clone.testing.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
-from torchtitan_clone.testing.faults import Fault
-from torchtitan_clone.testing.harness import collect, start_ranks
-from torchtitan_clone.testing.runs import losses, options, train
 from torchtitan_clone.torchft.outer import init_outer_weights, outer_state
 
 ROWS, STEPS, ROUND = 8, 60, 5

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_clone.testing.runs import Row, read_json_lines
+from tests.support.runs import Row, read_json_lines
 
 Records = dict[str, list[Row]]
 """Lines by file, in the order in which they were written."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import zstandard
 
-from torchtitan_clone.testing.hostile_folders import HARMLESS, HOSTILE_VALUES, SECRET, Kind, damage_file, damage_json
-from torchtitan_clone.testing.runs import losses, make_corpus, options, train
+from tests.support.hostile_folders import HARMLESS, HOSTILE_VALUES, SECRET, Kind, damage_file, damage_json
+from tests.support.runs import losses, make_corpus, options, train
 
 HUB_DOCUMENTS = ("config.json", "model.safetensors.index.json", "tokenizer_config.json", "tokenizer.json")
 TEXTS = ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt")

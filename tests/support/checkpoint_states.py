@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.support.harness import run_ranks
 from torchtitan_clone.checkpoint.commit import Progress
 from torchtitan_clone.checkpoint.index import read_index
 from torchtitan_clone.checkpoint.loading import load_tensors
@@ -21,7 +22,6 @@ from torchtitan_clone.checkpoint.saving import SaveReport
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint, Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.testing.harness import run_ranks
 
 # Uneven over 2, 3 and 4 ranks; matrices, vectors, 0-dim and empty tensors; integers, booleans and other types.
 SHAPES = {

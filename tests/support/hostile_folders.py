@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tests.support.harness import RankFailed, collect, start_ranks
+from tests.support.runs import train_rank
 from torchtitan_clone.cache_folders import user_cache_folder
-from torchtitan_clone.testing.harness import RankFailed, collect, start_ranks
-from torchtitan_clone.testing.runs import train_rank
 
 REFUSED, FALLEN_BACK, HARMLESS = "refused", "fallen back", "harmless"
 GOOD = (REFUSED, FALLEN_BACK, HARMLESS)

@@ -9,8 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS
-from torchtitan_clone.testing.hostile_folders import (
+from tests.support.hostile_folders import (
     FALLEN_BACK,
     HARMLESS,
     HOSTILE_VALUES,
@@ -18,7 +17,8 @@ from torchtitan_clone.testing.hostile_folders import (
     damage_file,
     damage_json,
 )
-from torchtitan_clone.testing.runs import losses, make_corpus, options, train
+from tests.support.runs import losses, make_corpus, options, train
+from torchtitan_clone.checkpoint.writer import DIGEST, DIGESTS
 
 STEPS = (3, 6)
 LAST_STEP = 8

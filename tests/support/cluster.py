@@ -13,13 +13,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Self
 
+from tests.support.attempts import GroupResults
+from tests.support.attempts import committed_once as committed_once  # used together with Cluster
+from tests.support.faults import Fault, train_group_rank
+from tests.support.harness import StartedRank, start_ranks
+from tests.support.runs import GLOBAL_BATCH_SIZE, options
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.testing.attempts import GroupResults
-from torchtitan_clone.testing.attempts import committed_once as committed_once  # used together with Cluster
-from torchtitan_clone.testing.faults import Fault, train_group_rank
-from torchtitan_clone.testing.harness import StartedRank, start_ranks
-from torchtitan_clone.testing.runs import GLOBAL_BATCH_SIZE, options
 from torchtitan_clone.torchft.lighthouse import start_lighthouse
 
 HEARTBEAT_MS = 700

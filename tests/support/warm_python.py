@@ -24,7 +24,7 @@ from typing import Protocol, Self
 
 import torch
 
-from torchtitan_clone.testing import harness as harness  # which modules the forkserver loads
+from tests.support import harness as harness  # which modules the forkserver loads
 
 STREAMS = 3
 MAX_REQUEST = 1 << 20

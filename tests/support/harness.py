@@ -27,8 +27,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
     "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel", "torch.profiler", "torchtitan_clone.testing.sabotage",
-    "torchtitan_clone.trainer", "torchtitan_clone.testing.preloaded",
+    "torch.distributed.tensor.parallel", "torch.profiler", "tests.support.sabotage",
+    "torchtitan_clone.trainer", "tests.support.preloaded",
 ]  # fmt: skip
 """Modules that the forkserver imports once for all processes, of which the last must stay the last."""
 _CONTEXT.set_forkserver_preload(PRELOADED)
@@ -125,7 +125,7 @@ def _receive(started: StartedRank, *, rank: int) -> object:
 def _rank_main(
     pipe: Connection, env: Mapping[str, str], function: Callable[..., object], args: tuple[object, ...]
 ) -> None:
-    from torchtitan_clone.testing import buffered_model
+    from tests.support import buffered_model
 
     faulthandler.enable(2)  # the descriptor, which redirect_output() changes
     os.environ.update(env)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
+from tests.support.runs import redirect_output
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.network import NoAnswerError
 from torchtitan_clone.observe.logging import setup_logging
 from torchtitan_clone.run.stopping import StopRequest
-from torchtitan_clone.testing.runs import redirect_output
 
 if TYPE_CHECKING:
     from torchtitan_clone.replicas.protocol import ReplicaGroup

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests.support.harness import run_ranks
+from tests.support.plain_loop import PlainLoop
+from tests.support.runs import options, rows
+from tests.support.sabotage import MISTAKES
+from tests.support.trainers import full_copies, open_trainers
 from torchtitan_clone.models.decoder import named_state
-from torchtitan_clone.testing.harness import run_ranks
-from torchtitan_clone.testing.plain_loop import PlainLoop
-from torchtitan_clone.testing.runs import options, rows
-from torchtitan_clone.testing.sabotage import MISTAKES
-from torchtitan_clone.testing.trainers import full_copies, open_trainers
 from torchtitan_clone.trainer import Trainer
 
 STEPS = 3  # with gradients of weights that were trained, and with a momentum

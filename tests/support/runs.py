@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_clone.testing.harness import collect, start_ranks
+from tests.support.harness import collect, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32}
