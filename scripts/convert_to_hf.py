@@ -22,7 +22,7 @@ from torchtitan_clone.checkpoint.tensor_file import entry_for, exported_dtype
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.models import find_model
 from torchtitan_clone.observe.outputs import reports_errors
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 from torchtitan_clone.run.hub import export_files
 from torchtitan_clone.tools.trained_model import args_at_step, tokenizer_at_step
 

@@ -24,7 +24,7 @@ from torchtitan_clone.checkpoint.hf import (
 )
 from torchtitan_clone.checkpoint.tensor_file import entry_for
 from torchtitan_clone.config import ConfigError
-from torchtitan_clone.ops.tensor_pieces import Piece
+from torchtitan_clone.ops.tensor_slices import TensorSlice
 
 FILES = {CONFIG_FILE: b'{"model_type": "x"}', "tokenizer.json": b"{}"}
 PLACEMENTS = {
@@ -32,7 +32,7 @@ PLACEMENTS = {
     "columns": lambda tensor: [Shard(tensor.ndim - 1) if tensor.ndim else Replicate()],
     "copies": lambda _tensor: [Replicate()],
 }
-UNCHANGED = {name: [Piece(source=name, shape=tuple(t.shape))] for name, t in mixed_tensors().items()}
+UNCHANGED = {name: [TensorSlice(source=name, shape=tuple(t.shape))] for name, t in mixed_tensors().items()}
 
 
 def split(tensors, how):
@@ -151,7 +151,7 @@ def test_folders_with_and_without_an_index(tmp_path):
     found = open_weight_folder(folder)
     assert list(found.entries) == ["b"]
     filled = torch.zeros(4)
-    found.fill({"b": filled}, pieces={"b": [Piece(source="b", shape=(4,))]})
+    found.fill({"b": filled}, pieces={"b": [TensorSlice(source="b", shape=(4,))]})
     assert torch.equal(filled, torch.arange(4.0))
 
 

@@ -19,7 +19,7 @@ from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.decoder import named_state
 from torchtitan_clone.models.deepseek_v3.model import V2_ROUTER, DeepSeekV3Args
 from torchtitan_clone.models.rope import RopeScaling
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["deepseek_v3"]

@@ -17,7 +17,7 @@ from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.gpt_oss.model import GptOssArgs
 from torchtitan_clone.models.moe import Experts, MoEArgs
 from torchtitan_clone.models.rope import RopeScaling
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["gpt_oss"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.harness import run_ranks
 from torchtitan_clone.checkpoint.hf import export_weights, open_weight_folder
 from torchtitan_clone.models.hf_mapping import fused, joined, pieces_of, same, stacked, transposed
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 E, F, D = 4, 6, 8
 # As families write them: one file of each kind.

@@ -16,7 +16,7 @@ from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.decoder import named_state
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 from torchtitan_clone.run.hub import model_of_folder, open_initial_weights
 
 SPEC = MODELS["llama4"]

@@ -14,7 +14,7 @@ from torchtitan_clone.config import ConfigError, overlay
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.moe import MoE, MoEArgs, Router
 from torchtitan_clone.models.qwen3.model import Qwen3MoEArgs
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 from torchtitan_clone.run.hub import open_initial_weights
 
 SPEC = MODELS["qwen3_moe"]

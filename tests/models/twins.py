@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.twins import twin_of
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.models.decoder import named_state
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 
 def assert_logits_equal(spec, args, *, tokens=200):

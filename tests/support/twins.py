@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchtitan_clone.models import ModelSpec
 from torchtitan_clone.models.decoder import ModelArgs, named_state
-from torchtitan_clone.ops.tensor_pieces import assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import assemble_source, sources_of
 
 
 def twin_of(spec: ModelSpec, model: nn.Module, args: ModelArgs) -> nn.Module:

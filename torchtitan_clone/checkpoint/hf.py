@@ -1,6 +1,6 @@
 """Reads and writes folders of weights in the format of the Hugging Face hub: config.json and safetensors files.
 
-`Pieces` map our tensors to the hub's, see ops/tensor_pieces.py. Writing needs the memory of one tensor.
+`TensorSlices` map our tensors to the hub's, see ops/tensor_slices.py. Writing needs the memory of one tensor.
 """
 
 import json
@@ -29,7 +29,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.documents import DocumentError, Value, find_member, parse_json, read_member, shorten
 from torchtitan_clone.ops.dtensor_shards import TensorShard, gather_shard_map, local_shard, local_shard_and_offset
-from torchtitan_clone.ops.tensor_pieces import Piece, Pieces, Sliceable, sources_of
+from torchtitan_clone.ops.tensor_slices import Sliceable, TensorSlice, TensorSlices, sources_of
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -55,7 +55,13 @@ class ExportReport:
 
 
 def export_weights(
-    folder: Path, *, tensors: Tensors, pieces: Pieces, dtype: torch.dtype, files: GetFiles, file_bytes: int = FILE_BYTES
+    folder: Path,
+    *,
+    tensors: Tensors,
+    pieces: TensorSlices,
+    dtype: torch.dtype,
+    files: GetFiles,
+    file_bytes: int = FILE_BYTES,
 ) -> ExportReport:
     """Writes a folder of weights from the tensors that the ranks hold. Collective.
 
@@ -79,7 +85,7 @@ class FullTensorGather:
     The values are sent as bytes over the CPU. All ranks must construct it and call `collect` in the same order.
     """
 
-    def __init__(self, tensors: Tensors, *, pieces: Pieces, dtype: torch.dtype, group: dist.ProcessGroup):
+    def __init__(self, tensors: Tensors, *, pieces: TensorSlices, dtype: torch.dtype, group: dist.ProcessGroup):
         self.group = group
         self._rank = dist.get_rank()
         self._dtype = dtype
@@ -260,9 +266,9 @@ class WeightFolder:
         is_quantized = entry.torch_dtype == torch.float8_e4m3fn and len(entry.shape) == 2
         return self.entries.get(f"{name}{SCALES}") if is_quantized else None
 
-    def fill(self, tensors: Tensors, *, pieces: Pieces) -> None:
+    def fill(self, tensors: Tensors, *, pieces: TensorSlices) -> None:
         """Copies the values into our tensors, complete ones or DTensors; reads little more than their shards."""
-        needed: dict[Path, list[tuple[str, Piece]]] = {}
+        needed: dict[Path, list[tuple[str, TensorSlice]]] = {}
         for name in tensors:
             for piece in (piece for piece in pieces[name] if not piece.is_copy):
                 needed.setdefault(self.files[self.stored_as(piece.source)], []).append((name, piece))

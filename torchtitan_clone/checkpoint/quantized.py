@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan_clone.checkpoint.tensor_file import Entry
 from torchtitan_clone.documents import shorten
-from torchtitan_clone.ops.tensor_pieces import Sliceable
+from torchtitan_clone.ops.tensor_slices import Sliceable
 
 SCALES = "_scale_inv"
 """End of the name of a quantized matrix's scales, of which each block of its rows and columns has one."""

@@ -17,7 +17,7 @@ from torchtitan_clone.models.hub_keys import (
     read_arguments,
 )
 from torchtitan_clone.models.hub_rope import ORIGINAL_LENGTH, read_scaling, scaling_to_config
-from torchtitan_clone.ops.tensor_pieces import Piece
+from torchtitan_clone.ops.tensor_slices import TensorSlice
 
 CONFIG_KEYS: Mapping[str, str] = {
     "dim": "hidden_size",
@@ -69,7 +69,9 @@ class DecoderHub:
         """Returns the rules of a model; a family whose rules depend on sizes overrides it."""
         return self.rules
 
-    def pieces(self, tensors: Mapping[str, Sequence[int]], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
+    def pieces(
+        self, tensors: Mapping[str, Sequence[int]], *, args: Any, prefix: str = ""
+    ) -> dict[str, list[TensorSlice]]:
         """Returns the tensors of the hub that hold our parameters and buffers of these names and shapes."""
         rules = self.rules_of(args)
         return {name: pieces_of(rules, name, shape=shape, prefix=prefix) for name, shape in tensors.items()}

@@ -1,12 +1,12 @@
-"""Declares which tensors of the Hugging Face hub hold a model's tensors; ops/tensor_pieces.py imports and exports."""
+"""Declares which tensors of the Hugging Face hub hold a model's tensors; ops/tensor_slices.py imports and exports."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from torchtitan_clone.ops.tensor_pieces import Index, Piece
+from torchtitan_clone.ops.tensor_slices import Index, TensorSlice
 
-Rule = Callable[[tuple[int, ...]], list[Piece]]
+Rule = Callable[[tuple[int, ...]], list[TensorSlice]]
 """Returns the pieces of our tensor from its shape; * in the name of a piece stands for the number of the layer."""
 Rules = Mapping[str, Rule]
 """The rule of each of our parameters and persistent buffers, by name with * for the number of a layer."""
@@ -14,18 +14,18 @@ Rules = Mapping[str, Rule]
 
 def same(name: str) -> Rule:
     """One tensor of the hub with the same values and shape."""
-    return lambda shape: [Piece(source=name, shape=shape)]
+    return lambda shape: [TensorSlice(source=name, shape=shape)]
 
 
 def repeated(name: str, *copies: str) -> Rule:
     """One tensor of the hub, which releases repeat under other names."""
-    return lambda shape: [Piece(source=each, shape=shape, is_copy=each in copies) for each in (name, *copies)]
+    return lambda shape: [TensorSlice(source=each, shape=shape, is_copy=each in copies) for each in (name, *copies)]
 
 
 def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
     """One tensor of the hub for each {index} of our first dimension, mapped by `rule`, as "experts.{index}.weight"."""
 
-    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
         return [
             replace(piece, to=(index, *piece.to))
             for index in range(shape[0])
@@ -38,9 +38,9 @@ def stacked(rule: Callable[[str], Rule], name: str) -> Rule:
 def transposed(name: str) -> Rule:
     """One tensor of the hub whose last two dimensions are exchanged."""
 
-    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
         *others, rows, columns = shape
-        return [Piece(source=name, shape=(*others, columns, rows), transpose=(len(shape) - 2, len(shape) - 1))]
+        return [TensorSlice(source=name, shape=(*others, columns, rows), transpose=(len(shape) - 2, len(shape) - 1))]
 
     return pieces
 
@@ -48,7 +48,7 @@ def transposed(name: str) -> Rule:
 def fused(rule: Rule, *, dim: int, index: int, count: int = 2, interleaved: bool = False) -> Rule:
     """Our tensor, mapped by `rule`, is share `index` of `count` along the hub's `dim`: a block, or `index::count`."""
 
-    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
         (share,) = rule(shape)
         size = share.shape[dim]
         complete = (*share.shape[:dim], size * count, *share.shape[dim + 1 :])
@@ -66,12 +66,12 @@ def _share(index: int, *, dim: int, size: int, step: int) -> Index:
 def joined(*names: str, dim: int = 0, interleaved: bool = False) -> Rule:
     """Our tensor consists of equal tensors of the hub along our `dim`, consecutive or interleaved."""
 
-    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
         size = shape[dim] // len(names)
         each = (*shape[:dim], size, *shape[dim + 1 :])
         step = len(names) if interleaved else 1
         shares = [_share(index, dim=dim, size=size, step=step) for index in range(len(names))]
-        return [Piece(source=name, shape=each, to=share) for name, share in zip(names, shares, strict=True)]
+        return [TensorSlice(source=name, shape=each, to=share) for name, share in zip(names, shares, strict=True)]
 
     return pieces
 
@@ -82,19 +82,19 @@ def rotary_rows(name: str, *, plain: int, rotary: int) -> Rule:
     Ours are pairs of the same index in both halves.
     """
 
-    def pieces(shape: tuple[int, ...]) -> list[Piece]:
+    def pieces(shape: tuple[int, ...]) -> list[TensorSlice]:
         half = rotary // 2
         rows: list[tuple[slice, slice]] = []
         for first in range(0, shape[0], plain + rotary):
             start, middle, stop = first + plain, first + plain + half, first + plain + rotary
             rows += [(slice(first, start), slice(first, start)), (slice(start, stop, 2), slice(start, middle))]
             rows += [(slice(start + 1, stop, 2), slice(middle, stop))]
-        return [Piece(source=name, shape=shape, of=(theirs,), to=(ours,)) for theirs, ours in rows]
+        return [TensorSlice(source=name, shape=shape, of=(theirs,), to=(ours,)) for theirs, ours in rows]
 
     return pieces
 
 
-def pieces_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[Piece]:
+def pieces_of(rules: Rules, name: str, *, shape: Sequence[int], prefix: str = "") -> list[TensorSlice]:
     """Returns the pieces of our tensor of that name and shape, with names after a prefix; KeyError without a rule."""
     match = re.fullmatch(r"layers\.(\d+)\.(.*)", name)
     rule = rules[f"layers.*.{match[2]}" if match else name]

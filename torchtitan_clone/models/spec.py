@@ -17,7 +17,7 @@ from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.observe.flops import training_flops_per_token
 from torchtitan_clone.ops import grouped_mm  # noqa: F401, registers an operator
 from torchtitan_clone.ops.kernels import CPU
-from torchtitan_clone.ops.tensor_pieces import Piece
+from torchtitan_clone.ops.tensor_slices import TensorSlice
 from torchtitan_clone.torch_compat import cpu_flash_attention, cudnn_attention, efficient_attention, flash_attention
 
 
@@ -145,7 +145,7 @@ class ModelSpec:
         flops = self.layer_flops(args, parameters=parameters, seq_len=seq_len)[: args.n_layers]
         return [round(100 * each / min(flops)) for each in flops]
 
-    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[Piece]]:
+    def hub_pieces(self, state: Mapping[str, Tensor], *, args: Any, prefix: str = "") -> dict[str, list[TensorSlice]]:
         """Returns the tensors of the hub that hold each of ours, by name; ConfigError if the format lacks the model."""
         if errors := self.hugging_face.find_format_errors(args):
             raise ConfigError(errors)

@@ -23,7 +23,7 @@ from torchtitan_clone.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer
 from torchtitan_clone.documents import DocumentError, read_member, shorten
 from torchtitan_clone.models import MODELS, ModelArgs, ModelSpec
 from torchtitan_clone.models.hf import Arguments
-from torchtitan_clone.ops.tensor_pieces import Pieces, sources_of
+from torchtitan_clone.ops.tensor_slices import TensorSlices, sources_of
 
 logger = logging.getLogger("torchtitan_clone")
 
@@ -39,7 +39,7 @@ class InitialWeights:
     """A folder of weights whose tensors match the model's."""
 
     folder: WeightFolder
-    pieces: Pieces
+    pieces: TensorSlices
     warnings: tuple[str, ...]
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -176,7 +176,7 @@ def _flat(arguments: Arguments) -> Arguments:
 
 
 def _compare_tensors(
-    folder: WeightFolder, *, spec: ModelSpec, args: ModelArgs, state: Mapping[str, Tensor], pieces: Pieces
+    folder: WeightFolder, *, spec: ModelSpec, args: ModelArgs, state: Mapping[str, Tensor], pieces: TensorSlices
 ) -> list[str]:
     """Returns how names, shapes and dtypes differ from those of the model."""
     wanted = sources_of(pieces)

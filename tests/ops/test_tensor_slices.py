@@ -1,53 +1,54 @@
-"""Tensors assembled from pieces, complete and by shards, against indexing by hand."""
+"""Tensors assembled from slices, complete and by shards, against indexing by hand."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from torchtitan_clone.ops.tensor_pieces import Piece, assemble_source, sources_of
+from torchtitan_clone.ops.tensor_slices import TensorSlice, assemble_source, sources_of
 
 E, F, D = 3, 4, 6
 TARGET = torch.arange(E * F * D).reshape(E, F, D)
 LAYOUTS = {
-    "same": ([Piece(source="a", shape=(E, F, D))], {"a": TARGET}),
+    "same": ([TensorSlice(source="a", shape=(E, F, D))], {"a": TARGET}),
     "stacked": (
-        [Piece(source=f"a{e}", shape=(F, D), to=(e,)) for e in range(E)],
+        [TensorSlice(source=f"a{e}", shape=(F, D), to=(e,)) for e in range(E)],
         {f"a{e}": TARGET[e] for e in range(E)},
     ),
     "stacked, transposed": (
-        [Piece(source=f"a{e}", shape=(D, F), to=(e,), transpose=(0, 1)) for e in range(E)],
+        [TensorSlice(source=f"a{e}", shape=(D, F), to=(e,), transpose=(0, 1)) for e in range(E)],
         {f"a{e}": TARGET[e].T for e in range(E)},
     ),
     "transposed": (
-        [Piece(source="a", shape=(E, D, F), transpose=(1, 2))],
+        [TensorSlice(source="a", shape=(E, D, F), transpose=(1, 2))],
         {"a": TARGET.transpose(1, 2)},
     ),
     "halves": (
-        [Piece(source=name, shape=(E, F, D // 2), to=(slice(None), slice(None), half))
+        [TensorSlice(source=name, shape=(E, F, D // 2), to=(slice(None), slice(None), half))
          for name, half in (("a", slice(0, 3)), ("b", slice(3, 6)))],
         {"a": TARGET[..., :3], "b": TARGET[..., 3:]},
     ),
     "interleaved": (
-        [Piece(source=name, shape=(E, F // 2, D), to=(slice(None), half))
+        [TensorSlice(source=name, shape=(E, F // 2, D), to=(slice(None), half))
          for name, half in (("a", slice(0, None, 2)), ("b", slice(1, None, 2)))],
         {"a": TARGET[:, ::2], "b": TARGET[:, 1::2]},
     ),
     "a column of a stack": (
-        [Piece(source=f"a{d}", shape=(F, E), to=(slice(None), slice(None), d), transpose=(0, 1)) for d in range(D)],
+        [TensorSlice(source=f"a{d}", shape=(F, E), to=(slice(None), slice(None), d), transpose=(0, 1))
+         for d in range(D)],
         {f"a{d}": TARGET[:, :, d].T for d in range(D)},
     ),
     "interleaved halves of one source": (
-        [Piece(source="a", shape=(E, F, D), of=(slice(None), slice(None), slice(i, None, 2)),
-               to=(slice(None), slice(None), slice(3 * i, 3 * i + 3))) for i in range(2)],
+        [TensorSlice(source="a", shape=(E, F, D), of=(slice(None), slice(None), slice(i, None, 2)),
+                     to=(slice(None), slice(None), slice(3 * i, 3 * i + 3))) for i in range(2)],
         {"a": TARGET.unflatten(2, (2, 3)).transpose(2, 3).flatten(2)},
     ),
     "an index of the source": (
-        [Piece(source="a", shape=(F, E, D), of=(slice(None), e), to=(e,)) for e in range(E)],
+        [TensorSlice(source="a", shape=(F, E, D), of=(slice(None), e), to=(e,)) for e in range(E)],
         {"a": TARGET.transpose(0, 1)},
     ),
 }  # fmt: skip
-CASES = pytest.mark.parametrize(("pieces", "sources"), LAYOUTS.values(), ids=LAYOUTS)
+CASES = pytest.mark.parametrize(("slices", "sources"), LAYOUTS.values(), ids=LAYOUTS)
 
 
 class Reader:
@@ -58,7 +59,7 @@ class Reader:
         self.read = 0
 
     def __getitem__(self, region):
-        assert all(part.step in (None, 1) for part in region)
+        assert all(each.step in (None, 1) for each in region)
         found = self._tensor[region]
         self.read += found.numel()
         return found
@@ -71,20 +72,20 @@ def boxes(shape):
 
 
 @CASES
-def test_a_box_of_the_target_is_read_from_its_sources(pieces, sources):
+def test_a_box_of_the_target_is_read_from_its_sources(slices, sources):
     for box in boxes(TARGET.shape):
         offset, size = zip(*box, strict=True)
         found = torch.full(size, -1)
-        for piece in pieces:
-            if (overlap := piece.overlap(TARGET.shape, offset=offset, size=size)) is not None:
-                overlap.in_box(found).copy_(overlap.read(Reader(sources[piece.source])))
+        for part in slices:
+            if (overlap := part.overlap(TARGET.shape, offset=offset, size=size)) is not None:
+                overlap.in_box(found).copy_(overlap.read(Reader(sources[part.source])))
         region = tuple(slice(first, first + count) for first, count in box)
         assert torch.equal(found, TARGET[region]), (offset, size)
 
 
 @CASES
-def test_sources_are_assembled_from_the_target(pieces, sources):
-    users = sources_of({"ours": pieces})
+def test_sources_are_assembled_from_the_target(slices, sources):
+    users = sources_of({"ours": slices})
     assert list(users) == list(sources)
     for name, tensor in sources.items():
         found = assemble_source(users[name], read=lambda _name: TARGET, dtype=torch.int64)
@@ -92,14 +93,14 @@ def test_sources_are_assembled_from_the_target(pieces, sources):
 
 
 @CASES
-def test_sources_are_assembled_from_boxes_of_the_target(pieces, sources):
+def test_sources_are_assembled_from_boxes_of_the_target(slices, sources):
     found = {name: torch.full(tensor.shape, -1) for name, tensor in sources.items()}
     for row, column in product(range(E), (0, 2)):
         box = TARGET[row : row + 1, :, column * 2 : column * 2 + 4] if column == 0 else TARGET[row : row + 1, :, 4:]
-        for piece in pieces:
-            overlap = piece.overlap(TARGET.shape, offset=(row, 0, column * 2), size=box.shape)
+        for part in slices:
+            overlap = part.overlap(TARGET.shape, offset=(row, 0, column * 2), size=box.shape)
             if overlap is not None:
-                overlap.in_source(found[piece.source]).copy_(overlap.in_box(box))
+                overlap.in_source(found[part.source]).copy_(overlap.in_box(box))
     assert all(torch.equal(found[name], tensor) for name, tensor in sources.items())
 
 
@@ -107,22 +108,22 @@ def test_two_targets_share_a_source():
     """Gate and up of every expert are one tensor, interleaved and in the opposite order of ours."""
     fused = torch.arange(E * D * 2 * F).reshape(E, D, 2 * F)
     shares = [(slice(None), slice(None), slice(i, None, 2)) for i in range(2)]
-    pieces = {
-        name: [Piece(source="gate_up", shape=fused.shape, of=share, transpose=(1, 2))]
+    slices = {
+        name: [TensorSlice(source="gate_up", shape=fused.shape, of=share, transpose=(1, 2))]
         for name, share in zip(("gate", "up"), shares, strict=True)
     }
     targets = {"gate": fused[..., ::2].transpose(1, 2), "up": fused[..., 1::2].transpose(1, 2)}
     for name, target in targets.items():
-        overlap = pieces[name][0].overlap(target.shape, offset=(0, 1, 2), size=(E, 2, 3))
+        overlap = slices[name][0].overlap(target.shape, offset=(0, 1, 2), size=(E, 2, 3))
         assert overlap is not None
         assert torch.equal(overlap.read(Reader(fused)), target[:, 1:3, 2:5])
-    users = sources_of(pieces)["gate_up"]
+    users = sources_of(slices)["gate_up"]
     assert torch.equal(assemble_source(users, read=targets.__getitem__, dtype=torch.int64), fused)
 
 
 def test_a_shard_reads_no_more_than_it_needs():
     reader = Reader(TARGET[1].T)
-    overlap = Piece(source="a", shape=(D, F), to=(1,), transpose=(0, 1)).overlap(
+    overlap = TensorSlice(source="a", shape=(D, F), to=(1,), transpose=(0, 1)).overlap(
         TARGET.shape, offset=(1, 1, 2), size=(2, 2, 3)
     )
     assert overlap is not None
@@ -132,24 +133,27 @@ def test_a_shard_reads_no_more_than_it_needs():
 
 def test_no_dimension_and_no_values():
     three = torch.tensor(3)
-    found = assemble_source([("x", Piece(source="a", shape=()))], read=lambda _name: three, dtype=torch.int64)
+    found = assemble_source([("x", TensorSlice(source="a", shape=()))], read=lambda _name: three, dtype=torch.int64)
     assert torch.equal(found, three)
-    piece = Piece(source="a", shape=(2,), of=(0,))
-    overlap = piece.overlap((), offset=(), size=())
+    part = TensorSlice(source="a", shape=(2,), of=(0,))
+    overlap = part.overlap((), offset=(), size=())
     assert overlap is not None
     assert overlap.read(Reader(torch.tensor([5, 6]))).item() == 5
-    assert Piece(source="a", shape=(0, 3)).overlap((0, 3), offset=(0, 0), size=(0, 3)) is None
+    assert TensorSlice(source="a", shape=(0, 3)).overlap((0, 3), offset=(0, 0), size=(0, 3)) is None
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "slices",
     [
-        [Piece(source="a", shape=(4,), of=(slice(0, 3),))],
-        [Piece(source="a", shape=(4,)), Piece(source="a", shape=(4,))],
-        [Piece(source="a", shape=(4,), of=(slice(0, 2),)), Piece(source="a", shape=(5,), of=(slice(2, 4),))],
+        [TensorSlice(source="a", shape=(4,), of=(slice(0, 3),))],
+        [TensorSlice(source="a", shape=(4,)), TensorSlice(source="a", shape=(4,))],
+        [
+            TensorSlice(source="a", shape=(4,), of=(slice(0, 2),)),
+            TensorSlice(source="a", shape=(5,), of=(slice(2, 4),)),
+        ],
     ],
     ids=["too few", "too many", "two shapes"],
 )
-def test_a_declaration_that_does_not_add_up_is_an_error(pieces):
+def test_a_declaration_that_does_not_add_up_is_an_error(slices):
     with pytest.raises(AssertionError, match="a"):
-        sources_of({"x": pieces})
+        sources_of({"x": slices})
