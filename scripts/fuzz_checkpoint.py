@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 if not Path(sys.path[0], "tests").exists():
     sys.exit(f"error: {sys.path[0]}/tests is missing; run this script from a clone of the repository")
 
-from benchmarks.checkpoint_fuzz import MODES, Case, run_case
+from tests.campaigns.checkpoint_fuzz import MODES, Case, run_case
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 if not Path(sys.path[0], "tests").exists():
     sys.exit(f"error: {sys.path[0]}/tests is missing; run this script from a clone of the repository")
 
-from benchmarks.group_faults import GRID_PLACES, run_campaign, run_grid
+from tests.campaigns.group_faults import GRID_PLACES, run_campaign, run_grid
 from tests.support.cluster import HEARTBEAT_MS, JOIN_MS, TIMEOUT_MS
 from tests.support.runs import make_corpus
 

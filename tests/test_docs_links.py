@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fault_kinds, golden, regress
+from benchmarks import golden, regress
 from tests import test_code_shape as shape
+from tests.campaigns import fault_kinds
 from tests.support.parity_matrix import QUICK, all_cases
 from tests.support.sabotage import MISTAKES
 from torchtitan_clone.config import sources as config_sources

@@ -75,7 +75,7 @@ SMALL = [
 def workplace(tmp_path_factory):
     """Returns the folder in which the commands are typed: the repository's files, and some text."""
     folder = tmp_path_factory.mktemp("workplace")
-    for name in ("run_train.sh", "scripts", "train_configs", "benchmarks", "torchtitan_clone"):
+    for name in ("run_train.sh", "scripts", "train_configs", "benchmarks", "tests", "torchtitan_clone"):
         (folder / name).symlink_to(ROOT / name)
     make_corpus(folder / "my_text")
     return folder
@@ -101,7 +101,7 @@ def shortened(command: str) -> str:
         return f"{command} {text} --rounds=1 --kills=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
-    if "benchmarks/hub_configs.py" in command:
+    if "tests/campaigns/hub_configs.py" in command:
         return f"{command} --only=olmo2"
     if "benchmarks/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"

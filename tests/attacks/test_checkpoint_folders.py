@@ -1,7 +1,7 @@
 """Hostile checkpoint folders are damage like any other: refused with one error, nothing outside is opened.
 
 Tests of torchtitan_clone/checkpoint/verify.py and torchtitan_clone/checkpoint/commit.py, and of the fuzzer
-benchmarks/hostile_folders.py.
+tests/campaigns/hostile_folders.py.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Folders that a stranger could have prepared, and what runs that read them do; for benchmarks/hostile_folders.py.
+"""Folders that a stranger could have prepared, and what runs that read them do; for tests/campaigns/hostile_folders.py.
 
 A `Target` is what is attacked: a clean folder, the kinds of damage to a copy of it, the command line of a run that
 reads the copy, and the judgement of a run that ends well. A kind is a function (folder of the copy, random source) that
 damages the copy and returns what it did, in a few words. To attack something else, write another target and enter it
-in TARGETS of benchmarks/hostile_folders.py; `damage_file`, `damage_json` and HOSTILE_VALUES serve all targets.
+in TARGETS of tests/campaigns/hostile_folders.py; `damage_file`, `damage_json` and HOSTILE_VALUES serve all targets.
 """
 
 import json

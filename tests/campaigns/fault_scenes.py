@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from benchmarks.fault_tools import Disk, Network, Proxy, descendants, send, wait_until_gone
+from tests.campaigns.fault_tools import Disk, Network, Proxy, descendants, send, wait_until_gone
 from tests.support.attempts import Records
 from tests.support.checkpoint_states import read_tensors
 from tests.support.cluster import Cluster, Group, committed_once

@@ -1,7 +1,7 @@
 """Kills starts at random moments while they compile C++ into an empty cache, and looks for what they leave.
 
-    python benchmarks/killed_starts.py --starts 200
-    python benchmarks/killed_starts.py --starts 20 --run
+    python tests/campaigns/killed_starts.py --starts 200
+    python tests/campaigns/killed_starts.py --starts 20 --run
 
 Each start loads the libraries of C++ that a CPU trains with; with `--run` it is one step of
 train_configs/debug_model.toml. It is killed by SIGKILL at a random moment of the time that the first one took. Prints
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from benchmarks.turns import ROOT, processor_name
 

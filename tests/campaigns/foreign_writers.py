@@ -1,6 +1,6 @@
-"""Writes files with the programs whose formats benchmarks/foreign_files.py reads; runs in its environment.
+"""Writes files with the programs whose formats tests/campaigns/foreign_files.py reads; runs in its environment.
 
-    python benchmarks/foreign_writers.py FORMAT FOLDER DOCUMENTS.json TOKENIZER_FOLDER CLONES
+    python tests/campaigns/foreign_writers.py FORMAT FOLDER DOCUMENTS.json TOKENIZER_FOLDER CLONES
 
 DOCUMENTS.json has "texts", their token "ids" with the end-of-text token after each, and the id "eos" of that token.
 """

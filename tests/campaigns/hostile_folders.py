@@ -1,6 +1,6 @@
 """Starts runs on folders that a stranger could have prepared, and counts what they do.
 
-    python benchmarks/hostile_folders.py --count=200 --seed=1
+    python tests/campaigns/hostile_folders.py --count=200 --seed=1
 
 Every run starts in a fresh process. It may refuse the folder with one error and exit code 2, fall back to an older
 checkpoint with the losses of a clean resume from there, or load the same bytes as from the clean folder. A traceback, a
@@ -14,7 +14,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from tests.support.hostile_checkpoints import CheckpointTarget
 from tests.support.hostile_folders import run_case

@@ -1,4 +1,4 @@
-"""A sample of benchmarks/fault_campaign.py, and proof that it notices what must not happen."""
+"""A sample of tests/campaigns/fault_campaign.py, and proof that it notices what must not happen."""
 
 import json
 import random
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fault_campaign import build_scene, campaign, make_material, material_in, missing_for, play
-from benchmarks.fault_kinds import KINDS, Kind
-from benchmarks.fault_scenes import check_against
-from benchmarks.fault_tools import send
+from tests.campaigns.fault_campaign import build_scene, campaign, make_material, material_in, missing_for, play
+from tests.campaigns.fault_kinds import KINDS, Kind
+from tests.campaigns.fault_scenes import check_against
+from tests.campaigns.fault_tools import send
 from tests.support.attempts import counted_attempts
 from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
 
-CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "fault_campaign.py"
+CAMPAIGN = Path(__file__).with_name("fault_campaign.py")
 STEPS = 30
 ON_ONE_NODE = ["kill all ranks while they save", "SIGTERM, then SIGKILL", "flip a bit of the newest checkpoint"]
 OF_GROUPS = ["kill a group", "reset a group's connections to the lighthouse"]

@@ -1,8 +1,8 @@
 """Try configurations of published models against transformers: equal logits, or an error that names the key.
 
-    python benchmarks/hub_configs.py                  # the configurations of RELEASES, shrunk to tiny widths
-    python benchmarks/hub_configs.py --mutations      # also each key of each family: absent, null, and other values
-    python benchmarks/hub_configs.py --only llama
+    python tests/campaigns/hub_configs.py                # the configurations of RELEASES, shrunk to tiny widths
+    python tests/campaigns/hub_configs.py --mutations    # also each key of each family: absent, null, and other values
+    python tests/campaigns/hub_configs.py --only llama
 
 Each configuration has the keys of a release with small sizes. transformers draws weights and saves them; both
 programs read the folder with that config.json, and their logits are compared. Outcomes: "equal"; "refused" by an
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.models.hub_keys import ONLY_VALUES, WITHOUT_EFFECT

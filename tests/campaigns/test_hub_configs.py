@@ -1,8 +1,8 @@
-"""Configurations of releases, with equal logits or refused by name: a part of benchmarks/hub_configs.py."""
+"""Configurations of releases, with equal logits or refused by name: a part of tests/campaigns/hub_configs.py."""
 
 import pytest
 
-from benchmarks.hub_configs import BASES, RELEASES, mutations, outcome, silence, without_effect
+from tests.campaigns.hub_configs import BASES, RELEASES, mutations, outcome, silence, without_effect
 
 REFUSED = {
     "llama smollm": "rope_interleaved = False: llama3 has no such key",

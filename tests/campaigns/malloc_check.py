@@ -1,6 +1,6 @@
 """Runs short freezing runs on two ranks many times under glibc's checks of the heap.
 
-    python benchmarks/malloc_check.py --runs 200
+    python tests/campaigns/malloc_check.py --runs 200
 
 Each run trains 5 steps, freezes one of four layers before step 2, and moves from two pipeline ranks to two
 data-parallel ones before step 3. A run is wrong if a rank ends with another exit code than 0, or if its losses differ
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
 from tests.support.harness import RankFailed

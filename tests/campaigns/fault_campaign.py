@@ -1,6 +1,6 @@
 """Trains small runs through faults of many kinds and checks that nothing is lost, repeated or loaded wrongly.
 
-    python benchmarks/fault_campaign.py --faults=1000 --seed=1 --results=faults.jsonl
+    python tests/campaigns/fault_campaign.py --faults=1000 --seed=1 --results=faults.jsonl
 
 Every run is hit by --per-run faults, one after the other, as the seed draws them, and is started again where a fault
 may end it. At the end its losses, final tensors, rows of data and of metrics are compared with an undisturbed run;
@@ -29,12 +29,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 os.environ.setdefault("RUST_LOG", "error")
 
-from benchmarks.fault_kinds import KINDS, SCENES, Kind
-from benchmarks.fault_scenes import Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
-from benchmarks.fault_tools import BLOCK_LIMIT, CGROUPS, Clock, Network
+from tests.campaigns.fault_kinds import KINDS, SCENES, Kind
+from tests.campaigns.fault_scenes import Groups, HangError, Launched, Material, NotStruckError, OneNode, Scene
+from tests.campaigns.fault_tools import BLOCK_LIMIT, CGROUPS, Clock, Network
 from tests.support.runs import make_corpus, options, train
 
 SHARES = {

@@ -1,6 +1,6 @@
 """Reads files that other programs wrote themselves: right, or an error that names the format.
 
-    python benchmarks/foreign_files.py --folder=/tmp/foreign
+    python tests/campaigns/foreign_files.py --folder=/tmp/foreign
 
 Makes an environment with pinned versions of the programs in the folder, on top of the packages of this Python, and
 takes two scripts from repositories at pinned commits; both need a network. Prints the table of docs/data.md and exits
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Data, Training
