@@ -47,7 +47,7 @@ from torchtitan_clone.config import load_config
 from torchtitan_clone.cpu.shared_memory import connect
 from torchtitan_clone.parallel.pipeline import schedule_seconds
 from torchtitan_clone.parallel.runtime import Launch, pick_device, process_group
-from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.planner.collective_trace import CollectiveTrace
 from torchtitan_clone.run import preflight
 from torchtitan_clone.run.plan import RunPlan
 from torchtitan_clone.torch_compat import all_gather_single, reduce_scatter_single

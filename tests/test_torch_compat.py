@@ -143,6 +143,8 @@ STILL_PRIVATE = [
     ("torch.utils._pytree", "tree_leaves"),
     ("torch.distributed._functional_collectives", "all_to_all_single_autograd"),
     ("torch.distributed.tensor.placement_types", "_StridedShard"),
+    ("torch.distributed.tensor._dispatch", "OpDispatcher"),
+    ("torch.distributed.tensor._sharding_prop", "ShardingPropagator"),
     ("torch._subclasses.fake_tensor", "FakeTensor"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode"),
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "checkpoint_wrapper"),

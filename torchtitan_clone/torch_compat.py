@@ -8,7 +8,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -210,6 +210,41 @@ def on_resize(observe: Callable[[torch.UntypedStorage], None] | None) -> None:
         return self
 
     torch.UntypedStorage.resize_ = _resize if observe is None else resize
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def around_dtensor(
+    *,
+    redistribution: AbstractContextManager[object] = _NOTHING,
+    shapes: AbstractContextManager[object] = _NOTHING,
+) -> Iterator[None]:
+    """Enters contexts while DTensor redistributes arguments of an operator, and while it computes shapes of results.
+
+    A dispatch mode sees the operators inside both, and nothing public tells it what they are for.
+    """
+    from torch.distributed.tensor._dispatch import OpDispatcher
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    redistribute, propagate = OpDispatcher.redistribute_local_args, ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def redistribute_inside(*args: Any, **kwargs: Any) -> Any:
+        with redistribution:
+            return redistribute(*args, **kwargs)
+
+    def propagate_inside(*args: Any, **kwargs: Any) -> Any:
+        with shapes:
+            return propagate(*args, **kwargs)
+
+    OpDispatcher.redistribute_local_args = staticmethod(redistribute_inside)
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_inside
+    try:
+        yield
+    finally:
+        OpDispatcher.redistribute_local_args = staticmethod(redistribute)
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
 
 
 Operator = torch._ops.OpOverload  # what a TorchDispatchMode sees; torch.ops has the values only

@@ -22,8 +22,8 @@ from torchtitan_clone.ops.kernels import use_huge_pages
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.parallel.runtime import Launch, apply_debug_options
 from torchtitan_clone.parallel.stragglers import StragglerMonitor
-from torchtitan_clone.parallel.trace import trace_collectives
 from torchtitan_clone.replicas.protocol import ReplicaGroup, init_outer_weights, outer_state
+from torchtitan_clone.run.dry_run import trace_collectives
 from torchtitan_clone.run.engine import Engine, build_engine
 from torchtitan_clone.run.export import Exporter
 from torchtitan_clone.run.gc_control import GCControl
@@ -193,8 +193,7 @@ class Trainer:
         plan = self.engine.plan
         timer = self._stragglers.timer(step, mesh=self.engine.mesh) if plan.degrees.pp == 1 else None
         is_traced = attempt == 2 and plan.config.debug.trace_collectives
-        group_axes = self.engine.mesh.group_axes() if is_traced else {}
-        trace = trace_collectives(is_traced, group_axes=group_axes, rank=self._launch.rank, folder=plan.output_folder)
+        trace = trace_collectives(plan, mesh=self.engine.mesh, rank=self._launch.rank) if is_traced else nullcontext()
         start = time.perf_counter()
         try:
             with trace, timer or nullcontext():

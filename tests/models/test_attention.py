@@ -12,7 +12,7 @@ from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.rope import QueryScale, RopeArgs
 from torchtitan_clone.parallel.stragglers import CollectiveTimer
-from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.planner.collective_trace import CollectiveTrace
 
 ARGS = Llama3Args(dim=64, n_layers=3, n_heads=4, vocab_size=97, multiple_of=16, rope_theta=10000.0, max_seq_len=256)
 

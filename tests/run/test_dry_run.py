@@ -122,7 +122,7 @@ def test_without_the_planner_a_dry_run_prints_no_prediction(corpus, tmp_path):
     assert code == 0, text
     assert "parameters" in text
     assert "memory of a rank" not in text
-    for more in ("--job.dry_run_device=h100", "--comm.mode=fake_backend"):
+    for more in ("--job.dry_run_device=h100", "--comm.mode=fake_backend", "--debug.trace_collectives"):
         code, text = train([*argv, more], log_folder=tmp_path, env=closed)
         assert code == 2
         assert "$TORCHTITAN_CLONE_PLANNER = 0 closes the package torchtitan_clone.planner; unset it" in text

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_clone.comm import collectives
 from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, takes_messages
+from torchtitan_clone.comm.tracing import COMMUNICATING_OPERATIONS
 from torchtitan_clone.ops import blockwise_attention as blockwise
 from torchtitan_clone.ops.blockwise_attention import Pieces
 from torchtitan_clone.ops.kernels import CPU, AttentionKernel, FasterAttention
@@ -326,3 +327,4 @@ def _backward(ctx: Any, grad_BTNH: Tensor, _grad_lse: Tensor) -> tuple[Tensor | 
 context_attention.register_fake(blockwise.fake_attention)
 context_attention_backward.register_fake(blockwise.fake_gradients)
 context_attention.register_autograd(_backward, setup_context=_save_for_backward)
+COMMUNICATING_OPERATIONS.extend((context_attention, context_attention_backward))

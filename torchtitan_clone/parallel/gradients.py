@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_clone.comm.tracing import OVER_ALL_RANKS
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.torch_compat import foreach_norms, is_fake
 
@@ -36,7 +37,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], *, ranks: int) -> Tensor:
             squares_of_each /= replicas.to(squares.device, non_blocking=True)
         squares = squares_of_each.sum()
     if dist.get_world_size() > 1:
-        dist.all_reduce(squares)
+        with OVER_ALL_RANKS:
+            dist.all_reduce(squares)
     return squares.sqrt().float()
 
 
@@ -88,5 +90,6 @@ def sum_over_ranks(values: list[float]) -> list[float]:
     if dist.get_world_size() == 1:
         return values
     total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
+    with OVER_ALL_RANKS:
+        dist.all_reduce(total)
     return total.tolist()

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from torchtitan_clone.comm.collectives import is_exchange, messages_of
 from torchtitan_clone.comm.json_collectives import all_gather_json, gather_json
+from torchtitan_clone.comm.tracing import Kwargs, axes_of, collective_name, look_inside_operations
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.documents import Value
 from torchtitan_clone.parallel.mesh import Mesh
 from torchtitan_clone.parallel.runtime import Launch
-from torchtitan_clone.parallel.trace import Kwargs, axes_of, collective_name, see_context_attention
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves, wait_tensor
 
 SLOW_RANK_FACTOR = 1.2  # of the median
@@ -51,6 +51,10 @@ class CollectiveTimer(TorchDispatchMode):
         """Sum of the durations."""
         return sum(seconds for _, _, seconds in self.spans)
 
+    def __enter__(self) -> "CollectiveTimer":
+        look_inside_operations(CollectiveTimer)
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Operator, types: object, args: tuple = (), kwargs: Kwargs = None) -> object:
         if (name := collective_name(func, args)) is None:
             return func(*args, **(kwargs or {}))
@@ -72,9 +76,6 @@ def works_of(result: object) -> list[dist.Work]:
     """Returns what to wait for; nothing of a collective of NCCL that torch waits for itself."""
     boxed = [value for value in tree_leaves(result) if isinstance(value, torch.ScriptObject)]
     return [work for work in map(dist.Work.unbox, boxed) if work is not None]
-
-
-see_context_attention(CollectiveTimer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_clone.comm.collectives import StartedSum
+from torchtitan_clone.comm.tracing import COPIES_OF_WEIGHTS
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.ops.linear import Linear
 from torchtitan_clone.torch_compat import after_backward, converted, with_shard
@@ -133,7 +134,8 @@ class _Exchange:
         parameters = [(module, name, cast("nn.Parameter", module._parameters[name])) for module, name in self._places]
         with torch.no_grad():  # else each shard would be the result of a function of autograd
             shards = {parameter: local_shard(parameter) for _, _, parameter in parameters}
-        shards = dict(zip(shards, copies_of_weights([*shards.values()], self._dtype), strict=True))
+        with COPIES_OF_WEIGHTS:
+            shards = dict(zip(shards, converted([*shards.values()], self._dtype), strict=True))
         plain: dict[nn.Parameter, nn.Parameter] = {}
         for module, name, parameter in parameters:
             if parameter not in plain:
@@ -229,11 +231,6 @@ class _Exchange:
         for parameter, total, piece in zip(parameters, totals, pieces, strict=True):
             self._sums[parameter] = piece.view_as(total)
         return together
-
-
-def copies_of_weights(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns the weights in a data type: themselves, or copies. Traces of memory know the copies by this name."""
-    return converted(tensors, dtype)
 
 
 def _distributed(local: Tensor, *, like: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

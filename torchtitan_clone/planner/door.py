@@ -1,6 +1,7 @@
 """What the core finds here: `run.dry_run.Planner`."""
 
 from torchtitan_clone.config import Config
+from torchtitan_clone.planner.collective_trace import trace_collectives as trace_collectives
 from torchtitan_clone.planner.hardware import named_hardware
 from torchtitan_clone.planner.memory_estimate import describe_memory as describe_estimate
 from torchtitan_clone.run.plan import RunPlan

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_clone import torch_compat
-from torchtitan_clone.parallel.trace import called_from, collective_name
+from torchtitan_clone.comm.tracing import COPIES_OF_WEIGHTS, Mark, collective_name
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
+SHAPES = Mark()
+"""DTensor computes the shapes of results, with tensors of global sizes."""
 _OF_FSDP = {"all_gather": "gathered", "all_gather_copy_out": "gathered", "post_backward_reduce": "buffers"}
 
 
@@ -42,13 +45,16 @@ class MemoryTrace(TorchDispatchMode):
         self._annotations: list[str] = []
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self._loss_nodes: list[range] = []
+        self._opened = ExitStack()
 
     def __enter__(self) -> "MemoryTrace":
         torch_compat.on_resize(self._update)
+        self._opened.enter_context(torch_compat.around_dtensor(shapes=SHAPES))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
+        self._opened.close()
         torch_compat.on_resize(None)
 
     def __torch_dispatch__(
@@ -59,8 +65,8 @@ class MemoryTrace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace == "profiler":
             self._annotate(func, args)
-        elif not called_from("_propagate_tensor_meta_non_cached"):
-            part = "gathered" if called_from("copies_of_weights") else "buffers" if collective_name(func) else None
+        elif not SHAPES.is_active:
+            part = "gathered" if COPIES_OF_WEIGHTS.is_active else "buffers" if collective_name(func) else None
             for value in _tensors(result):
                 self._update(value.untyped_storage(), part=part)
             if self._running_part() == "buffers":

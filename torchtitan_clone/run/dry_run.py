@@ -1,5 +1,8 @@
 """Descriptions of a run: at its start, and what --dry-run and comm.mode = "fake_backend" print."""
 
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol, cast
 
 from torchtitan_clone import doors
@@ -9,7 +12,7 @@ from torchtitan_clone.config.overlay import shown
 from torchtitan_clone.data import describe_data
 from torchtitan_clone.documents import escape
 from torchtitan_clone.models.spec import active_parameters
-from torchtitan_clone.parallel.mesh import describe_mesh
+from torchtitan_clone.parallel.mesh import Mesh, describe_mesh
 from torchtitan_clone.run.plan import RunPlan, first_step_of, later_phases, total_tokens
 
 MAX_DESCRIBED_RANKS = 4096
@@ -32,10 +35,29 @@ class Planner(Protocol):
     def describe_simulation(self, plan: RunPlan, *, device_type: str) -> str: ...
     def describe_time(self, plan: RunPlan) -> str: ...
 
+    def trace_collectives(
+        self, *, group_axes: Mapping[str, Sequence[str]], rank: int, folder: Path
+    ) -> AbstractContextManager[None]:
+        """Returns a context that logs the collectives inside it, and writes them into the run's folder."""
+        ...
+
 
 def find_planner() -> Planner | None:
     """Returns the package behind the door `planner`; None if it is closed."""
     return cast("Planner | None", doors.find("planner"))
+
+
+def check_planner(config: Config) -> None:
+    """Raises ConfigError if training needs the planner, and its door is closed."""
+    if config.debug.trace_collectives and (reason := doors.why_closed("planner")):
+        raise ConfigError(f"debug.trace_collectives: {reason}, or unset the option")
+
+
+def trace_collectives(plan: RunPlan, *, mesh: Mesh, rank: int) -> AbstractContextManager[None]:
+    """Returns a context that logs the collectives of a step inside it, and writes them into the run's folder."""
+    planner = find_planner()
+    assert planner is not None, "see check_planner()"
+    return planner.trace_collectives(group_axes=mesh.group_axes(), rank=rank, folder=plan.output_folder)
 
 
 def simulated_device_type(config: Config, *, present: str) -> str:

@@ -36,6 +36,7 @@ from torchtitan_clone.optim import find_optimizer_errors, find_schedule_errors
 from torchtitan_clone.parallel.runtime import Launch, check_compiler, check_interface, pick_device
 from torchtitan_clone.parallel.stages import splits_backward
 from torchtitan_clone.replicas.protocol import replica_groups
+from torchtitan_clone.run.dry_run import check_planner
 from torchtitan_clone.run.hub import InitialWeights, check_tokenizer, initial_weights_path, open_initial_weights
 from torchtitan_clone.run.loaders import open_loaders
 from torchtitan_clone.run.memory import find_memory_errors
@@ -98,6 +99,8 @@ def resolve(
         _check_torch(config)
     with _collected(found):
         check_metrics(config.metrics)
+    with _collected(found):
+        check_planner(config)
     if found or spec is None or model_args is None or tokenizer is None:
         raise ConfigError(found)
     for phase in phases(config, world_size):

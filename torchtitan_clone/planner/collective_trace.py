@@ -3,11 +3,10 @@
 import json
 import logging
 import re
-import sys
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -15,7 +14,6 @@ from pathlib import Path
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -23,20 +21,22 @@ from torch.utils.hooks import RemovableHandle
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.comm.collectives import is_exchange
-from torchtitan_clone.parallel.context import context_attention, context_attention_backward
+from torchtitan_clone.comm.tracing import (
+    OVER_ALL_RANKS,
+    Kwargs,
+    Mark,
+    axes_of,
+    collective_name,
+    look_inside_operations,
+    operator_name,
+    process_groups,
+)
 from torchtitan_clone.torch_compat import Operator, TorchDispatchMode, tree_leaves
 
 logger = logging.getLogger("torchtitan_clone")
 
-# Names of torch's operators, without the trailing underscore and the variants of one collective.
-_COLLECTIVES = {
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "_allgather_base": "all_gather", "allgather": "all_gather",
-    "all_gather_into_tensor": "all_gather", "allgather_into_tensor_coalesced": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter", "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter", "alltoall": "all_to_all", "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all", "broadcast": "broadcast", "send": "send", "recv": "recv",
-}  # fmt: skip
-Kwargs = dict[str, object] | None
+IMPLICIT = Mark()
+"""DTensor redistributes the arguments of an operator that does not support their layouts."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -47,32 +47,6 @@ class Call:
     collective: str
     layer: str
     implicit: bool
-
-
-def _name(func: Operator) -> str:
-    return func.name().partition("::")[2].partition(".")[0]
-
-
-def collective_name(func: Operator, args: tuple = ()) -> str | None:
-    """Returns which collective an operator is; None if it is none. Only the arguments of messages tell."""
-    if is_exchange(func):
-        return args[-1]
-    return _COLLECTIVES.get(_name(func).rstrip("_")) if func.namespace in ("c10d", "_c10d_functional") else None
-
-
-def axes_of(args: tuple, *, group_axes: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """Returns the axes whose ranks are those of a collective's process group; none if it is not a group of the mesh."""
-    names = [value for value in tree_leaves(args) if isinstance(value, str)]
-    names += [group.group_name for group in process_groups(args)]
-    return next((group_axes[name] for name in names if name in group_axes), ())
-
-
-def process_groups(args: tuple) -> Iterator[dist.ProcessGroup]:
-    """Yields the process groups among the arguments of an operator."""
-    for value in tree_leaves(args):
-        if isinstance(value, torch.ScriptObject):
-            with suppress(RuntimeError):  # the operation of a reduction
-                yield dist.ProcessGroup.unbox(value)
 
 
 class LayerTracker:
@@ -135,6 +109,7 @@ class CollectiveTrace(TorchDispatchMode):
         super().__init__()
         self._group_axes = group_axes
         self._layers = LayerTracker()
+        self._opened = ExitStack()
         self._depth = 0
         self._annotations: list[str] = []
         self.counts: Counter[Call] = Counter()
@@ -149,9 +124,11 @@ class CollectiveTrace(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "CollectiveTrace":
-        # Entered again inside the operators for context parallelism, see look_inside().
+        # Entered again inside the operators for context parallelism, see look_inside_operations().
         if self._depth == 0:
+            look_inside_operations(CollectiveTrace)
             self._layers.start()
+            self._opened.enter_context(torch_compat.around_dtensor(redistribution=IMPLICIT))
         self._depth += 1
         return super().__enter__()
 
@@ -159,6 +136,7 @@ class CollectiveTrace(TorchDispatchMode):
         super().__exit__(*error)
         self._depth -= 1
         if self._depth == 0:
+            self._opened.close()
             self._layers.stop()
 
     def __torch_dispatch__(
@@ -166,7 +144,7 @@ class CollectiveTrace(TorchDispatchMode):
     ) -> object:
         if DTensor in types:
             return NotImplemented  # DTensor runs first, and what it communicates for the operator comes here
-        name = _name(func)
+        name = operator_name(func)
         result = func(*args, **(kwargs or {}))
         if collective := collective_name(func, args):
             if all(group.size() > 1 for group in process_groups(args)):  # FSDP sums over one replica on a CPU
@@ -181,7 +159,7 @@ class CollectiveTrace(TorchDispatchMode):
         return result
 
     def _count(self, func: Operator, args: tuple, *, collective: str, size: int) -> Call:
-        implicit = called_from("redistribute_local_args")
+        implicit = IMPLICIT.is_active
         call = Call(axis=self._axis(args), collective=collective, layer=self._layer(), implicit=implicit)
         self.counts[call] += 1
         self.bytes[call] += size
@@ -240,8 +218,7 @@ class CollectiveTrace(TorchDispatchMode):
         of_fsdp = [axis for axis in axes if axis in ("dp_replicate", "fsdp")]
         if of_fsdp and self._fsdp_modules() is not None:
             return of_fsdp[-1]
-        is_of_all_ranks = any(map(called_from, ("gradient_norm", "sum_over_ranks")))
-        return "world" if is_of_all_ranks and "world" in axes else axes[-1]
+        return "world" if OVER_ALL_RANKS.is_active and "world" in axes else axes[-1]
 
     def _fsdp_modules(self) -> str | None:
         """Returns the names of the modules that FSDP communicates for; None if it is not FSDP that communicates."""
@@ -259,28 +236,14 @@ class CollectiveTrace(TorchDispatchMode):
 
 
 @contextmanager
-def trace_collectives(
-    enabled: bool, *, group_axes: Mapping[str, Sequence[str]], rank: int, folder: Path
-) -> Iterator[None]:
+def trace_collectives(*, group_axes: Mapping[str, Sequence[str]], rank: int, folder: Path) -> Iterator[None]:
     """Logs the collectives that run inside it as a table, and writes their rows to collectives.rank<rank>.json."""
-    if not enabled:
-        yield
-        return
     # A compiled region runs no dispatch mode; it communicates the same when it runs eagerly.
     with torch.compiler.set_stance("force_eager"), CollectiveTrace(group_axes) as trace:
         yield
     for line in (f"collectives of one step of rank {rank}:", *trace.table().splitlines()):
         logger.info("%s", line)
     (folder / f"collectives.rank{rank}.json").write_text(json.dumps(trace.rows(), indent=1))
-
-
-def see_context_attention(mode_class: type[TorchDispatchMode]) -> None:
-    """Lets such a mode see the collectives inside the operators for context parallelism."""
-    for operation in (context_attention, context_attention_backward):
-        torch_compat.look_inside(operation, mode_class=mode_class)
-
-
-see_context_attention(CollectiveTrace)
 
 
 def _storages(argument: object) -> list[int]:
@@ -304,11 +267,3 @@ def _is_waited_for(func: Operator, args: tuple) -> bool | None:
     if dict(zip(torch_compat.argument_names(func), args, strict=False)).get("async_op", True):
         return False
     return torch.cuda.current_stream() == torch.cuda.default_stream() if torch.cuda.is_initialized() else None
-
-
-def called_from(function: str) -> bool:
-    """Whether a function of this name runs on this thread's stack."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None

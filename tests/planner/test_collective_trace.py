@@ -15,7 +15,7 @@ from tests.support.runs import options, train
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.expert import _all_to_all
 from torchtitan_clone.parallel.runtime import Launch, process_group
-from torchtitan_clone.parallel.trace import CollectiveTrace
+from torchtitan_clone.planner.collective_trace import CollectiveTrace
 
 
 def collectives(folder):
