@@ -1,17 +1,18 @@
 """A run without replica groups, and without the package for them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.replicas import replica_context
 from torchtitan_clone import doors
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.replicas.protocol import (
     RecoveryState,
-    ReplicaContext,
     join_replica_group,
     outer_state,
     replica_groups,
@@ -26,20 +27,7 @@ def unused_state() -> RecoveryState:
 def test_a_single_replica_commits_every_step_unchanged():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 3.0)
-    context = ReplicaContext(
-        device=torch.device("cpu"),
-        address="127.0.0.1",
-        step=0,
-        parameters={"w": parameter},
-        names=["w"],
-        outer_weights={},
-        recovery_state=unused_state,
-        sum_over_ranks=list,
-        is_run_complete=bool,
-        should_stop=bool,
-        identity="",
-        folder=Path("unused"),
-    )
+    context = replace(replica_context({"w": parameter}, folder=Path("unused")), recovery_state=unused_state)
     group = join_replica_group(FaultTolerance(), run=context)
     assert (group.replica_index, group.num_replicas, group.is_writer) == (0, 1, True)
     assert group.begin_step()

@@ -23,11 +23,11 @@ from tests.support.checkpoint_states import rank_of_a_group
 from tests.support.cluster import Cluster, committed_once
 from tests.support.faults import Fault
 from tests.support.harness import collect, start_ranks
+from tests.support.replicas import replica_context
 from tests.support.runs import read_json_lines
 from torchtitan_clone.checkpoint.commit import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.torchft.attempt_log import AttemptLog
 from torchtitan_clone.torchft.history import MAX_CHANGES, History
 
@@ -175,15 +175,8 @@ def join_a_complete_run(options, folder):
     """Returns whether a replica group, alone in its quorum, begins a step of a run that others have completed."""
     from torchtitan_clone.torchft.group import TorchFTGroup
 
-    recovery_state = RecoveryState(
-        tensors={}, metadata=dict, load_from_peer=print, stream_positions=list, set_stream_positions=print
-    )
     with rank_of_a_group():
-        context = ReplicaContext(
-            device=torch.device("cpu"), address="127.0.0.1", step=0, parameters={}, names=[], outer_weights={},
-            recovery_state=lambda: recovery_state, sum_over_ranks=lambda values: values, is_run_complete=lambda: True,
-            should_stop=lambda: False, identity="", folder=folder / "replica-0",
-        )  # fmt: skip
+        context = replica_context({}, folder=folder / "replica-0", is_run_complete=True)
         group = TorchFTGroup(options, run=context)
         begins = group.begin_step()
         group.close()
@@ -203,27 +196,12 @@ def train_in_two_parts(options, folder):
 
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     steps: list[float] = []
-    recovery_state = RecoveryState(
-        tensors={"weight": weight},
-        metadata=lambda: {"steps": list(steps)},
-        load_from_peer=lambda metadata: steps.__setitem__(slice(None), metadata["steps"]),
-        stream_positions=list,
-        set_stream_positions=lambda _: None,
-    )
     with rank_of_a_group():
-        context = ReplicaContext(
-            device=torch.device("cpu"),
-            address="127.0.0.1",
-            step=0,
-            parameters={"weight": weight},
-            names=["weight"],
-            outer_weights={},
-            recovery_state=lambda: recovery_state,
-            sum_over_ranks=lambda values: values,
-            is_run_complete=lambda: False,
-            should_stop=lambda: False,
-            identity="",
+        context = replica_context(
+            {"weight": weight},
             folder=folder / f"run-{options.replica_id}" / f"replica-{options.replica_id}",
+            metadata=lambda: {"steps": list(steps)},
+            load_from_peer=lambda metadata: steps.__setitem__(slice(None), metadata["steps"]),
         )
         group = TorchFTGroup(options, run=context)
         while len(steps) < 6:

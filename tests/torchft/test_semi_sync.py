@@ -14,9 +14,9 @@ from tests.support.checkpoint_states import rank_of_a_group
 from tests.support.cluster import HEARTBEAT_MS, TIMEOUT_MS, Cluster, committed_once
 from tests.support.faults import Fault
 from tests.support.harness import collect, start_ranks
+from tests.support.replicas import replica_context
 from tests.support.runs import losses, options, train
 from torchtitan_clone.config.schema import FaultTolerance
-from torchtitan_clone.replicas.protocol import RecoveryState, ReplicaContext
 from torchtitan_clone.torchft.outer import init_outer_weights, outer_state
 
 ROWS, STEPS, ROUND = 8, 60, 5
@@ -134,27 +134,13 @@ def train_scalar_weights(options, folder):
     init_outer_weights(outer, parameters=weights)
     curve: list[list[float]] = []
     attempts = 0
-    recovery_state = RecoveryState(
-        tensors={**weights, **outer},
-        metadata=lambda: {"steps": len(curve)},
-        load_from_peer=lambda metadata: curve.__delitem__(slice(metadata["steps"], None)),
-        stream_positions=list,
-        set_stream_positions=lambda _: None,
-    )
     with rank_of_a_group():
-        context = ReplicaContext(
-            device=torch.device("cpu"),
-            address="127.0.0.1",
-            step=0,
-            parameters=weights,
-            names=WEIGHTS,
-            outer_weights=outer,
-            recovery_state=lambda: recovery_state,
-            sum_over_ranks=lambda values: values,
-            is_run_complete=lambda: False,
-            should_stop=lambda: False,
-            identity="",
+        context = replica_context(
+            weights,
             folder=folder / str(options.replica_id),
+            outer_weights=outer,
+            metadata=lambda: {"steps": len(curve)},
+            load_from_peer=lambda metadata: curve.__delitem__(slice(metadata["steps"], None)),
         )
         group = SemiSyncGroup(options, run=context)
         while len(curve) < NUM_STEPS:
