@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models
 
 from tests.data.corpora import TOKENIZER, jsonl, open_corpus, parquet, texts, write, write_corpus, zst
 from tests.support.harness import run_ranks
-from tests.support.runs import options, redirect_output
+from tests.support.runs import exit_codes, options
 from torchtitan_clone.checkpoint.position import check_position
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Training
@@ -37,7 +37,6 @@ from torchtitan_clone.data.sources import (
     read_documents,
 )
 from torchtitan_clone.documents import DocumentError, Value
-from torchtitan_clone.train import main
 
 MIB = 1 << 20
 
@@ -365,15 +364,6 @@ def test_a_tokenizer_that_cannot_encode_a_text_is_one_error(tmp_path):
 # ------------------------------------------------------------------ a run
 
 
-def exit_codes(cases, folder):
-    """Returns exit code and output of each command line, run one after another in this process."""
-    results = []
-    for number, argv in enumerate(cases):
-        redirect_output(folder / f"{number}.log")
-        results.append((main(argv), (folder / f"{number}.log").read_text()))
-    return results
-
-
 def test_runs_refuse_hostile_data_before_they_start(tmp_path):
     folders = [tmp_path / str(number) for number in range(5)]
     os.mkfifo(write(folders[0], {"a.txt": "x"}) / "b.txt")
@@ -382,7 +372,7 @@ def test_runs_refuse_hostile_data_before_they_start(tmp_path):
     write(folders[3], {"a.txt": b"a" * (200 * MIB)})
     write(folders[4], {"a.parquet": b"PAR1"})
     cases = [options(folder, tmp_path / "runs", data__cache_folder=tmp_path / "cache") for folder in folders]
-    ((*results,),) = run_ranks(exit_codes, 1, cases, tmp_path)
+    ((*results,),) = run_ranks(exit_codes, 1, cases, tmp_path / "log")
     for code, output in results:
         assert code == 2, output
         assert output.count("error: ") == 1

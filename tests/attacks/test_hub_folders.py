@@ -16,13 +16,12 @@ from tokenizers import Tokenizer, models
 
 from scripts.convert_from_hf import convert
 from tests.support.harness import run_ranks
-from tests.support.runs import options, redirect_output
+from tests.support.runs import exit_codes, options
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE, INDEX_FILE, open_weight_folder
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Model
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, build_tokenizer, tokenizer_files
 from torchtitan_clone.models import find_model
-from torchtitan_clone.train import main
 
 SPEC = find_model(Model())
 CONFIG = {
@@ -262,15 +261,6 @@ def test_special_tokens_of_the_config_alone_are_added(tmp_path):
 # ------------------------------------------------------------------ a run
 
 
-def exit_codes(cases, folder):
-    """Returns exit code and output of each command line, run one after another in this process."""
-    results = []
-    for number, argv in enumerate(cases):
-        redirect_output(folder / f"{number}.log")
-        results.append((main(argv), (folder / f"{number}.log").read_text()))
-    return results
-
-
 def test_runs_refuse_hostile_folders_before_they_start(corpus, tmp_path):
     cases = []
     hostile = ["a path above", "a link to a device", f"{CONFIG_FILE} is a pipe", "a deep header", "an unknown type"]
@@ -280,7 +270,7 @@ def test_runs_refuse_hostile_folders_before_they_start(corpus, tmp_path):
     for name in ("an empty vocabulary", "an id of 2**31", "tokenizer.json is a pipe", "a number as eos_token"):
         cases.append({"model__hf_assets_path": TOKENIZERS[name](tmp_path / name.replace(" ", "_"))})
     argv = [options(corpus, tmp_path / "runs", **changes) for changes in cases]
-    ((*results,),) = run_ranks(exit_codes, 1, argv, tmp_path)
+    ((*results,),) = run_ranks(exit_codes, 1, argv, tmp_path / "log")
     for code, output in results:
         assert code == 2, output
         assert output.count("error: ") == 1

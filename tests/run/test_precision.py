@@ -5,13 +5,12 @@ import platform
 import pytest
 
 from tests.support.harness import run_ranks
-from tests.support.runs import options, redirect_output
+from tests.support.runs import exit_codes, options
 from torchtitan_clone.config import load_config
 from torchtitan_clone.models.moe import MoEArgs, MoEModelArgs
 from torchtitan_clone.ops.kernels import has_bfloat16_units
 from torchtitan_clone.run.notices import find_model_notices, find_notices
 from torchtitan_clone.run.precision import resolved_precision
-from torchtitan_clone.train import main
 
 WITHOUT_UNITS = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 """Makes torch compute like a processor without bfloat16 units: products take 50 times longer."""
@@ -32,24 +31,16 @@ def test_master_weights_in_bfloat16_are_never_computed_in_float32():
     assert resolved("--training.dtype=bfloat16") == "bfloat16"
 
 
-def dry_run_and_train(unset, emulated, logs):
-    """Returns the exit codes of a dry run and of training, in one process."""
-    codes = []
-    for log, argv in zip(logs, ([*unset, "--dry-run"], emulated), strict=True):
-        redirect_output(log)
-        codes.append(main(argv))
-    return codes
-
-
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs oneDNN's limit of instruction sets")
 def test_a_processor_without_units_computes_in_float32_unless_asked(corpus, tmp_path):
-    logs = [tmp_path / "dry_run.log", tmp_path / "train.log"]
     unset = options(corpus, tmp_path, training__mixed_precision_param=None)
     emulated = options(corpus, tmp_path, training__mixed_precision_param="bfloat16", training__steps=2)
-    assert run_ranks(dry_run_and_train, 1, unset, emulated, logs, env=WITHOUT_UNITS) == [[0, 0]]
-    assert 'mixed_precision_param = "float32"' in logs[0].read_text()
+    cases = [[*unset, "--dry-run"], emulated]
+    (((planned, plan), (trained, output)),) = run_ranks(exit_codes, 1, cases, tmp_path / "log", env=WITHOUT_UNITS)
+    assert (planned, trained) == (0, 0), output
+    assert 'mixed_precision_param = "float32"' in plan
     assert 'mixed_precision_param = "bfloat16"' in (tmp_path / "run" / "config.toml").read_text()
-    assert logs[1].read_text().count("this processor has no bfloat16 units") == 1
+    assert output.count("this processor has no bfloat16 units") == 1
 
 
 def test_points_of_a_schedule_have_no_warmup_to_warn_of():

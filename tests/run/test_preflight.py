@@ -7,25 +7,20 @@ import pytest
 
 from tests.support.harness import run_ranks
 from tests.support.parity_matrix import GPT_OSS, MOE
-from tests.support.runs import losses, make_corpus, options, redirect_output, train
-from torchtitan_clone.train import main
+from tests.support.runs import exit_codes, losses, make_corpus, options, train
 
 
-def start_and_dry_run(argv, logs, missing):
-    """Returns the exit codes of a start and of a dry run, in a process without the packages `missing`."""
+def start_and_dry_run(argv, log, missing):
+    """Returns exit code and output of a start and of a dry run, in a process without the packages `missing`."""
     sys.modules |= dict.fromkeys(missing)
-    codes = []
-    for log, arguments in zip(logs, (argv, [*argv, "--dry-run"]), strict=True):
-        redirect_output(log)
-        codes.append(main(arguments))
-    return codes
+    return exit_codes([argv, [*argv, "--dry-run"]], log)
 
 
 def refusal(argv, folder, *, missing=()):
     """Returns the message that refuses a start; asserts that a dry run prints the same."""
-    logs = [folder / "start.log", folder / "dry_run.log"]
-    assert run_ranks(start_and_dry_run, 1, argv, logs, missing) == [[2, 2]], logs[0].read_text()
-    outputs = [log.read_text() for log in logs]
+    (results,) = run_ranks(start_and_dry_run, 1, argv, folder / "log", missing)
+    outputs = [output for _, output in results]
+    assert [code for code, _ in results] == [2, 2], outputs
     assert [output.count("error: ") for output in outputs] == [1, 1], outputs
     start, dry_run = (output[output.index("error: ") :] for output in outputs)
     assert start == dry_run

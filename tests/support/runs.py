@@ -119,6 +119,17 @@ def train_rank(argv: list[str], logs: list[Path]) -> int:
     return main(argv)
 
 
+def exit_codes(cases: list[list[str]], log: Path) -> list[tuple[int, str]]:
+    """Returns exit code and output of the entry point for each command line, one after another in this process."""
+    from torchtitan_clone.train import main
+
+    results = []
+    for argv in cases:
+        redirect_output(log)
+        results.append((main(argv), log.read_text()))
+    return results
+
+
 def train(
     argv: list[str],
     *,
