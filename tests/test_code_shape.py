@@ -36,12 +36,9 @@ LAYERS = [
 ]
 """Packages from the lowest layer up; a package imports only from layers below its own."""
 
-MOST_LINES = {"trainer": 350, "script": 80}
+MOST_LINES = {"trainer": 350, "script": 80, "class": 350}
 FUNCTION_LINES = {"median": 10, "90 %": 40, "longest": 80}
 MOST_ATTRIBUTES = 15
-MOST_ANY = 100
-LARGE_CLASSES: dict[str, str] = {}
-"""Classes that may have more attributes, each with the reason."""
 FUNCTION_LEVEL_CIRCLES: dict[str, str] = {}
 """Imports inside functions that close a circle of files, as "importer -> imported", each with the reason."""
 
@@ -98,7 +95,6 @@ def imported_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno} imports relatively; write the full name"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -345,18 +341,6 @@ def test_train_configs_restate_no_default(path: Path) -> None:
     assert not restated, listed(restated)
 
 
-def test_public_names_have_docstrings() -> None:
-    silent = [
-        f"{module}.{node.name}"
-        for module, tree in sources().items()
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-        if not ast.get_docstring(node)
-    ]
-    silent += [module for module, tree in sources().items() if not ast.get_docstring(tree)]
-    assert not silent, listed(silent)
-
-
 def function_lines() -> dict[str, int]:
     """Lines of every function from def to end, without its docstring."""
     lines: dict[str, int] = {}
@@ -388,15 +372,6 @@ def test_the_trainer_is_short_and_does_not_know_pipelines() -> None:
 def test_scripts_are_thin() -> None:
     lines = {path.name: line_count(path) for path in REPOSITORY.glob("scripts/**/*.py")}
     assert {name: count for name, count in lines.items() if count > MOST_LINES["script"]} == {}
-
-
-def test_any_is_rare_in_annotations() -> None:
-    uses = {
-        module: sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree))
-        for module, tree in sources().items()
-    }
-    most = sorted(((count, module) for module, count in uses.items() if count), reverse=True)
-    assert sum(uses.values()) <= MOST_ANY, listed([f"{sum(uses.values())} uses"] + [f"{c:4} {m}" for c, m in most])
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
@@ -434,14 +409,13 @@ def is_table_of_options(name: str) -> bool:
 
 
 def test_classes_are_small() -> None:
-    large = {}
+    large = []
     for name, node in classes():
         count = len(own_attributes(node) | declared_attributes(node))
-        if count > MOST_ATTRIBUTES and not is_table_of_options(name):
-            large[name] = f"{name}: {count} attributes"
-    unexplained = [text for name, text in large.items() if name not in LARGE_CLASSES]
-    assert not unexplained, listed(unexplained)
-    assert not set(LARGE_CLASSES) - set(large), "an exception that is no longer needed"
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > MOST_LINES["class"] or (count > MOST_ATTRIBUTES and not is_table_of_options(name)):
+            large.append(f"{name}: {count} attributes, {lines} lines")
+    assert not large, listed(large)
 
 
 def born_attributes() -> dict[str, set[str]]:

@@ -393,7 +393,6 @@ def _numpy_header(content: np.ndarray) -> tuple[int, str, int]:
 
 
 def _read_arrow(path: Path, *, number: int, column: str) -> Iterator[tuple[Segment, np.ndarray | None]]:
-    import pyarrow
     import pyarrow.ipc
 
     file = pyarrow.memory_map(str(path)).read_buffer()
