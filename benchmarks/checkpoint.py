@@ -163,7 +163,7 @@ def saver_of_ours(
     mode: str, loop: Loop, folder: Path
 ) -> Callable[[int], tuple[Callable[[], dict[str, float]], Callable[[], bool]]]:
     """Saves with the checkpoint manager, as the trainer uses it."""
-    from torchtitan_clone.checkpoint.commit import Progress
+    from torchtitan_clone.checkpoint.folder import Progress
     from torchtitan_clone.checkpoint.manager import CheckpointManager
     from torchtitan_clone.config.schema import Checkpoint
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from torchtitan_clone.checkpoint.commit import corrupt_steps, purge
+from torchtitan_clone.checkpoint.folder import corrupt_steps, purge
 from torchtitan_clone.checkpoint.summary import describe_step, table_of_steps
 from torchtitan_clone.observe.outputs import reports_errors
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.harness import run_ranks
 from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
 from tests.support.trainers import open_trainer, train_all
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import open_dataset
 from torchtitan_clone.run.loaders import open_loaders

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import NOTHING_DONE
+from torchtitan_clone.checkpoint.folder import NOTHING_DONE
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import to_toml
 from torchtitan_clone.data import Batch
@@ -226,7 +226,7 @@ class Trainer:
         if plan is self.engine.plan:
             return False
         start = time.perf_counter()
-        self._checkpoints.forget_plan()
+        self._checkpoints.forget_layout()
         self._timeouts.expect_slow_steps()
         position = state.loader.state_dict()
         state.engine = remesh(state.engine, plan)

@@ -1,6 +1,6 @@
 """Hostile checkpoint folders are damage like any other: refused with one error, nothing outside is opened.
 
-Tests of torchtitan_clone/checkpoint/verify.py and torchtitan_clone/checkpoint/commit.py, and of the fuzzer
+Tests of torchtitan_clone/checkpoint/load.py and torchtitan_clone/checkpoint/folder.py, and of the fuzzer
 tests/campaigns/hostile_folders.py.
 """
 
@@ -14,9 +14,15 @@ import pytest
 from tests.support.checkpoint_states import save
 from tests.support.hostile_checkpoints import CheckpointTarget, read, seal, sign
 from tests.support.hostile_folders import HOSTILE_VALUES, run_case
-from torchtitan_clone.checkpoint import commit
-from torchtitan_clone.checkpoint.commit import CorruptCheckpointError
-from torchtitan_clone.checkpoint.verify import verify
+from torchtitan_clone.checkpoint.folder import (
+    CorruptCheckpointError,
+    committed_steps,
+    finished_step,
+    mark_finished,
+    newest_complete_step,
+    quarantine,
+)
+from torchtitan_clone.checkpoint.load import verify
 
 HUGE = 2**70
 
@@ -237,18 +243,18 @@ def test_a_document_of_a_terabyte_is_not_read(step):
 
 def test_finished_claims_no_more_than_a_step_shows(step):
     folder = step.parent
-    commit.mark_finished(folder, step=10)
-    assert commit.finished_step(folder) == 10
+    mark_finished(folder, step=10)
+    assert finished_step(folder) == 10
     for text in ('{"step": 999}', '{"step": "10"}', "[]", "[" * 200_000, "9" * 5000, '{"step": 1e400}', ""):
         (folder / "finished.json").write_text(text)
-        assert commit.finished_step(folder) == 0
+        assert finished_step(folder) == 0
     (folder / "finished.json").unlink()
     os.mkfifo(folder / "finished.json")
-    assert commit.finished_step(folder) == 0
+    assert finished_step(folder) == 0
     (folder / "finished.json").unlink()
     (folder / "finished.json").mkdir()
-    commit.mark_finished(folder, step=10)
-    assert commit.finished_step(folder) == 0
+    mark_finished(folder, step=10)
+    assert finished_step(folder) == 0
 
 
 def test_names_that_are_no_steps(step):
@@ -258,13 +264,13 @@ def test_names_that_are_no_steps(step):
     (folder / "step-11").write_text("a file")
     os.mkfifo(folder / "step-12")
     (folder / "step-13").symlink_to("nowhere")
-    assert commit.committed_steps(folder) == [10, 11, 12, 13]
-    assert commit.newest_complete_step(folder) == 10
+    assert committed_steps(folder) == [10, 11, 12, 13]
+    assert newest_complete_step(folder) == 10
     for number in (11, 12, 13):
-        target = commit.quarantine(folder, step=number, suffix="bad", reason="\n\x1b " * 1000 + "x" * 1000)
+        target = quarantine(folder, step=number, suffix="bad", reason="\n\x1b " * 1000 + "x" * 1000)
         assert len(target.name) < 255
         assert target.name.isprintable()
-    assert commit.committed_steps(folder) == [10]
+    assert committed_steps(folder) == [10]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.commit import parse_progress
+from torchtitan_clone.checkpoint.folder import parse_progress
 from torchtitan_clone.documents import DocumentError, Value
 
 torchft = pytest.importorskip("torchft")

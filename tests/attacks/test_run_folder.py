@@ -2,7 +2,7 @@
 
 Of torchtitan_clone/run/run_folder.py, torchtitan_clone/run/preflight.py, torchtitan_clone/observe/metrics.py,
 torchtitan_clone/observe/goodput.py, torchtitan_clone/config/checks.py, torchtitan_clone/config/sources.py,
-torchtitan_clone/parallel/stages.py and torchtitan_clone/checkpoint/saving.py.
+torchtitan_clone/parallel/stages.py and torchtitan_clone/checkpoint/save.py.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import Ranks, options, rows, train, wait_for_step
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.checks import find_config_errors
 from torchtitan_clone.files import format_bytes

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.harness import start_ranks
 from tests.support.runs import Ranks, options, rows, train_rank, wait_for_step
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.config.signals import STOP_SIGNALS
 from torchtitan_clone.train import main

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tests.support.harness import run_ranks
 from tests.support.runs import options, read_json_lines, rows, train
 from tests.support.trainers import train_all
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.launch.torchrun import main
 from torchtitan_clone.network import InterfaceError, find_interface
 

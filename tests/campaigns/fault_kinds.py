@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.campaigns.fault_scenes import Groups, NotStruckError, OneNode, Scene
 from tests.campaigns.fault_tools import jump, limit_file_size, send, stop_for, wait_until_gone
-from torchtitan_clone.checkpoint.commit import committed_steps, is_complete, step_folder
+from torchtitan_clone.checkpoint.folder import committed_steps, is_complete, step_folder
 
 SCENES = ("one node", "streamed data", "launcher", "replica groups", "semi-synchronous", "small disk", "network")
 ON_ONE_NODE = ("one node", "streamed data", "launcher")

@@ -27,7 +27,7 @@ from tests.support.cluster import Cluster, Group, committed_once
 from tests.support.faults import Fault, FaultyReplicaGroup, run_entry_point
 from tests.support.harness import start_ranks
 from tests.support.runs import losses, options, redirect_output, rows
-from torchtitan_clone.checkpoint.commit import committed_steps, finished_step, newest_complete_step, step_folder
+from torchtitan_clone.checkpoint.folder import committed_steps, finished_step, newest_complete_step, step_folder
 
 if TYPE_CHECKING:
     from torchtitan_clone.replicas.protocol import ReplicaGroup

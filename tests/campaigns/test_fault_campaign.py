@@ -16,7 +16,7 @@ from tests.campaigns.fault_kinds import KINDS, Kind
 from tests.campaigns.fault_scenes import check_against
 from tests.campaigns.fault_tools import send
 from tests.support.attempts import counted_attempts
-from torchtitan_clone.checkpoint.commit import newest_complete_step, step_folder
+from torchtitan_clone.checkpoint.folder import newest_complete_step, step_folder
 
 CAMPAIGN = Path(__file__).with_name("fault_campaign.py")
 STEPS = 30

@@ -9,7 +9,7 @@ import torch
 from tests.support.checkpoint_states import SlowState, read_tensors, save
 from tests.support.harness import run_ranks
 from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
-from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
+from torchtitan_clone.checkpoint.folder import committed_steps, finished_step
 from torchtitan_clone.config import load_config
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.run import preflight

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.runs import options, train
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.checkpoint.manager import SavePolicy
 from torchtitan_clone.config.schema import Checkpoint
 

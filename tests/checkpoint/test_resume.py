@@ -1,6 +1,6 @@
 """Corruption of every kind, in every kind of file, is found; all ranks resume from the same older step.
 
-Tests of resume.py, verify.py and position.py; tests/attacks/test_checkpoint_folders.py has documents that were forged.
+Tests of load.py, agree.py and folder.py; tests/attacks/test_checkpoint_folders.py has documents that were forged.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.support.checkpoint_states import (
 )
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train
-from torchtitan_clone.checkpoint.commit import read_manifest, write_manifest
+from torchtitan_clone.checkpoint.folder import read_manifest, write_manifest
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.checkpoint.writer import DIGEST, FileRecord, digest_of
 from torchtitan_clone.config import ConfigError

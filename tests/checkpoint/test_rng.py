@@ -1,4 +1,4 @@
-"""Tests of random_state.py: every rank resumes with its own random state."""
+"""Tests of random states in format.py: every rank resumes with its own random state."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
-"""Tests of saving.py: ranks report to rank 0, which announces the outcome."""
+"""Tests of SaveVotes in save.py: ranks report to rank 0, which announces the outcome."""
 
 from tests.support.checkpoint_states import rank_of_a_group
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.saving import SaveCoordinator
+from torchtitan_clone.checkpoint.save import SaveVotes
 from torchtitan_clone.checkpoint.writer import FileRecord
 
 
@@ -12,23 +12,23 @@ def report_and_collect(reporting):
 
     with rank_of_a_group():
         rank = dist.get_rank()
-        coordinator = SaveCoordinator("some-save")
+        votes = SaveVotes("some-save")
         if rank in reporting:
-            coordinator.report({f"rank-{rank}": FileRecord(bytes=rank, digest="")}, error=None)
+            votes.report({f"rank-{rank}": FileRecord(bytes=rank, digest="")}, error=None)
         collected = None
         if rank == 0:
             try:
-                collected = coordinator.collect(timeout_seconds=0.5)
-                coordinator.announce(None)
+                collected = votes.collect(timeout_seconds=0.5)
+                votes.announce(None)
             except TimeoutError as error:
                 collected = str(error)
-                coordinator.announce(collected)
-        outcome = coordinator.outcome(timeout_seconds=60)
+                votes.announce(collected)
+        outcome = votes.outcome(timeout_seconds=60)
         dist.barrier()
         if rank == 0:
-            coordinator.forget()
+            votes.forget()
         dist.barrier()
-        return collected, outcome, coordinator.outcome(timeout_seconds=0.01)
+        return collected, outcome, votes.outcome(timeout_seconds=0.01)
 
 
 def test_reports_of_all_ranks_are_collected_and_the_outcome_forgotten():

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.support.checkpoint_states import SHAPES, save
-from torchtitan_clone.checkpoint import commit
+from torchtitan_clone.checkpoint.folder import mark_finished
 from torchtitan_clone.checkpoint.summary import table_of_steps
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 
 def test_a_run_that_goes_on_is_not_complete(tmp_path):
     save(tmp_path, [5])
-    commit.mark_finished(tmp_path, step=5)
+    mark_finished(tmp_path, step=5)
     assert table_of_steps(tmp_path, digests=False)[0][-1] == "the run is complete: step 5"
     save(tmp_path, [10])
     assert "complete: step" not in "".join(table_of_steps(tmp_path, digests=False)[0])

@@ -1,4 +1,4 @@
-"""Tests of writer.py and saving.py with writer processes that die, hang or are stopped, and files that cannot grow."""
+"""Tests of writer.py and save.py with writer processes that die, hang or are stopped, and files that cannot grow."""
 
 import os
 import resource
@@ -22,8 +22,8 @@ from tests.support.checkpoint_states import (
     started_writer,
 )
 from tests.support.harness import run_ranks, start_ranks
-from torchtitan_clone.checkpoint.commit import committed_steps
-from torchtitan_clone.checkpoint.saving import SaveReport
+from torchtitan_clone.checkpoint.folder import committed_steps
+from torchtitan_clone.checkpoint.save import SaveReport
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 PROCESS = {"async_mode": MODES[2], "writer_timeout_seconds": 0.5}

@@ -1,7 +1,6 @@
 """What only a GPU can show; scripts/gpu_suite.sh runs these tests. One process, one device."""
 
 import json
-import queue
 import signal
 
 import pytest
@@ -15,8 +14,8 @@ from tests.support.cluster import Cluster, committed_once
 from tests.support.faults import Fault
 from tests.support.runs import Ranks, losses, options, rows, train, wait_for_step
 from tests.support.trainers import open_trainer
-from torchtitan_clone.checkpoint.saving import SaveRunner
-from torchtitan_clone.config.schema import Checkpoint, Optimizer
+from torchtitan_clone.checkpoint.save import save_thread
+from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
 from torchtitan_clone.ops.cross_entropy import build_loss
@@ -152,12 +151,9 @@ def test_a_step_with_a_graph_launches_few_kernels(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_thread_of_saves_uses_the_gpu_of_its_rank():
-    found = queue.SimpleQueue()
     with torch.cuda.device(1):
-        SaveRunner(Checkpoint(), extra_files={}, group="").run_in_background(
-            lambda: found.put(torch.cuda.current_device())
-        )
-    assert found.get(timeout=10) == 1
+        thread = save_thread()
+    assert thread.submit(torch.cuda.current_device).result(timeout=10) == 1
 
 
 def test_traces_and_memory_snapshots_are_written(corpus, tmp_path):

@@ -12,7 +12,7 @@ from tests.support.checkpoint_states import rank_of_a_group
 from tests.support.harness import run_ranks
 from tests.support.runs import options
 from tests.support.runs import train as train_run
-from torchtitan_clone.checkpoint.commit import step_folder
+from torchtitan_clone.checkpoint.folder import step_folder
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.ops.dtensor_shards import local_shard
 from torchtitan_clone.parallel.expert import GroupExchange, apply_expert_parallel, expert_modules

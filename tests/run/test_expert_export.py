@@ -11,7 +11,7 @@ from tests.support.harness import run_ranks
 from tests.support.parity_matrix import EXPERT, GPT_OSS, LATENT, LLAMA4, MOE
 from tests.support.runs import options
 from tests.support.trainers import open_trainers
-from torchtitan_clone.checkpoint.commit import step_folder
+from torchtitan_clone.checkpoint.folder import step_folder
 from torchtitan_clone.checkpoint.offline import Weights
 from torchtitan_clone.config import load_config
 from torchtitan_clone.models import find_model

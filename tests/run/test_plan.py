@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from torchtitan_clone.checkpoint.commit import CONFIG_FILE
+from torchtitan_clone.checkpoint.folder import CONFIG_FILE
 from torchtitan_clone.config import load_config
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.data.tokenizer import SHIPPED_FOLDER, TOKENIZER_FILE

@@ -4,7 +4,7 @@ import resource
 
 from tests.support.harness import run_ranks
 from tests.support.runs import losses, options, train, train_rank
-from torchtitan_clone.checkpoint.commit import committed_steps, finished_step
+from torchtitan_clone.checkpoint.folder import committed_steps, finished_step
 
 
 def limited_file_size(argv, logs, limit):

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.commit import Progress
-from torchtitan_clone.checkpoint.index import read_index
-from torchtitan_clone.checkpoint.loading import load_tensors
+from torchtitan_clone.checkpoint.folder import Progress
+from torchtitan_clone.checkpoint.format import read_index
+from torchtitan_clone.checkpoint.load import load_tensors
 from torchtitan_clone.checkpoint.manager import CheckpointManager
-from torchtitan_clone.checkpoint.saving import SaveReport
+from torchtitan_clone.checkpoint.save import SaveReport
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Checkpoint, Comm
 from torchtitan_clone.parallel.runtime import Launch, process_group

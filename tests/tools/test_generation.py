@@ -19,7 +19,7 @@ from scripts import generate as script
 from tests.support.harness import start_ranks
 from tests.support.runs import options, train_rank
 from tests.tools.test_kv_cache import generator_of
-from torchtitan_clone.checkpoint.commit import MANIFEST_FILE, PROGRESS_FILE, read_manifest, write_manifest
+from torchtitan_clone.checkpoint.folder import MANIFEST_FILE, PROGRESS_FILE, read_manifest, write_manifest
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.tools.generation import Sampling, choose, read_prompts

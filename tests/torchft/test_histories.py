@@ -25,7 +25,7 @@ from tests.support.faults import Fault
 from tests.support.harness import collect, start_ranks
 from tests.support.replicas import replica_context
 from tests.support.runs import read_json_lines
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 from torchtitan_clone.config.schema import FaultTolerance
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.torchft.attempt_log import AttemptLog

@@ -1,5 +1,9 @@
 """Saving and loading of training state as named tensors.
 
-A rename commits the folder of a step (`commit.py`). Each rank writes one file (`layout.py`, `rank_file.py`), from the
-tensors or from a staging buffer (`staging.py`, `writer.py`). `manager.py` is the interface of the trainer.
+- A *step* is a folder `step-N`; a rename commits it (`folder.py`), after its *manifest* was written.
+- Each rank writes one *file* of its *shards* of tensors (`format.py`, `tensor_file.py`); the *index* says which.
+- A *save* (`save.py`) copies the shards into a staging buffer, from which a thread or a process (`writer.py`) writes.
+- A run resumes from the newest step that all ranks agree on (`agree.py`) and that is intact (`load.py`).
+
+`manager.py` is the interface of the trainer; `offline.py` and `summary.py` are for scripts.
 """

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from torchtitan_clone.checkpoint import tensor_file
-from torchtitan_clone.checkpoint.commit import commit
-from torchtitan_clone.checkpoint.loading import first_error
+from torchtitan_clone.checkpoint.agree import first_error
+from torchtitan_clone.checkpoint.folder import commit
 from torchtitan_clone.checkpoint.quantized import MXFP4_BLOCKS, MXFP4_SCALES, SCALES, BlockScaled, Mxfp4
 from torchtitan_clone.checkpoint.tensor_file import Entry, bytes_of, entry_for, exported_dtype
 from torchtitan_clone.checkpoint.writer import write_file

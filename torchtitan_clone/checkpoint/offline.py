@@ -6,13 +6,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import MANIFEST_FILE, NOTHING_DONE, CorruptCheckpointError, read_progress
-from torchtitan_clone.checkpoint.layout import INDEX_FILE, plan_save_offline
-from torchtitan_clone.checkpoint.loading import load_tensors
-from torchtitan_clone.checkpoint.resume import MODEL
-from torchtitan_clone.checkpoint.saving import finalize
+from torchtitan_clone.checkpoint.folder import MANIFEST_FILE, NOTHING_DONE, CorruptCheckpointError, read_progress
+from torchtitan_clone.checkpoint.format import INDEX_FILE, MODEL, lay_out_offline
+from torchtitan_clone.checkpoint.load import load_tensors, verify
+from torchtitan_clone.checkpoint.save import finalize
 from torchtitan_clone.checkpoint.tensor_file import file_content
-from torchtitan_clone.checkpoint.verify import verify
 from torchtitan_clone.checkpoint.writer import write_file
 from torchtitan_clone.config import ConfigError
 
@@ -53,14 +51,14 @@ def write_weights_checkpoint(
     of_run = [path for path in folder.parent.glob("step-*") if path.name != folder.name and "." not in path.name]
     if of_run or (folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST_FILE).is_file()):
         raise FileExistsError(f"{folder.parent} has {(of_run or [folder])[0].name}, which is kept; give another folder")
-    plan = plan_save_offline({MODEL + name: tensor for name, tensor in meta.items()})
+    layout = lay_out_offline({MODEL + name: tensor for name, tensor in meta.items()})
     partial = folder.with_name(f"{folder.name}.partial-offline")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors = (read(placement.name.removeprefix(MODEL)) for placement in plan.placements)
+    tensors = (read(placement.name.removeprefix(MODEL)) for placement in layout.placements)
     try:
-        files = {plan.file: write_file(partial / plan.file, file_content(plan.header, tensors))}
-        extra_files = {**extra_files, INDEX_FILE: plan.index}
+        files = {layout.file: write_file(partial / layout.file, file_content(layout.header, tensors))}
+        extra_files = {**extra_files, INDEX_FILE: layout.index}
         finalize(partial, folder, files=files, extra_files=extra_files, progress=NOTHING_DONE)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # is there after a failure

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.writer import DIGEST, digest_of, pieces_of, write_file
+from torchtitan_clone.checkpoint.writer import DIGEST, chunks_of, digest_of, write_file
 from torchtitan_clone.documents import MAX_BYTES, DocumentError, Value, escape, open_regular, parse_json
 
 DTYPES = {
@@ -107,10 +107,10 @@ def _checked(tensors: Iterable[Tensor], *, entries: Sequence[Entry]) -> Iterator
 
 
 def file_content(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of a file in pieces, one tensor after another."""
+    """Yields the bytes of a file in chunks, one tensor after another."""
     yield header
     for tensor in tensors:
-        yield from pieces_of(bytes_of(tensor.cpu()).numpy().data)
+        yield from chunks_of(bytes_of(tensor.cpu()).numpy().data)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ def read_header(path: Path) -> Header:
     tensors = dict(document.plain_entries())
     metadata = Value(tensors.pop("__metadata__", None) or {}, where=f"{path.name}: __metadata__").entries()
     first = _LENGTH_BYTES + length
-    found = [_parse_entry(value, name=name, where=path.name) for name, value in tensors.items()]
-    _check_spans(found, size=size - first, where=path.name)
+    entries = [_parse_entry(value, name=name, where=path.name) for name, value in tensors.items()]
+    _check_spans(entries, size=size - first, where=path.name)
     return Header(
-        entries={entry.name: entry for entry, _ in found},
-        begins={entry.name: first + begin for entry, (begin, _) in found},
+        entries={entry.name: entry for entry, _ in entries},
+        begins={entry.name: first + begin for entry, (begin, _) in entries},
         metadata={key: text.text(max_chars=MAX_BYTES) for key, text in metadata.items()},
     )
 
@@ -160,9 +160,9 @@ def is_shape(value: Sequence[object]) -> bool:
     return len(sizes) == len(value) <= MAX_DIMENSIONS and prod(filter(None, sizes)) <= MAX_ELEMENTS
 
 
-def _check_spans(found: Sequence[tuple[Entry, Span]], *, size: int, where: str) -> None:
+def _check_spans(entries: Sequence[tuple[Entry, Span]], *, size: int, where: str) -> None:
     position = 0
-    for entry, (begin, end) in sorted(found, key=lambda item: item[1]):
+    for entry, (begin, end) in sorted(entries, key=lambda item: item[1]):
         if begin != position or end < begin or (entry.torch_dtype and end - begin != entry.num_bytes):
             what = f"{begin} to {end} for {entry.dtype} {list(entry.shape)} after byte {position}"
             place = f"{where}: {entry.name}: data_offsets {what}"

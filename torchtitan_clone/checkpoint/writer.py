@@ -1,7 +1,9 @@
-"""Writes a file and computes its digest; as a script without torch, which starts fast, on request.
+"""Writes a file and computes its digest, here or in a process of its own that starts fast: a script without torch.
 
-A line of its stdin {"path": FILE, "bytes": N}: write the first N bytes of the shared memory to FILE. Lines of its
-stdout: empty ones while it makes progress; then {"bytes": N, "digest": HEX} or {"error": WHY, "number": ERRNO}.
+WriterProcess                                     main(), with the shared memory mapped
+    stdin   {"path": FILE, "bytes": N}       ->   writes the first N bytes to FILE
+    stdout  empty lines                      <-   while it makes progress
+    stdout  {"bytes": N, "digest": HEX}      <-   or {"error": WHY, "number": ERRNO}
 """
 
 import contextlib
@@ -12,13 +14,16 @@ import hashlib
 import json
 import mmap
 import os
+import select
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 try:
     import xxhash
@@ -44,7 +49,7 @@ if xxhash is not None:
     DIGESTS["xxh3_128"] = xxhash.xxh3_128
 DIGEST = list(DIGESTS)[-1]
 
-PIECE = 1 << 24  # bytes that are read or written at once
+CHUNK = 1 << 24  # bytes that are read or written at once
 BLOCK = 1 << 12  # direct I/O requires lengths that are multiples of this
 SYNC_EVERY = 1 << 30  # bytes after which written data is flushed to disk, so that the flush at the end is short
 _PR_SET_PDEATHSIG = 1
@@ -59,11 +64,11 @@ class FileRecord:
 
 
 def write_file(
-    path: Path, pieces: Iterable[Bytes], *, direct: bool = False, alive: Callable[[], object] = lambda: None
+    path: Path, chunks: Iterable[Bytes], *, direct: bool = False, alive: Callable[[], object] = lambda: None
 ) -> FileRecord:
-    """Writes a new file and flushes it to disk; calls `alive` after each piece. Raises OSError with the path.
+    """Writes a new file and flushes it to disk; calls `alive` after each chunk. Raises OSError with the path.
 
-    `direct` bypasses the page cache if the file system can and pieces start at a memory page: a tenth of the CPU time.
+    `direct` bypasses the page cache if the file system can and chunks start at a memory page: a tenth of the CPU time.
     """
     digest = DIGESTS[DIGEST]()
     size = 0
@@ -72,11 +77,11 @@ def write_file(
         with path.open("wb", buffering=0) as file:
             if direct:
                 _set_direct(file, True)
-            for piece in pieces:
-                _write(file, memoryview(piece))
-                digest.update(piece)
-                size += len(piece)
-                unsynced += len(piece)
+            for chunk in chunks:
+                _write(file, memoryview(chunk))
+                digest.update(chunk)
+                size += len(chunk)
+                unsynced += len(chunk)
                 if unsynced >= SYNC_EVERY:
                     os.fdatasync(file.fileno())
                     unsynced = 0
@@ -87,12 +92,12 @@ def write_file(
     return FileRecord(bytes=size, digest=digest.hexdigest())
 
 
-def _write(file: FileIO, piece: memoryview) -> None:
-    """Writes all of a piece; bytes that direct I/O cannot write, such as the last of a file, use the page cache."""
-    while piece:
-        blocks = len(piece) - len(piece) % BLOCK
+def _write(file: FileIO, chunk: memoryview) -> None:
+    """Writes all of a chunk; bytes that direct I/O cannot write, such as the last of a file, use the page cache."""
+    while chunk:
+        blocks = len(chunk) - len(chunk) % BLOCK
         try:
-            piece = piece[file.write(piece[: blocks or len(piece)]) :]
+            chunk = chunk[file.write(chunk[: blocks or len(chunk)]) :]
         except OSError as error:
             if error.errno != errno.EINVAL or not _set_direct(file, False):
                 raise
@@ -110,15 +115,94 @@ def _set_direct(file: FileIO, wanted: bool) -> bool:
 def digest_of(file: FileIO, *, name: str) -> str:
     """Returns the digest of an open file by the algorithm of this name."""
     digest = DIGESTS[name]()
-    buffer = memoryview(bytearray(PIECE))
+    buffer = memoryview(bytearray(CHUNK))
     while count := file.readinto(buffer):
         digest.update(buffer[:count])
     return digest.hexdigest()
 
 
-def pieces_of(view: memoryview) -> Iterator[memoryview]:
-    """Returns slices of at most PIECE bytes."""
-    return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+def chunks_of(view: memoryview) -> Iterator[memoryview]:
+    """Returns slices of at most CHUNK bytes."""
+    return (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
+
+
+class WriterLostError(Exception):
+    """The writer process has ended or cannot be started; the message says how."""
+
+
+class WriterProcess:
+    """A process that copies shared memory into files. `write` ends it when it does not respond in time."""
+
+    def __init__(self, descriptor: int, *, timeout_seconds: float, ignored_signals: Sequence[int] = ()):
+        self._descriptor = descriptor
+        self._ignored_signals = ignored_signals
+        self._timeout_seconds = timeout_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Starts the process unless it runs; it ends with the calling thread. WriterLostError if that fails."""
+        if self.pid is None:
+            arguments = [self._descriptor, os.getpid(), *(int(number) for number in self._ignored_signals)]
+            # -P: modules in the folder of the script must not hide those of the standard library.
+            command = [sys.executable, "-P", __file__, *map(str, arguments)]
+            pipe = subprocess.PIPE
+            try:
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._descriptor])
+            except OSError as error:
+                raise WriterLostError(f"the writer process cannot be started: {error}") from None
+            self._unread = b""
+
+    def write(self, path: Path, *, size: int) -> FileRecord:
+        """Writes the first `size` bytes to a file. Raises OSError if the disk fails, WriterLostError if it ends."""
+        self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"path": str(path), "bytes": size}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._end(self._process, "died")
+        while not (line := self._next_line(self._process)):
+            pass
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OSError(answer["number"], answer["error"], str(path))
+        return FileRecord(**answer)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _next_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        assert process.stdout is not None
+        deadline = time.monotonic() + self._timeout_seconds
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        while b"\n" not in self._unread:
+            if not poll.poll(max(0, deadline - time.monotonic()) * 1000):
+                self._end(process, f"made no progress for {self._timeout_seconds:g} s")
+            if not (received := os.read(process.stdout.fileno(), 1 << 16)):
+                self._end(process, "died")
+            self._unread += received
+        line, self._unread = self._unread.split(b"\n", 1)
+        return line
+
+    def _end(self, process: subprocess.Popen[bytes], what: str) -> NoReturn:
+        """Kills the process and raises WriterLostError; OSError if it hangs in the disk and cannot be killed."""
+        process.kill()
+        try:
+            code = process.wait(timeout=self._timeout_seconds)
+        except subprocess.TimeoutExpired:
+            hang = f"the disk does not respond, and writer process {process.pid} cannot be killed; check the storage"
+            raise OSError(0, hang) from None
+        how = f" (exit code {code})" if what == "died" else ""
+        raise WriterLostError(f"the writer process {process.pid} {what}{how}")
 
 
 def _die_with(parent: int) -> None:
@@ -138,9 +222,9 @@ def main(descriptor: int, *, parent: int, ignored_signals: Sequence[int]) -> Non
     memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=flags, prot=mmap.PROT_READ))
     for line in sys.stdin:
         request = json.loads(line)
-        pieces = pieces_of(memory[: request["bytes"]])
+        chunks = chunks_of(memory[: request["bytes"]])
         try:
-            answer = asdict(write_file(Path(request["path"]), pieces, direct=True, alive=lambda: os.write(1, b"\n")))
+            answer = asdict(write_file(Path(request["path"]), chunks, direct=True, alive=lambda: os.write(1, b"\n")))
         except OSError as error:
             answer = {"error": error.strerror or str(error), "number": error.errno}
         os.write(1, json.dumps(answer).encode() + b"\n")

@@ -5,7 +5,7 @@ import logging
 import torch
 import torch.distributed as dist
 
-from torchtitan_clone.checkpoint.commit import Progress, delete_leftovers, restore_replaced
+from torchtitan_clone.checkpoint.folder import Progress, delete_leftovers, restore_replaced
 from torchtitan_clone.checkpoint.hf import export_weights
 from torchtitan_clone.comm.json_collectives import broadcast_json
 from torchtitan_clone.config.resolved import EXPORT_FOLDER

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from torchtitan_clone.checkpoint.commit import CONFIG_FILE, Progress
+from torchtitan_clone.checkpoint.folder import CONFIG_FILE, Progress
 from torchtitan_clone.config import Config, Degrees, resolved_degrees, resolved_global_batch_size, run_folder, to_toml
 from torchtitan_clone.config.stages import resolved_timeline
 from torchtitan_clone.data import Mixture, Tokenizer

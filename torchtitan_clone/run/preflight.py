@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.checkpoint.commit import (
+from torchtitan_clone.checkpoint.folder import (
     CONFIG_FILE,
     NOTHING_DONE,
     CorruptCheckpointError,

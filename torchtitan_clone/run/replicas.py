@@ -2,7 +2,7 @@
 
 import math
 
-from torchtitan_clone.checkpoint.commit import newest_complete_step
+from torchtitan_clone.checkpoint.folder import newest_complete_step
 from torchtitan_clone.checkpoint.manager import CheckpointManager
 from torchtitan_clone.config import Config
 from torchtitan_clone.network import LOOPBACK

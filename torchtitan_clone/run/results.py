@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from torchtitan_clone.checkpoint.commit import step_folder
+from torchtitan_clone.checkpoint.folder import step_folder
 from torchtitan_clone.config import Config
 from torchtitan_clone.config.resolved import EXPORT_FOLDER
 from torchtitan_clone.documents import escape

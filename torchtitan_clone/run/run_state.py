@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_clone.checkpoint.commit import Progress, parse_progress
+from torchtitan_clone.checkpoint.folder import Progress, parse_progress
 from torchtitan_clone.data import Loader
 from torchtitan_clone.documents import DocumentError, Value
 from torchtitan_clone.ops.dtensor_shards import local_shard

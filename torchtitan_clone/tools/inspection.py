@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from torchtitan_clone.checkpoint.commit import CONFIG_FILE
+from torchtitan_clone.checkpoint.folder import CONFIG_FILE
 from torchtitan_clone.config import Config, ConfigError, load_config, load_run_config
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import MAX_STEPS

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_clone.checkpoint.commit import CONFIG_FILE, MANIFEST_FILE, newest_complete_step, step_folder
+from torchtitan_clone.checkpoint.folder import CONFIG_FILE, MANIFEST_FILE, newest_complete_step, step_folder
 from torchtitan_clone.checkpoint.hf import CONFIG_FILE as HUB_CONFIG_FILE
 from torchtitan_clone.checkpoint.hf import open_weight_folder
 from torchtitan_clone.checkpoint.offline import Weights

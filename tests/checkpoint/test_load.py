@@ -1,4 +1,4 @@
-"""Tests of loading.py, index.py, layout.py and offline.py: states load on any mesh and elsewhere, or are refused."""
+"""Tests of load.py, format.py and offline.py: states load on any mesh and elsewhere, or are refused."""
 
 from itertools import count
 

@@ -1,5 +1,6 @@
 """A step is flushed to disk completely, then renamed; a kill in between leaves no broken step."""
 
+import ctypes
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.checkpoint_states import (
     save,
 )
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint import commit
+from torchtitan_clone.checkpoint.folder import commit, delete_leftovers, purge
 
 
 def save_and_record(folder):
@@ -58,12 +59,12 @@ def test_a_save_that_fails_during_its_commit_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_saving_a_step_again_replaces_the_older_one(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:  # as on file systems without RENAME_EXCHANGE
-        monkeypatch.setattr(commit.ctypes, "CDLL", lambda *_args, **_options: object())
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_args, **_options: object())
     run = tmp_path / "run"
     run.mkdir()
     for config in ("first", "second"):
         save(tmp_path / config, [4], config=config)
-        commit.commit(tmp_path / config / "step-4", run / "step-4")
+        commit(tmp_path / config / "step-4", run / "step-4")
         assert [path.name for path in run.iterdir()] == ["step-4"]
         assert (run / "step-4" / "config.toml").read_text() == config
         assert load(run).step == 4
@@ -87,7 +88,7 @@ def test_leftovers_of_killed_processes_are_restored_or_deleted(tmp_path):
 def test_a_replica_group_deletes_its_own_leftovers(tmp_path):
     for name in ("partial-r1-abc", "partial-r11-abc", "partial-abc", "purged", "replaced"):
         (tmp_path / f"step-4.{name}").mkdir()
-    commit.delete_leftovers(tmp_path, group="r1")
+    delete_leftovers(tmp_path, group="r1")
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-4.partial-abc", "step-4.partial-r11-abc", "step-4.replaced"]
 
@@ -95,5 +96,5 @@ def test_a_replica_group_deletes_its_own_leftovers(tmp_path):
 def test_a_deletion_that_was_killed_does_not_stop_later_ones(tmp_path):
     save(tmp_path, [1, 2, 3])
     (tmp_path / "step-1.purged" / "left").mkdir(parents=True)
-    assert commit.purge(tmp_path, keep_latest_k=1, keep_every=0) == [1, 2]
+    assert purge(tmp_path, keep_latest_k=1, keep_every=0) == [1, 2]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step")] == ["step-3"]

@@ -24,7 +24,7 @@ from tests.support.checkpoint_states import (
     started_writer,
 )
 from tests.support.harness import run_ranks
-from torchtitan_clone.checkpoint.commit import committed_steps
+from torchtitan_clone.checkpoint.folder import committed_steps
 
 ASYNC_MODES = ("async", "async_with_pinned_mem")
 

@@ -13,17 +13,17 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_clone.checkpoint.position import check_position
 from torchtitan_clone.checkpoint.writer import ALGORITHMS, DIGEST, DIGESTS, Bytes, FileRecord, digest_of, write_file
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.remedies import describe_download
 from torchtitan_clone.config.schema import Checkpoint
 from torchtitan_clone.documents import (
     MAX_BYTES,
+    MAX_INTEGER,
     DocumentError,
     Value,
     is_plain_name,
@@ -40,6 +40,7 @@ CONFIG_FILE = "config.toml"
 MANIFEST_FILE = "manifest.json"
 PROGRESS_FILE = "progress.json"
 VERSIONS_FILE = "versions.json"
+MODEL_ONLY_FOLDER = "model_only"
 _FINISHED_FILE = "finished.json"
 _REWIND_FILE = "rewind.json"
 _FORMAT = 1
@@ -169,13 +170,13 @@ def initial_folder(checkpoint: Checkpoint) -> tuple[Path, int | None] | None:
         remedy = in_hf if hint else "; give a step-N folder or a folder of them"
         raise ConfigError(f"checkpoint.initial_load_path = {folder}: there is no such folder{remedy}")
     step = newest_complete_step(folder)
-    found = folder if step is None else step_folder(folder, step)
-    if not (found / MANIFEST_FILE).exists():
+    source = folder if step is None else step_folder(folder, step)
+    if not (source / MANIFEST_FILE).exists():
         raise ConfigError(
             f"checkpoint.initial_load_path = {folder}: it is not a checkpoint, because it has no {MANIFEST_FILE}; give "
             "a step-N folder or a folder of them, or for Hugging Face weights set checkpoint.initial_load_in_hf = true"
         )
-    return found, step
+    return source, step
 
 
 def progress_to_resume(folder: Path, *, checkpoint: Checkpoint) -> Progress:
@@ -252,8 +253,8 @@ def check_sizes(folder: Path, *, step: int | None = None) -> Manifest:
 def check_digest(folder: Path, name: str, *, manifest: Manifest) -> None:
     """Reads a file; CorruptCheckpointError if it does not match its digest in the manifest."""
     with reading(name), open_regular(folder / name) as file:
-        found = digest_of(file, name=manifest.algorithm)
-    if found != manifest.files[name].digest:
+        digest = digest_of(file, name=manifest.algorithm)
+    if digest != manifest.files[name].digest:
         raise CorruptCheckpointError(f"{name} does not match its digest in the manifest")
 
 
@@ -291,6 +292,57 @@ def parse_progress(value: Value) -> Progress:
         skipped_steps=content["skipped_steps"].integer(high=step),
         data=check_position(content["data"]),
     )
+
+
+def check_position(value: Value) -> Mapping[str, object]:
+    """Returns the position in the data that a checkpoint or a peer states, {} if it was not saved.
+
+    DocumentError if a value has another type or range: a loader believes the others.
+    """
+    content = value.entries()
+    if content and "samples" not in content:
+        value.refuse("must have samples")
+    for key, each in content.items():
+        if key in _CHECKS:
+            _CHECKS[key](each)
+    return {key: each.value for key, each in content.items()}
+
+
+def _check_cursors(value: Value) -> None:
+    for cursor in value.items():
+        cursor.integers(count=3)
+    if not value.value:
+        value.refuse("must have a cursor for every row of a global batch")
+
+
+def _check_bookmark(value: Value) -> None:
+    epoch, document, place = value.items(count=3)
+    epoch.integer()
+    document.integer()
+    if place.value is not None:
+        place.text(max_chars=MAX_BYTES)
+
+
+def _check_streams(value: Value) -> None:
+    for stream in value.items():
+        for key, each in stream.table("cursors", "bookmark").items():
+            _CHECKS[key](each)
+
+
+_CHECKS: Mapping[str, Callable[[Value], object]] = {
+    "samples": lambda value: value.integer(high=2**62),
+    "data": Value.text,
+    "tokenizer": Value.text,
+    "eos_id": Value.integer,
+    "held_out_fraction": lambda value: value.number(low=0, high=1),
+    "seq_len": Value.integer,
+    "document_masking": Value.flag,
+    "seed": lambda value: value.integer(low=-MAX_INTEGER, high=MAX_INTEGER),
+    "cursors": _check_cursors,
+    "bookmark": _check_bookmark,
+    "streams": _check_streams,
+    "stages": lambda value: [stage.entries().get("first_step", stage).integer(low=1) for stage in value.items()],
+}
 
 
 def commit(partial: Path, final: Path) -> None:
