@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.turns import processor_name
 from torchtitan_clone.cpu.attention import attend
 from torchtitan_clone.cpu.library import is_loaded
-from torchtitan_clone.models.attention import CoreAttention, DocumentMask, block_mask
-from torchtitan_clone.ops.blockwise_attention import visible_starts
+from torchtitan_clone.models.attention import CoreAttention, DocumentMask
+from torchtitan_clone.ops.attention import block_mask, visible_starts
 
 SHAPES = {
     "cpu": ["8x8x512x32", "4x12x512x64", "8x4x128x32", "1x8x2048x64"],

@@ -390,7 +390,7 @@ def count_flops(turn: Turn) -> Turn:
     """Returns a turn() that counts the products of the second step and prints them, with the number of parameters."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from torchtitan_clone.ops import linear  # noqa: F401, registers operators
+    from torchtitan_clone.ops import layers  # noqa: F401, registers operators
 
     ours = torch.ops.torchtitan_clone
     formulas = {

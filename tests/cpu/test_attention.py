@@ -21,7 +21,7 @@ from tests.support.trainers import open_trainer
 from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, attend, attend_backward, attention_kernel
 from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
-from torchtitan_clone.ops.blockwise_attention import visible_starts
+from torchtitan_clone.ops.attention import visible_starts
 from torchtitan_clone.ops.kernels import use_kernels
 from torchtitan_clone.torch_compat import compiler_command, fake_tensors
 

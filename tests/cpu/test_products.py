@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.ops.test_linear import DTYPES, Operators
+from tests.ops.test_layers import DTYPES, Operators
 from torchtitan_clone.cpu.products import MIN_WEIGHTS_FOR_TILES, add_product_, faster_linear
-from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.torch_compat import OUT_TAGS
 
 SHAPES = [(70, 33, 50), (1, 1, 1), (7, 1_100, 1_030), (200, 513, 17)]

@@ -15,7 +15,7 @@ from torchtitan_clone.cpu.attention import IS_FASTER_IN_EAGER, Kernel
 from torchtitan_clone.cpu.library import has_tiles, tile_library
 from torchtitan_clone.cpu.torch_compat import HAS_AMX
 from torchtitan_clone.models.attention import CoreAttention
-from torchtitan_clone.ops.blockwise_attention import visible_starts
+from torchtitan_clone.ops.attention import visible_starts
 from torchtitan_clone.ops.kernels import use_kernels
 
 

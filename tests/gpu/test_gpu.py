@@ -17,9 +17,9 @@ from tests.support.trainers import open_trainer
 from torchtitan_clone.checkpoint.save import save_thread
 from torchtitan_clone.config.schema import Optimizer
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
-from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
+from torchtitan_clone.ops.attention import OnHost, visible_starts
+from torchtitan_clone.ops.blockwise_attention import document_attention
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.optim import build_optimizer
 from torchtitan_clone.parallel.gradients import gradient_norm
 from torchtitan_clone.torch_compat import foreach_norms, init_fake_process_group

@@ -7,10 +7,11 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
-from torchtitan_clone.models.attention import BLOCK, CoreAttention, DocumentMask, block_mask
+from torchtitan_clone.models.attention import CoreAttention, DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.llama3.model import Llama3Args, build
 from torchtitan_clone.models.rope import QueryScale, RopeArgs
+from torchtitan_clone.ops.attention import BLOCK, block_mask
 from torchtitan_clone.parallel.stragglers import CollectiveTimer
 from torchtitan_clone.planner.collective_trace import CollectiveTrace
 

@@ -1,4 +1,4 @@
-"""Tests of decoder.py and feed_forward.py: auxiliary terms, pipeline stages, FSDP groups and buffers."""
+"""Tests of decoder.py: auxiliary terms, pipeline stages, FSDP groups and buffers."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, ModelArgs, TransformerBlock, named_state
-from torchtitan_clone.models.feed_forward import SwiGLU
+from torchtitan_clone.ops.layers import SwiGLU
 
 NAMES = {"balance": 0.1, "z": 0.01}
 

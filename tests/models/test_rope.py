@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.twins import assert_logits_equal
-from tests.ops.test_linear import Operators
+from tests.ops.test_layers import Operators
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.hub_rope import scaling_to_config
 from torchtitan_clone.models.llama3.model import Llama3Args

@@ -2,13 +2,8 @@
 
 import torch
 
-from torchtitan_clone.ops.blockwise_attention import (
-    Gradients,
-    attend_,
-    attend_backward_,
-    document_starts,
-    empty_attention,
-)
+from torchtitan_clone.ops.attention import document_starts
+from torchtitan_clone.ops.blockwise_attention import Gradients, attend_, attend_backward_, empty_attention
 from torchtitan_clone.parallel.context import local_tokens
 
 

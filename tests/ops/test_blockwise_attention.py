@@ -6,12 +6,8 @@ import torch
 from tests.ops.context_ranks import attention_of_all_ranks
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.ops import blockwise_attention as blockwise
-from torchtitan_clone.ops.blockwise_attention import (
-    document_attention,
-    document_starts,
-    flash_segments,
-    visible_starts,
-)
+from torchtitan_clone.ops.attention import document_starts, visible_starts
+from torchtitan_clone.ops.blockwise_attention import document_attention, flash_segments
 
 
 @pytest.mark.parametrize(("T", "document_length"), [(64, 20), (700, 30), (700, 500), (2500, 5000)])

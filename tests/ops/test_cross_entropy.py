@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_clone.ops import IGNORE_INDEX, vocabulary
+from torchtitan_clone.ops import IGNORE_INDEX, cross_entropy
 from torchtitan_clone.ops.cross_entropy import build_loss
-from torchtitan_clone.ops.kernels import faster_product
+from torchtitan_clone.ops.layers import faster_product
 from torchtitan_clone.torch_compat import argument_names, fake_tensors, init_fake_process_group, storage_id
 
 B, T, D, V = 3, 20, 16, 101
@@ -94,7 +94,7 @@ class LargeTensors(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chunk_has_one_tensor_of_logits_and_passes_over_a_few_rows_of_it(dtype, monkeypatch):
-    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
+    monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", V)
     rows = torch.get_num_threads()
     hidden, weight, targets = example(dtype)
     with LargeTensors(B * T * V) as whole, LargeTensors(rows * V) as some:
@@ -138,7 +138,7 @@ def test_a_few_rows_at_a_time_give_the_same_bits(dtype, monkeypatch):
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     expected = value_and_gradients()
-    monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", V)
+    monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", V)
     assert all(map(torch.equal, value_and_gradients(), expected))
 
 
@@ -148,13 +148,15 @@ def test_ranks_with_some_logits_each_have_the_log_probabilities_of_all(monkeypat
     hidden, weights = torch.randn(B * T, D), torch.randn(2, V, D)
     exact = (hidden.double() @ weights.double().flatten(0, 1).T).log_softmax(dim=-1)
     rounding = ((hidden @ weights.flatten(0, 1).T).log_softmax(dim=-1) - exact).norm()
-    for cached, is_split in ((vocabulary._CACHED_LOGITS, False), (V, True)):
-        monkeypatch.setattr(vocabulary, "_CACHED_LOGITS", cached)
-        assert (len(list(vocabulary.pieces_of(hidden @ weights[0].T, None))) > 1) is is_split
-        logits, lse = zip(*(vocabulary.logits_and_lse(hidden, weight) for weight in weights), strict=True)
+    for cached, is_split in ((cross_entropy._CACHED_LOGITS, False), (V, True)):
+        monkeypatch.setattr(cross_entropy, "_CACHED_LOGITS", cached)
+        assert (len(list(cross_entropy.rows_in_cache(hidden @ weights[0].T, None))) > 1) is is_split
+        logits, lse = zip(*(cross_entropy.logits_and_lse(hidden, weight) for weight in weights), strict=True)
         assert lse[0].shape == (B * T, 1)
         found = [
-            torch.cat([vocabulary.log_softmax(*piece) for piece in vocabulary.pieces_of(own, torch.stack(lse))])
+            torch.cat(
+                [cross_entropy.log_softmax(*piece) for piece in cross_entropy.rows_in_cache(own, torch.stack(lse))]
+            )
             for own in logits
         ]
         assert (torch.cat(found, dim=1) - exact).norm() < 1.5 * rounding

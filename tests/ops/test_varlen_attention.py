@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tests.ops.context_ranks import attention_of_all_ranks
 from tests.ops.dense_attention import dense, distance, inputs, result_and_gradients
 from torchtitan_clone.models.attention import DocumentMask
+from torchtitan_clone.ops.attention import OnHost, visible_starts
 from torchtitan_clone.ops.blockwise_attention import (
     Gradients,
     attend_,
@@ -23,10 +24,8 @@ from torchtitan_clone.ops.blockwise_attention import (
     document_attention,
     empty_attention,
     flash_segments,
-    visible_starts,
 )
 from torchtitan_clone.ops.varlen_attention import (
-    OnHost,
     activate_flash_attention,
     attend_within,
     attend_within_backward,

@@ -12,7 +12,7 @@ from tests.marks import needs_split_backward
 from tests.support.harness import run_ranks
 from torchtitan_clone.config import Degrees
 from torchtitan_clone.config.schema import Comm, Parallelism
-from torchtitan_clone.ops.varlen_attention import OnHost
+from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.parallel.forward_backward import build_forward_backward
 from torchtitan_clone.parallel.mesh import build_mesh
 from torchtitan_clone.parallel.runtime import Launch, process_group

@@ -161,7 +161,7 @@ def test_the_cache_is_that_of_the_package_and_the_processor(tmp_path):
     assert tag.startswith("mine")
     other_tag, other_folder = tag_and_folder(TORCH_COMPILE_CACHE_KEY_TAG="mine", ATEN_CPU_CAPABILITY="default")
     assert (other_tag != tag, other_folder != folder) == (True, True)
-    with (copy / "ops" / "linear.py").open("a") as file:
+    with (copy / "ops" / "layers.py").open("a") as file:
         file.write("\n")
     changed_tag, same_folder = tag_and_folder(TORCH_COMPILE_CACHE_KEY_TAG="mine")
     assert (changed_tag != tag, same_folder) == (True, folder)

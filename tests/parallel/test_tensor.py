@@ -14,7 +14,7 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Comm
 from torchtitan_clone.models import MODELS
 from torchtitan_clone.models.plan import Columns, Rows
-from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.parallel.runtime import Launch, process_group
 from torchtitan_clone.parallel.tensor import apply_tensor_parallel
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torchtitan_clone.models import MODELS, Decoder
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import TransformerBlock
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.hf import DecoderHub
 from torchtitan_clone.models.hf_mapping import DECODER_RULES, joined, same
 from torchtitan_clone.models.llama3 import tensor_plan
 from torchtitan_clone.models.llama3.hf import HUB
 from torchtitan_clone.models.llama3.model import Llama3Args
 from torchtitan_clone.models.spec import ModelSpec
+from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)

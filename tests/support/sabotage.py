@@ -21,7 +21,7 @@ from torchtitan_clone.data import Batch, packing
 from torchtitan_clone.models import mla, moe, plan
 from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.balancing import ExpertLoads
-from torchtitan_clone.ops import blockwise_attention, cross_entropy, vocabulary
+from torchtitan_clone.ops import attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.optim.container import OptimizerContainer
 from torchtitan_clone.parallel import gradients, head_exchange, unsharded
@@ -207,12 +207,12 @@ def _biases_of_routers_follow_the_load_of_one_rank(update: Callable[..., None], 
     update(loads, loads.by_router(loads.own(torch.device("cpu")).tolist()))
 
 
-@_mistake("context", blockwise_attention, "document_starts")
+@_mistake("context", attention, "document_starts")
 def _document_mask_is_shifted_by_one_token(document_starts: Any, documents_BT: Tensor) -> Tensor:
     return document_starts(documents_BT.roll(1, dims=1).cummax(dim=1).values)
 
 
-@_mistake("context, olmo3 ring masked", blockwise_attention, "visible_starts")
+@_mistake("context, olmo3 ring masked", attention, "visible_starts")
 def _windows_are_a_token_longer(
     visible_starts: Replacement, *args: object, window: int | None, **limits: object
 ) -> object:

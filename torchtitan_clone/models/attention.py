@@ -2,29 +2,21 @@
 
 ops/blockwise_attention.py has the blocks, ops/varlen_attention.py FlashAttention, which is faster, and has no windows.
 
-Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim; in masks Q and K blocks of queries and keys.
+Legend: B batch, T tokens, D model, N heads, K kv heads, H head dim.
 """
-
-from functools import cache
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 from torchtitan_clone.models.rope import Positions, apply_positions
-from torchtitan_clone.ops.blockwise_attention import document_attention, visible_starts
-from torchtitan_clone.ops.compile_cache import set_compile_cache
+from torchtitan_clone.ops.attention import AttentionMask, OnHost, flex, mask_from, moved, visible_starts
+from torchtitan_clone.ops.blockwise_attention import document_attention
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
 from torchtitan_clone.ops.kernels import FasterAttention
-from torchtitan_clone.ops.linear import Linear
-from torchtitan_clone.ops.rms_norm import RMSNorm
-from torchtitan_clone.ops.varlen_attention import OnHost, has_flash_attention, moved
-
-AttentionMask = BlockMask | Tensor | None
-BLOCK = 128
-"""Number of queries and of keys in a block of FlexAttention; its kernels require this value."""
+from torchtitan_clone.ops.layers import Linear, RMSNorm
+from torchtitan_clone.ops.varlen_attention import has_flash_attention
 
 
 class DocumentMask(nn.Module):
@@ -48,41 +40,6 @@ class DocumentMask(nn.Module):
         return None if starts_BT is None else mask_from(starts_BT)
 
 
-def mask_from(starts_BT: Tensor) -> BlockMask | Tensor:
-    """Returns the mask of tokens that attend to those from these indices of the row on, for the device's kernel."""
-    return starts_BT if starts_BT.device.type == "cpu" else block_mask(starts_BT)
-
-
-def block_mask(starts_BT: Tensor) -> BlockMask:
-    """Returns FlexAttention's mask for tokens whose documents start at these indices of the row."""
-    # Computed from the first and last token of each block of queries: create_block_mask would evaluate all T^2 pairs.
-    T = starts_BT.shape[1]
-    starts_BQ1 = starts_BT[:, ::BLOCK, None]
-    last_BQ1 = F.pad(starts_BT, (0, -T % BLOCK), mode="replicate")[:, BLOCK - 1 :: BLOCK, None]
-    index_Q = torch.arange(starts_BQ1.shape[1], dtype=torch.int32, device=starts_BT.device)
-    seen_BQK = (index_Q >= starts_BQ1 // BLOCK) & (index_Q <= index_Q[:, None])
-    full_BQK = (index_Q * BLOCK >= last_BQ1) & (index_Q < index_Q[:, None])
-
-    def allowed(b: Tensor, _head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (kv >= starts_BT[b, q])
-
-    partial, full = _counts_and_indices(seen_BQK & ~full_BQK), _counts_and_indices(full_BQK)
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(T, T))
-
-
-def _counts_and_indices(is_in_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the number of selected blocks of keys [B, 1, Q], and all blocks, selected ones first [B, 1, Q, K]."""
-    order = is_in_BQK.int().argsort(dim=-1, descending=True, stable=True)
-    return is_in_BQK.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
-
-
-@cache
-def _compiled_flex_attention():
-    # Uncompiled, it materializes the full score matrix: it is compiled also where all else runs eagerly, as in traces.
-    set_compile_cache("inductor")  # a run without compile.enable has not done it
-    return torch.compiler.set_stance("default")(torch.compile(flex_attention))
-
-
 class CoreAttention(FasterAttention):
     """softmax(q k^T / sqrt(H)) v with grouped queries; a module, so that context parallelism can replace it."""
 
@@ -98,22 +55,10 @@ class CoreAttention(FasterAttention):
             return document_attention(q_BTNH, k_BTKH, v_BTKH, mask, sinks_N)[0]
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         if isinstance(mask, BlockMask):
-            return _flex(q_BNTH, k_BKTH, v_BKTH, mask, sinks_N).transpose(1, 2)
+            return flex(q_BNTH, k_BKTH, v_BKTH, mask, sinks_N).transpose(1, 2)
         grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
         out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
         return out_BNTH.transpose(1, 2)
-
-
-def _flex(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: BlockMask, sinks_N: Tensor | None) -> Tensor:
-    """Returns attention [B, N, T, H] by FlexAttention."""
-    flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-    grouped = q_BNTH.shape[1] != k_BKTH.shape[1]
-    if sinks_N is None:
-        return flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped)
-    request = AuxRequest(lse=True)
-    out_BNTH, aux = flex(q_BNTH, k_BKTH, v_BKTH, block_mask=mask, enable_gqa=grouped, return_aux=request)
-    share_BNT = (cast("Tensor", aux.lse) - sinks_N[:, None]).sigmoid()  # of the keys in the softmax
-    return out_BNTH * share_BNT[..., None].type_as(out_BNTH)
 
 
 class Sinks(nn.Module):

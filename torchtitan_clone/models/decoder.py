@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.schema import Range, Size
 from torchtitan_clone.interfaces import FSDPGroup
-from torchtitan_clone.models.attention import AttentionMask, DocumentMask
+from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.rope import Positions, RopeArgs, RopeScaling, Rotary
-from torchtitan_clone.ops.embedding import Embedding
-from torchtitan_clone.ops.rms_norm import RMSNorm
+from torchtitan_clone.ops.attention import AttentionMask, OnHost
+from torchtitan_clone.ops.layers import Embedding, RMSNorm
 from torchtitan_clone.ops.source_sums import split_targets
-from torchtitan_clone.ops.varlen_attention import OnHost
 from torchtitan_clone.torch_compat import persistent_buffers
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]

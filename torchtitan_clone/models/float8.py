@@ -11,7 +11,7 @@ from torchtitan_clone import torch_compat
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.remedies import install
 from torchtitan_clone.config.schema import Float8
-from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.layers import Linear
 
 logger = logging.getLogger("torchtitan_clone")
 

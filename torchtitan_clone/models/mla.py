@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_clone.models.attention import AttentionMask, CoreAttention
+from torchtitan_clone.models.attention import CoreAttention
 from torchtitan_clone.models.rope import rotate
+from torchtitan_clone.ops.attention import AttentionMask
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
-from torchtitan_clone.ops.linear import Linear
-from torchtitan_clone.ops.rms_norm import RMSNorm
+from torchtitan_clone.ops.layers import Linear, RMSNorm
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of latents in all published models, whatever that of the other norms is."""

@@ -24,9 +24,9 @@ from torchtitan_clone.models.balancing import (
     count_experts,
 )
 from torchtitan_clone.models.decoder import Hidden, ModelArgs
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad, share_of_sum
 from torchtitan_clone.ops.grouped_mm import grouped_mm, rows_of_groups
+from torchtitan_clone.ops.layers import SwiGLU
 from torchtitan_clone.ops.permutation import Permute, inverse
 
 NumExperts = Annotated[int, Range(1, 2**16)]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config.schema import Range
-from torchtitan_clone.models.attention import AttentionMask
 from torchtitan_clone.models.decoder import ModelArgs, TransformerBlock
 from torchtitan_clone.models.mla import TokenLinear
 from torchtitan_clone.models.moe import MoEModelArgs
 from torchtitan_clone.models.rope import Positions
-from torchtitan_clone.ops.rms_norm import RMSNorm
+from torchtitan_clone.ops.attention import AttentionMask
+from torchtitan_clone.ops.layers import RMSNorm
 
 MTP_LOSS = "mtp_loss"
 """Name of the auxiliary terms, before the number of the depth."""

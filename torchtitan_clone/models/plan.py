@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.ops.token_shards import gather_tokens, sum_and_shard_tokens
 from torchtitan_clone.torch_compat import ModuleStyle
 

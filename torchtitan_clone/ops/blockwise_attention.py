@@ -16,7 +16,15 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.ops import varlen_attention as varlen
-from torchtitan_clone.ops.varlen_attention import QKV, Attention, Pieces, Segments, moved, placed, takes_flash_attention
+from torchtitan_clone.ops.varlen_attention import (
+    QKV,
+    Attention,
+    Pieces,
+    Segments,
+    copied,
+    placed,
+    takes_flash_attention,
+)
 
 # Maximum queries and keys of a block. On CPU fewer queries waste less work on masked keys.
 _BLOCK_SIZES = {"cpu": (256, 2048), "cuda": (2048, 2048)}
@@ -62,32 +70,6 @@ class _Block:
     def is_triangle(self) -> bool:
         """Whether queries and keys are the same tokens, all of one document."""
         return self.index.start >= self.queries.all_see_from and self.index == self.queries.index
-
-
-def document_starts(documents_BT: Tensor) -> Tensor:
-    """Returns the index in the row of the first token of each token's document [B, T]."""
-    index_T = torch.arange(documents_BT.shape[1], dtype=torch.int32, device=documents_BT.device)
-    is_first_BT = F.pad(documents_BT.diff(dim=1) != 0, (1, 0))
-    return (index_T * is_first_BT).cummax(dim=1).values
-
-
-def visible_starts(
-    documents_BT: Tensor | None, *, like: Tensor, window: int | None, chunk: int | None
-) -> Tensor | None:
-    """Returns the index in the row of the first token that each one attends to [B, T]; None: attention is causal only.
-
-    Attention is within documents, of which None is one for each row of `like` [B, T]; within the last `window` tokens;
-    and within chunks of a document.
-    """
-    if documents_BT is None:
-        if window is None and chunk is None:
-            return None
-        documents_BT = torch.zeros_like(like, dtype=torch.int32)
-    starts_BT = document_starts(documents_BT)
-    index_T = torch.arange(starts_BT.shape[1], dtype=torch.int32, device=starts_BT.device)
-    if chunk is not None:
-        starts_BT = index_T - (index_T - starts_BT) % chunk
-    return starts_BT if window is None else torch.maximum(starts_BT, index_T - window + 1)
 
 
 def empty_attention(q_BTNH: Tensor, sinks_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -181,7 +163,7 @@ def _biased_blocks(
     if segments is not None:
         yield from ((block, None) for block in _earlier_blocks(queries, keys, segments))
     else:
-        on_device_BT = None if starts_BT is None else moved(starts_BT, like.device)
+        on_device_BT = None if starts_BT is None else copied(starts_BT, like.device)
         blocks = _blocks(queries, keys, starts_BT, like=like)
         yield from ((block, _bias(block, on_device_BT, like=like)) for block in blocks)
 

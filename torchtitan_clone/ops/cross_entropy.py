@@ -4,33 +4,58 @@ Where tensor parallelism shards the output projection, a rank holds the logits o
 Legend: B batch, T tokens, D model, V vocabulary (this rank's rows of it), C tokens of a chunk, N tokens of all rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.distributed.tensor import DTensor
 
 from torchtitan_clone.ops import IGNORE_INDEX
-from torchtitan_clone.ops.linear import add_weight_grad, input_grad
+from torchtitan_clone.ops.layers import add_weight_grad, input_grad, linear
 from torchtitan_clone.ops.source_sums import SourceSums, split_targets
-from torchtitan_clone.ops.vocabulary import (
-    Chunk,
-    Shard,
-    Vocabulary,
-    chunks_of,
-    is_overwritten,
-    local_shards,
-    log_softmax,
-    logits_and_lse,
-    logits_of,
-    pieces_of,
-)
-from torchtitan_clone.torch_compat import keeps_graph
+from torchtitan_clone.ops.vocabulary import Chunk, Shard, Vocabulary, local_shards
+from torchtitan_clone.torch_compat import keeps_graph, simulates_gpu
 
 ObserveFn = Callable[[list[Tensor]], None]
 ChunkFn = Callable[..., tuple[Tensor, ...]]
+_CACHED_LOGITS = 2**17
+"""Logits that a thread of a CPU takes at a time, so that they stay in its cache."""
+
+
+def logits_and_lse(hidden_CD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns this rank's logits, and the logarithms of the sums of their exponentials (lse) [C, 1], fp32."""
+    logits_CV = linear(hidden_CD, weight_VD)
+    lse = [torch.logsumexp(logits.float(), dim=-1, keepdim=True) for logits, _ in rows_in_cache(logits_CV, None)]
+    return logits_CV, torch.cat(lse)
+
+
+def is_overwritten(logits_CV: Tensor) -> bool:
+    """Whether results are written over these logits: new memory would cost a CPU more than the computation."""
+    if logits_CV.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not simulates_gpu(logits_CV)
+
+
+def rows_in_cache(logits_CV: Tensor, lse_RC1: Tensor | None, *others: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields the rows that softmax takes at a time: on a CPU so many as stay in the cache of each thread."""
+    size = len(logits_CV)
+    if is_overwritten(logits_CV):
+        size = torch.get_num_threads() * max(1, _CACHED_LOGITS // logits_CV.shape[1])
+    lse = repeat(None) if lse_RC1 is None else lse_RC1.split(size, dim=1)
+    yield from zip(logits_CV.split(size), lse, *(x.split(size) for x in others), strict=False)
+
+
+def log_softmax(logits_CV: Tensor, lse_RC1: Tensor | None) -> Tensor:
+    """Returns this rank's log-probabilities [C, V], fp32; in the memory of fp32 logits if they may be overwritten."""
+    logits_CV = logits_CV.float() if is_overwritten(logits_CV) else logits_CV
+    out = logits_CV if is_overwritten(logits_CV) else None
+    if lse_RC1 is None:  # The kernel has read a row before it writes it.
+        return torch.log_softmax(logits_CV, dim=-1, dtype=torch.float32, out=out)
+    return torch.sub(logits_CV, lse_RC1.logsumexp(dim=0), out=out)
 
 
 def _target_columns(targets_C: Tensor, weight_VD: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -45,10 +70,10 @@ def _chunk_loss(weight_VD: Tensor, start: int, hidden_CD: Tensor, targets_C: Ten
 
     Of a sharded vocabulary `start` is this rank's first row, and `shard` has what the ranks have computed already.
     """
-    logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
+    logits_CV, lse_RC1 = (linear(hidden_CD, weight_VD), None) if shard is None else shard
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     picked = []
-    for logits, lse, column in pieces_of(logits_CV, lse_RC1, column_C1):
+    for logits, lse, column in rows_in_cache(logits_CV, lse_RC1, column_C1):
         picked.append(log_softmax(logits, lse).gather(1, column))
     return -torch.where(is_local_C1, torch.cat(picked), 0.0)
 
@@ -60,11 +85,11 @@ def _chunk_loss_and_grads(
 
     Its gradient by weight is the first one [C, V], transposed, times the second one [C, D].
     """
-    logits_CV, lse_RC1 = logits_of(hidden_CD, weight_VD, shard)
+    logits_CV, lse_RC1 = (linear(hidden_CD, weight_VD), None) if shard is None else shard
     column_C1, is_local_C1 = _target_columns(targets_C, weight_VD, start)
     minus_one_C1 = -is_local_C1.float()
     picked, grad_CV = [], logits_CV
-    for logits, lse, column, minus_one in pieces_of(logits_CV, lse_RC1, column_C1, minus_one_C1):
+    for logits, lse, column, minus_one in rows_in_cache(logits_CV, lse_RC1, column_C1, minus_one_C1):
         log_probs = log_softmax(logits, lse)
         picked.append(log_probs.gather(1, column))
         grad = log_probs.exp_().scatter_add_(1, column, minus_one)
@@ -85,14 +110,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary,
-        chunk_fn: ChunkFn, observe: ObserveFn,
+        ctx: FunctionCtx, hidden_ND: Tensor, weight_VD: Tensor, chunks: Iterable[Chunk], vocabulary: Vocabulary | None,
+        chunk_fn: ChunkFn, observe: ObserveFn | None,
     ) -> Tensor:  # fmt: skip
+        start = 0 if vocabulary is None else vocabulary.start
         losses = []
         hidden_grads = []
         weight_grad_VD = None
         for chunk in chunks:
-            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, vocabulary.start, *chunk)
+            losses_C1, hidden_grad_CD, *factors = chunk_fn(weight_VD, start, *chunk)
             losses.append(losses_C1)
             hidden_grads.append(hidden_grad_CD)
             # Summed in fp32, so that the rounding does not grow with the number of chunks.
@@ -100,7 +126,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del factors, chunk  # frees logits before others are computed
         assert weight_grad_VD is not None
         ctx.save_for_backward(torch.cat(hidden_grads), weight_grad_VD.to(weight_VD.dtype))
-        return vocabulary.reduce_(_sum(losses, observe))
+        return _sum(losses, observe, vocabulary)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor):
@@ -111,14 +137,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return multiply(hidden_grad_ND, scale), multiply(weight_grad_VD, scale), None, None, None, None
 
 
-def _ignore(_: list[Tensor]) -> None:
-    """Observes nothing."""
-
-
-def _sum(losses: list[Tensor], observe: ObserveFn) -> Tensor:
-    """Returns the sum of losses [C, 1] of all chunks, which `observe` gets too."""
-    observe(losses)
-    return torch.stack([losses_C1.sum() for losses_C1 in losses]).sum()
+def _sum(losses: list[Tensor], observe: ObserveFn | None, vocabulary: Vocabulary | None) -> Tensor:
+    """Returns the sum of losses [C, 1] of all chunks over the ranks; `observe` gets those of this rank."""
+    if observe is not None:
+        observe(losses)
+    total = torch.stack([losses_C1.sum() for losses_C1 in losses]).sum()
+    return total if vocabulary is None else vocabulary.reduce_(total)
 
 
 def build_loss(
@@ -139,18 +163,23 @@ def build_loss(
         eval_chunk = torch.compile(eval_chunk, backend=compile_backend)
 
     def loss_fn(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> Tensor:
-        hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
+        vocabulary, observe = None, None
+        if isinstance(weight_VD, DTensor):
+            hidden_BTD, weight_VD, vocabulary = local_shards(hidden_BTD, weight_VD)
         hidden_ND = hidden_BTD.flatten(0, 1)
         targets_N = targets_BT.flatten()
-        observe: ObserveFn = _ignore
         if sums is not None:
             targets_N, sources_N = split_targets(targets_N)
             observe = partial(sums.add, targets_N=targets_N, sources_N=sources_N)
         count = -(-len(targets_N) // chunk_tokens)
-        chunks = chunks_of(hidden_ND, weight_VD, targets_N, count=count, vocabulary=vocabulary, logits_fn=logits_fn)
+        pairs = zip(hidden_ND.chunk(count), targets_N.chunk(count), strict=True)
+        if vocabulary is None:
+            chunks = ((*pair, None) for pair in pairs)
+        else:
+            chunks = vocabulary.chunks(pairs, partial(logits_fn, weight_VD=weight_VD))
         if torch.is_grad_enabled():
             return _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, chunks, vocabulary, train_chunk, observe)
-        losses = [eval_chunk(weight_VD, vocabulary.start, *chunk) for chunk in chunks]
-        return vocabulary.reduce_(_sum(losses, observe))
+        start = 0 if vocabulary is None else vocabulary.start
+        return _sum([eval_chunk(weight_VD, start, *chunk) for chunk in chunks], observe, vocabulary)
 
     return loss_fn

@@ -84,16 +84,6 @@ CPU = cast("CpuKernels | None", doors.find("cpu"))
 """The package behind the door; None if it is closed."""
 
 
-def faster_product(x: Tensor, weight_OI: Tensor) -> CpuKernels | None:
-    """Returns the kernels that multiply these matrices faster than torch."""
-    return CPU if CPU is not None and CPU.has_faster_product(x, weight_OI) else None
-
-
-def faster_grad(grad: Tensor, x: Tensor) -> CpuKernels | None:
-    """Returns the kernels that compute the gradient of a weight faster, from those of its result and its input."""
-    return CPU if CPU is not None and CPU.has_faster_grad(grad, x) else None
-
-
 class FasterAttention(nn.Module):
     """Base of modules of attention that use the kernels in compiled blocks and, after use_kernels(), in eager training.
 

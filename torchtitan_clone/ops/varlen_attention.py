@@ -24,16 +24,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Attention = tuple[Tensor, Tensor]  # out and lse
 
 
-@dataclass(frozen=True)
-class OnHost:
-    """A tensor of the CPU as an argument of a model, all of whose tensors FSDP copies to its device."""
-
-    tensor: Tensor
-
-
-def moved(x: OnHost | Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on a device. Copying to a GPU does not wait for it, copying from it is a host sync."""
-    x = x.tensor if isinstance(x, OnHost) else x
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """Returns a copy on a device: to a GPU without waiting for it."""
     if device.type == "cuda" and x.device.type == "cpu" and torch.cuda.is_available():
         x = x.pin_memory()
     return x.to(device, non_blocking=device.type == "cuda")
@@ -86,7 +78,7 @@ class Segments:
 
     def limits(self, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
         """Returns the bounds of queries and of keys on a device, and the length of the longest segment of each."""
-        bounds, longest = moved(torch.from_numpy(self.bounds), device), int(np.diff(self.bounds).max())
+        bounds, longest = copied(torch.from_numpy(self.bounds), device), int(np.diff(self.bounds).max())
         return bounds, bounds, longest, longest
 
     def first_of(self, offset: int) -> list[tuple[slice, int, int]]:

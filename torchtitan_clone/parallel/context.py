@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_clone.comm import collectives
 from torchtitan_clone.comm.collectives import all_gather, others, reduce_scatter, takes_messages
 from torchtitan_clone.comm.tracing import COMMUNICATING_OPERATIONS
+from torchtitan_clone.ops import attention
 from torchtitan_clone.ops import blockwise_attention as blockwise
+from torchtitan_clone.ops.attention import OnHost, moved
 from torchtitan_clone.ops.blockwise_attention import Pieces
 from torchtitan_clone.ops.kernels import CPU, AttentionKernel, FasterAttention
-from torchtitan_clone.ops.varlen_attention import OnHost, moved
 from torchtitan_clone.parallel.head_exchange import CompleteRows, HeadExchange
 from torchtitan_clone.torch_compat import process_group_of
 
@@ -70,7 +71,7 @@ class LocalStarts(nn.Module):
         if documents_BS is not None:
             documents_BS = moved(documents_BS, torch.device("cpu"))
         like_BS = torch.empty(len(positions_BT), positions_BT.shape[1] * self._degree, device="cpu")
-        starts_BS = blockwise.visible_starts(documents_BS, like=like_BS, window=window, chunk=chunk)
+        starts_BS = attention.visible_starts(documents_BS, like=like_BS, window=window, chunk=chunk)
         if starts_BS is None:
             return None
         pieces = self._local_tokens(starts_BS.shape[1])

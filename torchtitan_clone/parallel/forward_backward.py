@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_clone.ops.varlen_attention import OnHost
+from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.parallel.unsharded import plain_parameters, set_last_backward
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchtitan_clone import torch_compat
 from torchtitan_clone.comm.collectives import exchange_parts, exchange_slices, takes_messages
-from torchtitan_clone.ops.varlen_attention import OnHost
+from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.torch_compat import process_group_of
 
 

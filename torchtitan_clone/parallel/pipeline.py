@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torchtitan_clone.comm.collectives import moves_in_background, start_exchange, takes_messages
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.schema import Parallelism
-from torchtitan_clone.ops.varlen_attention import OnHost
+from torchtitan_clone.ops.attention import OnHost
 from torchtitan_clone.parallel import forward_backward
 from torchtitan_clone.parallel.forward_backward import LossFn, Objective, Rows, StepOutput
 from torchtitan_clone.parallel.mesh import Mesh

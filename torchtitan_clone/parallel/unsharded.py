@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan_clone.comm.collectives import StartedSum
 from torchtitan_clone.comm.tracing import COPIES_OF_WEIGHTS
 from torchtitan_clone.ops.dtensor_shards import local_shard
-from torchtitan_clone.ops.linear import Linear
+from torchtitan_clone.ops.layers import Linear
 from torchtitan_clone.torch_compat import after_backward, converted, with_shard
 
 _ALONE = 2**16

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan_clone.models.attention import AttentionMask, DocumentMask
+from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.decoder import Decoder
 from torchtitan_clone.models.mla import LatentAttention
 from torchtitan_clone.models.moe import Experts, MoE
+from torchtitan_clone.ops.attention import AttentionMask
 
 Reach = int | None
 """Most tokens that a layer's tokens see, themselves included; None: all of their document."""

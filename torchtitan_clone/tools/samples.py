@@ -14,8 +14,8 @@ from torchtitan_clone.config import ConfigError
 from torchtitan_clone.data import Tokenizer
 from torchtitan_clone.data.packing import Batch
 from torchtitan_clone.documents import is_unicode
-from torchtitan_clone.models.attention import BLOCK
 from torchtitan_clone.ops import IGNORE_INDEX
+from torchtitan_clone.ops.attention import BLOCK
 from torchtitan_clone.ops.vocabulary import local_shards
 from torchtitan_clone.parallel.gradients import sum_over_ranks
 from torchtitan_clone.run.engine import Engine, build_plan_forward_backward

@@ -14,10 +14,10 @@ from torchtitan_clone.models.decoder import (
     Vocabulary,
     Width,
 )
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.mla import LatentAttention, LatentSizes
 from torchtitan_clone.models.moe import MoE, MoEArgs
 from torchtitan_clone.models.mtp import PredictingModelArgs, PredictionBlock
+from torchtitan_clone.ops.layers import SwiGLU
 
 V3_ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=True, expert_bias=True, group_score="sum of best two")
 V2_ROUTER = MoEArgs(score_func="softmax", normalize_scores=False, expert_bias=False, group_score="best")

@@ -6,7 +6,7 @@ from typing import Annotated
 from torchtitan_clone.config.schema import Range
 from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, Hidden, ModelArgs, TransformerBlock, Width
-from torchtitan_clone.models.feed_forward import SwiGLU
+from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)

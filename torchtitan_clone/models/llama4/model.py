@@ -18,10 +18,10 @@ from torchtitan_clone.models.decoder import (
     Vocabulary,
     Width,
 )
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.layer_kinds import LayerKind
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
 from torchtitan_clone.models.rope import QueryScale
+from torchtitan_clone.ops.layers import SwiGLU
 
 ROUTER = MoEArgs(score_func="sigmoid", normalize_scores=False, score_inputs=True, num_shared_experts=1)
 FIXED = (

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from torchtitan_clone.config.schema import Size
-from torchtitan_clone.models.attention import Attention, AttentionMask
+from torchtitan_clone.models.attention import Attention
 from torchtitan_clone.models.decoder import Decoder, Epsilon, Hidden, ModelArgs, TransformerBlock, Vocabulary
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.rope import Positions, RopeArgs
 from torchtitan_clone.models.windowed import LayerType, WindowedArgs
+from torchtitan_clone.ops.attention import AttentionMask
+from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from torchtitan_clone.models.decoder import (
     TransformerBlock,
     Vocabulary,
 )
-from torchtitan_clone.models.feed_forward import SwiGLU
 from torchtitan_clone.models.moe import MoE, MoEArgs, MoEModelArgs
+from torchtitan_clone.ops.layers import SwiGLU
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Linear layers, whoever multiplies on this processor."""
+"""Linear layers, whoever multiplies on this processor; RMSNorm against torch's; embeddings in bfloat16."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from torchtitan_clone.models.spec import KEPT
-from torchtitan_clone.ops.kernels import faster_product
-from torchtitan_clone.ops.linear import Linear
-from torchtitan_clone.torch_compat import TorchDispatchMode
+from torchtitan_clone.ops.layers import Embedding, Linear, RMSNorm, faster_product
+from torchtitan_clone.planner.memory_trace import MemoryTrace
+from torchtitan_clone.torch_compat import TorchDispatchMode, fake_tensors
 
 
 def example(*, bias=False, dtype=torch.float32, rows=(3, 5)):
@@ -109,3 +109,61 @@ def test_compiled_both_directions_call_the_same_library():
     compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=note), fullgraph=True)
     compiled(x).backward(grad)
     assert list(map(len, called)) == [1, 1] if faster_product(x, layer.weight) else [0, 0]
+
+
+EPS = 1e-5
+
+
+def norm_example(size, *, dtype=torch.float32):
+    torch.manual_seed(0)
+    norm = RMSNorm(size, eps=EPS).to(dtype)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2.0)
+    x = 3 * torch.randn(2, 9, 4, size)
+    return norm, x.to(dtype).requires_grad_(), torch.randn(2, 9, 4, size).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 100, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_value_of_a_norm_is_the_one_of_torch_to_the_bit(size, dtype):
+    norm, x, _ = norm_example(size, dtype=dtype)
+    assert torch.equal(norm(x), F.rms_norm(x, (size,), norm.weight, EPS))
+
+
+@pytest.mark.parametrize("size", [3, 100, 768])
+def test_gradients_of_a_norm_are_those_of_double_precision(size):
+    norm, x, grad = norm_example(size)
+    exact = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = torch.autograd.grad(F.rms_norm(exact[0], (size,), exact[1], EPS), exact, grad.double())
+    for ours, theirs in zip(torch.autograd.grad(norm(x), (x, norm.weight), grad), expected, strict=True):
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
+def test_a_compiled_norm_has_the_same_gradients():
+    norm, x, grad = norm_example(64)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(compiled(x), (x, norm.weight), grad)
+    torch.testing.assert_close(found, torch.autograd.grad(norm(x), (x, norm.weight), grad))
+
+
+def test_a_simulated_norm_allocates_what_the_kernel_of_a_gpu_does():
+    """Results and a scale of each row; for the backward the gradients."""
+    with fake_tensors(of_gpu=True), MemoryTrace() as trace:
+        norm = RMSNorm(64, eps=EPS, dtype=torch.bfloat16)
+        x = torch.empty(2, 9, 64, dtype=torch.bfloat16, requires_grad=True)
+        start = len(trace.events)
+        out = norm(x)
+        kept = [event.size for event in trace.events[start:]]
+        out.backward(torch.empty_like(out))
+        sizes = [event.size for event in trace.events[start:] if event.size]
+    assert kept == [2 * 9 * 4, 2 * 9 * 64 * 2]
+    assert sorted(sizes[2:]) == [64 * 2, 2 * 9 * 64 * 2, 2 * 9 * 64 * 2]  # of the weight, the input and the result
+
+
+def test_gradients_of_frequent_tokens_in_bfloat16_are_those_of_float32():
+    """A total in bfloat16 stops growing at 256 times what is added."""
+    embedding = Embedding(8, 16).to(torch.bfloat16)
+    tokens = torch.zeros(4096, dtype=torch.int64)
+    out = embedding(tokens)
+    assert torch.equal(out, embedding.weight[tokens])
+    out.backward(torch.ones_like(out))
+    assert embedding.weight.grad[0].tolist() == [4096.0] * 16
