@@ -11,10 +11,9 @@ milliseconds forward and backward and of the second kernel's time over the first
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 from torch import Tensor
 
-from benchmarks.turns import processor_name
+from benchmarks.turns import Step, alternate, median_of, processor_name, ratio_of, timed
 from torchtitan_clone.cpu.attention import attend
 from torchtitan_clone.cpu.library import is_loaded
 from torchtitan_clone.models.attention import CoreAttention, DocumentMask
@@ -32,6 +31,7 @@ SHAPES = {
     "cpu": ["8x8x512x32", "4x12x512x64", "8x4x128x32", "1x8x2048x64"],
     "cuda": ["4x32x2048x128", "1x32x8192x128", "1x32x65536x128"],
 }
+CLOCKS = ("forward", "backward")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -46,18 +46,12 @@ def kernels_of(documents_BT: Tensor | None, index_BT: Tensor, dtype: torch.dtype
     return kernels | {"FlexAttention": lambda *x: core(*x, blocks)}
 
 
-def seconds_of(attention: Attention, inputs: Sequence[Tensor], grad: Tensor) -> list[float]:
+def step_of(attention: Attention, inputs: Sequence[Tensor], grad: Tensor) -> Step:
     """Returns how long forward and backward take."""
-    wait = torch.cuda.synchronize if grad.is_cuda else lambda: None
     qkv = [x.detach().requires_grad_() for x in inputs]
-    wait()
-    start = time.perf_counter()
-    out = attention(*qkv)
-    wait()
-    middle = time.perf_counter()
-    out.backward(grad)
-    wait()
-    return [middle - start, time.perf_counter() - middle]
+    out, forward = timed(lambda: attention(*qkv))
+    _, backward = timed(lambda: out.backward(grad))
+    return {"forward": forward["wall"], "backward": backward["wall"]}
 
 
 def main(argv: list[str]) -> None:
@@ -81,13 +75,12 @@ def main(argv: list[str]) -> None:
         index_BT = torch.arange(T, device=choices.device).expand(B, T)
         documents_BT = choices.document_length and (index_BT // choices.document_length).int()
         kernels = kernels_of(documents_BT, index_BT, dtype)
-        rounds = [
-            {name: seconds_of(kernel, inputs, grad) for name, kernel in kernels.items()}
-            for _ in range(choices.rounds + 1)
-        ][1:]
-        ms = {name: [1e3 * statistics.median(each[name][i] for each in rounds) for i in (0, 1)] for name in kernels}
+        steps = {name: partial(step_of, kernel, inputs, grad) for name, kernel in kernels.items()}
+        alternate(steps, rounds=1)  # warms up
+        taken = alternate(steps, rounds=choices.rounds)
+        ms = {name: [1e3 * median_of(taken[name], clock=clock) for clock in CLOCKS] for name in kernels}
         first, second = kernels
-        ratios = [statistics.median(each[second][i] / each[first][i] for each in rounds) for i in (0, 1)]
+        ratios = [ratio_of(taken[second], taken[first], clock=clock).median for clock in CLOCKS]
         if head:
             print(head + "".join(f"{name:>20}" for name in (*kernels, "ratio")))
             head = ""

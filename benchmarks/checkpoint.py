@@ -4,12 +4,11 @@
     python benchmarks/checkpoint.py --gib=0.1 --saves=2
 
 Every mode runs in a process of its own: it trains a stack of matrices with AdamW, saves, and continues to train while
-the save is in flight. `blocked` is how long the loop waits for a save, `of dcp.save` the ratio to torch's save;
-`staging` is the copy of the state and `memcpy` one copy of as many bytes, first during training, then each `alone`. The
-rate is compared with a plain write and fsync of the same bytes to the same disk just before; `slower` is how much
-longer steps take while a save is in flight; `memory` is what the process and its writer use in addition. Medians over
-all saves except the first, which has a column of its own. Files are deleted after each save, so that all modes write to
-the same blocks of the disk.
+the save is in flight. `blocked` is how long the loop waits for a save, `of dcp.save` the ratio to torch's save, and
+`staging` how long the state is copied. The rate is compared with a plain write and fsync of the same bytes to the same
+disk just before; `slower` is how much longer steps take while a save is in flight; `memory` is what the process and its
+writer use in addition. Medians over all saves except the first, which has a column of its own. Files are deleted after
+each save, so that all modes write to the same blocks of the disk.
 """
 
 import argparse
@@ -22,13 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import processor_name
+from benchmarks.turns import processor_name, timed
 
 TORCH_SAVE, TORCH_ASYNC = "dcp.save", "dcp.async_save"
 OURS = ("disabled", "async", "async_with_pinned_mem")
@@ -73,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with process_group(Comm(), launch=launch, device=device):
         loop = Loop(gib=options.gib, rows=options.rows, device=device)
         usual = statistics.median(loop.step() for _ in range(4))
-        before, (memcpy_beside, memcpy) = memory_gib(os.getpid()), seconds_of_memcpy(loop, device=device)
+        before = memory_gib(os.getpid())
         plain_write = seconds_of_plain_write(options.folder, size=loop.bytes)
         save = saver(options.mode, loop, options.folder)
         saves, slow = [], []
@@ -83,19 +81,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 slow.append(loop.step())
             saves.append(figures())
             shutil.rmtree(options.folder)  # otherwise the next save would allocate new blocks
-        figures, over = save(options.saves)
-        while not over():
-            time.sleep(0.01)
-        alone = figures()["staging"]
         after = memory_gib(os.getpid()) + sum(memory_gib(pid) for pid in children(os.getpid()))
         later = saves[1:] or saves
         return {
             "bytes": loop.bytes,
             "first_blocked": saves[0]["blocked"],
             **{key: statistics.median(each[key] for each in later) for key in later[0]},
-            "staging_alone": alone,
-            "memcpy": memcpy_beside,
-            "memcpy_alone": memcpy,
             "plain_write": plain_write,
             "step": usual,
             "slower": statistics.median(slow) / usual - 1 if slow else 0.0,
@@ -114,7 +105,6 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.inputs = torch.randn(rows, width, device=device)
         self.before_update: Callable[[], None] = lambda: None
-        self.synchronize = torch.cuda.synchronize
         self.step()
         self.bytes = sum(tensor.nbytes for tensor in self.state().values())
 
@@ -128,14 +118,13 @@ class Loop:
 
     def step(self) -> float:
         """Trains one step; returns its seconds."""
-        start = time.perf_counter()
+        return timed(self._train)[1]["wall"]
+
+    def _train(self) -> None:
         self.model(self.inputs).square().mean().backward()
         self.before_update()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.inputs.is_cuda:
-            self.synchronize()
-        return time.perf_counter() - start
 
 
 def saver(mode: str, loop: Loop, folder: Path) -> Callable[[int], tuple[Callable[[], dict[str, float]], Any]]:
@@ -192,33 +181,6 @@ def saver_of_ours(
     return save
 
 
-def seconds_of_memcpy(loop: Loop, *, device: Any) -> tuple[float, float]:
-    """Copies as many bytes as the loop's state to allocated memory; returns seconds during its steps, and alone.
-
-    From the device, to pinned memory if that is CUDA; medians of three.
-    """
-    import numpy as np
-    import torch
-
-    source = torch.ones(loop.bytes, dtype=torch.uint8, device=device)
-    target = torch.zeros(loop.bytes, dtype=torch.uint8, pin_memory=source.is_cuda)
-
-    def copy() -> None:
-        if source.is_cuda:
-            target.copy_(source)
-        else:  # on one thread, as the state is copied
-            np.copyto(target.numpy(), source.numpy())
-
-    def copies() -> float:
-        return statistics.median(seconds_of(copy) for _ in range(3))
-
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        beside = threads.submit(copies)
-        while not beside.done():
-            loop.step()
-    return beside.result(), copies()
-
-
 def seconds_of_plain_write(folder: Path, *, size: int) -> float:
     """Returns the seconds of writing and syncing so many bytes, the second time, to blocks that are allocated."""
     piece = os.urandom(1 << 24)
@@ -233,16 +195,9 @@ def seconds_of_plain_write(folder: Path, *, size: int) -> float:
             os.fsync(file.fileno())
 
     write()
-    seconds = seconds_of(write)
+    _, step = timed(write)
     path.unlink()
-    return seconds
-
-
-def seconds_of(action: Callable[[], object]) -> float:
-    """Returns how long it takes."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    return step["wall"]
 
 
 def memory_gib(pid: int) -> float:
@@ -269,14 +224,14 @@ def print_table(rows: dict[str, dict[str, Any]]) -> None:
     print(f"state of {size / 2**30:.2f} GiB, steps of {step:.3f} s, a plain write of it {write:.2f} s\n")
     print(
         f"{'mode':<22}{'blocked s':>10}{'first':>8}{'of dcp.save':>12}{'total s':>9}{'MB/s':>7}{'of plain':>9}"
-        f"{'staging s':>11}{'memcpy':>8}{'alone':>7}{'memcpy':>8}{'slower':>8}{'memory GiB':>11}"
+        f"{'staging s':>11}{'slower':>8}{'memory GiB':>11}"
     )
     for mode, row in rows.items():
         share, of_plain = row["blocked"] / rows[TORCH_SAVE]["blocked"], row["plain_write"] / row["total"]
         print(
             f"{mode:<22}{row['blocked']:>10.4f}{row['first_blocked']:>8.3f}{share:>12.1%}{row['total']:>9.2f}"
-            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}{row['memcpy']:>8.3f}"
-            f"{row['staging_alone']:>7.3f}{row['memcpy_alone']:>8.3f}{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
+            f"{size / row['total'] / 1e6:>7.0f}{of_plain:>9.0%}{row['staging']:>11.3f}"
+            f"{row['slower']:>8.0%}{row['memory_gib']:>11.2f}"
         )
 
 

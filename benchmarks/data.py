@@ -1,12 +1,11 @@
-"""Measures reading and preparing data: rates of a core, start and memory on a large store, and kills.
+"""Measures reading and preparing data: rates of a core, start and memory on a large store.
 
     python benchmarks/data.py
-    python benchmarks/data.py prepare kills --mb=500
+    python benchmarks/data.py prepare --mb=500
 
 `loader` reads batches of one and of five sources with masks of documents. `start` reads from a store of 10 billion
 tokens, a sparse file, and from a small one. `prepare` tokenizes text of this machine, as does `tokenizers` alone.
-`kills` ends preparations by SIGKILL after random times, and compares all stores with those made without a kill. What is
-compared takes turns; rates are by processor time.
+What is compared takes turns; rates are by processor time.
 """
 
 import argparse
@@ -149,40 +148,12 @@ def measure_prepare(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
     yield f"median {statistics.median(ratios):.3f}"
 
 
-def contents(cache: Path) -> dict[Path, bytes]:
-    """Returns all files of the stores of a cache."""
-    return {path.relative_to(cache): path.read_bytes() for path in (cache / "stores").rglob("*") if path.is_file()}
-
-
-def measure_kills(folder: Path, choices: argparse.Namespace) -> Iterator[str]:
-    """Yields how many preparations were killed and continued until one completed, and whether the stores are equal."""
-    generator = random.Random(0)
-    texts = write_text(folder / "text", choices, folders=2)
-    start = time.perf_counter()
-    prepare(texts, folder / "whole", 1)
-    seconds = time.perf_counter() - start
-    expected, kills, completed = contents(folder / "whole"), 0, 0
-    while kills < choices.kills or not completed:
-        cache = folder / f"cache {completed}"
-        process = PROCESSES.Process(target=prepare, args=(texts, cache, 1))
-        process.start()
-        process.join(generator.uniform(0, seconds) if kills < choices.kills else None)
-        if process.exitcode is None:
-            process.kill()
-            kills += 1
-        else:
-            completed += 1
-            assert contents(cache) == expected, "a preparation that was killed made other stores"
-        process.join()
-    yield f"{kills} kills, {completed} preparations completed, all with the same {len(expected)} files"
-
-
 def main(argv: list[str]) -> None:
     """Measures in a temporary folder, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    by_name = {"loader": measure_loader, "start": measure_start, "prepare": measure_prepare, "kills": measure_kills}
+    by_name = {"loader": measure_loader, "start": measure_start, "prepare": measure_prepare}
     parser.add_argument("what", nargs="*", choices=[*by_name, []], default=[])
-    for name, default in {"tokens": 50_000_000, "large-tokens": 10_000_000_000, "rounds": 5, "kills": 20}.items():
+    for name, default in {"tokens": 50_000_000, "large-tokens": 10_000_000_000, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--text", nargs="+", default=[sys.prefix, "/usr"], help="folders with text")
     parser.add_argument("--mb", type=float, default=20, help="size of the text")

@@ -9,9 +9,7 @@ results. Medians over the rounds; the ratio is the median of each round's.
 """
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -21,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 from torch import Tensor
 
-from benchmarks.turns import processor_name
+from benchmarks.turns import alternate, median_of, processor_name, ratio_of, timed
 from torchtitan_clone.models.moe import MoE, MoEArgs, combine, dispatch, force_load_balance
 
 Step = Callable[[], None]
@@ -60,17 +58,6 @@ def build_steps(choices: argparse.Namespace) -> dict[str, Step]:
     }
 
 
-def seconds_of(step: Step, *, device: str) -> float:
-    """Returns how long a step takes."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main(argv: list[str]) -> None:
     """Measures and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,15 +71,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     choices = parser.parse_args(argv)
     steps = build_steps(choices)
-    rounds = [
-        {name: seconds_of(step, device=choices.device) for name, step in steps.items()} for _ in range(choices.rounds)
-    ]
-    times = {name: statistics.median(each[name] for each in rounds) for name in steps}
+    taken = alternate({name: lambda step=step: timed(step)[1] for name, step in steps.items()}, rounds=choices.rounds)
     print(processor_name())
     print(f"{'part':10}{'ms':>10}{'of products':>14}")
-    for name, seconds in times.items():
-        ratio = statistics.median(each[name] / each["products"] for each in rounds)
-        print(f"{name:10}{seconds * 1e3:10.1f}{ratio:14.2f}")
+    for name, of_part in taken.items():
+        print(f"{name:10}{median_of(of_part) * 1e3:10.1f}{ratio_of(of_part, taken['products']).median:14.2f}")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,17 @@ exit code is 1 if their tokens differ.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import processor_name
+from benchmarks.turns import Step, alternate, median_of, processor_name, ratio_of, timed
 from tests.support.twins import twin_of
 from torchtitan_clone.data import build_tokenizer
 from torchtitan_clone.models import MODELS
@@ -29,13 +28,6 @@ from torchtitan_clone.tools.generation import Generator, Sampling
 from torchtitan_clone.tools.trained_model import TrainedModel
 
 Tokens = list[list[int]]
-
-
-def timed(generate: Callable[[], Tokens]) -> tuple[float, Tokens]:
-    """Returns seconds of CPU time and tokens."""
-    start = time.process_time()
-    found = generate()
-    return time.process_time() - start, found
 
 
 def compare(family: str, options: argparse.Namespace) -> bool:
@@ -57,11 +49,18 @@ def compare(family: str, options: argparse.Namespace) -> bool:
         out = twin.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=options.tokens, pad_token_id=0)
         return out[:, options.prompt :].tolist()
 
-    rounds = [(timed(lambda: list(ours.complete(prompts))), timed(theirs)) for _ in range(options.rounds + 1)][1:]
-    is_equal = all(mine[1] == other[1] for mine, other in rounds)
+    def step_of(generate: Callable[[], Tokens]) -> Step:
+        tokens, step = timed(generate)
+        return {**step, "tokens": tokens}
+
+    steps = {"ours": partial(step_of, lambda: list(ours.complete(prompts))), "theirs": partial(step_of, theirs)}
+    alternate(steps, rounds=1)  # warms up
+    taken = alternate(steps, rounds=options.rounds)
+    mine, others = taken["ours"], taken["theirs"]
+    is_equal = all(one["tokens"] == other["tokens"] for one, other in zip(mine, others, strict=True))
     count = options.batch * options.tokens
-    speeds = [median(count / one[side][0] for one in rounds) for side in (0, 1)]
-    ratio = median(other[0] / mine[0] for mine, other in rounds)
+    speeds = [count / median_of(of_side, clock="cpu") for of_side in (mine, others)]
+    ratio = ratio_of(others, mine, clock="cpu").median
     size = sum(parameter.numel() for parameter in nn.ModuleList([model]).parameters())
     equal = "" if is_equal else "  TOKENS DIFFER"
     print(f"{family:14}{size / 1e6:9.1f}{speeds[0]:12,.0f}{speeds[1]:14,.0f}{ratio:8.2f}{equal}", flush=True)

@@ -2,7 +2,6 @@
 
     python benchmarks/parallel.py
     python benchmarks/parallel.py shard tensor --json result.json -- --training.seq_len=1024
-    python benchmarks/parallel.py tensor --parts
 
 Two ranks and one rank live at the same time and train their steps in turn. One rank is measured as two runs that begin
 a step together and have half of the machine each, as each of two ranks has; its time is that until both have ended,
@@ -10,8 +9,7 @@ since ranks wait for each other. The expected time of a step on two ranks is tha
 pipeline, whose stages take as long as they have FLOPs, and the time of its collectives: their number and bytes at the
 latency and bandwidth that are measured first, the best of 20, as if nothing overlapped; on a CPU most are messages
 (comm/collectives.py). Times and ratios are medians, with quartiles. "busy" is the ratio of processor seconds of a rank:
-what the time exceeds it by are ranks that wait for each other. `--parts` profiles all steps, which prolongs that of the
-host, and divides the time of the first rank on a CPU (benchmarks/parts.py). The last table measures
+what the time exceeds it by are ranks that wait for each other. The last table measures
 training.freeze_schedule. Arguments after `--` are options of all runs. With fewer than two GPUs the ranks run on the
 CPU. `benchmarks/trainer.py --compile` compares one GPU with a plain compiled loop.
 """
@@ -37,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 import torch.distributed as dist
 
-from benchmarks.parts import WAITING, record_waiting, seconds_by_part
 from benchmarks.turns import Program, Ratio, Running, processor_name, ratio_of, serve_turns_of_ranks, take_turns
 from tests.support.harness import collect, start_ranks
 from tests.support.runs import make_corpus
@@ -88,15 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("axes", nargs="*", help="words of which a case has one; all without any")
     parser.add_argument("--rounds", type=int, default=12, help="measured steps of each run")
-    parser.add_argument("--parts", action="store_true", help="divide the time of a step by what the rank does")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     words = sys.argv[1:]
     split = words.index("--") if "--" in words else len(words)
     arguments = parser.parse_args(words[:split])
     if arguments.rounds < 2:
         parser.error(f"--rounds {arguments.rounds}: must be at least 2")
-    if arguments.parts and CUDA:
-        parser.error("--parts: divides the time of a CPU, and the ranks run on GPUs; set $CUDA_VISIBLE_DEVICES to ''")
     with tempfile.TemporaryDirectory() as folder:
         results = _measure_all(Path(folder), arguments, words[split + 1 :])
     if arguments.json:
@@ -107,7 +101,7 @@ def _measure_all(folder: Path, arguments: argparse.Namespace, others: list[str])
     logging.disable()
     os.environ["PYTHONWARNINGS"] = "ignore"
     common = _options(folder) | dict(word.removeprefix("--").split("=", 1) for word in others)
-    start = partial(_start, folder=folder, parts=arguments.parts)
+    start = partial(_start, folder=folder)
     links = collect(start_ranks(measure_links, 2, env={"CUDA_VISIBLE_DEVICES": ",".join(GPUS)} if CUDA else None))[0]
     _print_links(links)
     columns = f"{'one rank':>9}{'two':>9}{'ratio':>20}{'busy':>20}{'should be':>11}{'calls':>7}{'MiB':>8}{'seconds':>9}"
@@ -148,14 +142,12 @@ def _options(folder: Path) -> dict[str, object]:
     }
 
 
-def _start(
-    stack: ExitStack, options: Mapping[str, object], *, folder: Path, name: str, gpus: Sequence[str], parts: bool
-) -> Running:
+def _start(stack: ExitStack, options: Mapping[str, object], *, folder: Path, name: str, gpus: Sequence[str]) -> Running:
     """Starts a run, a rank for each of the GPUs; the stack ends it."""
     argv = [f"--{key}={value}" for key, value in options.items()]
     program = Program(
         name=name,
-        command=[sys.executable, __file__, SERVE, str(len(gpus)), str(int(parts)), *argv, f"--job.run_name={name}"],
+        command=[sys.executable, __file__, SERVE, str(len(gpus)), *argv, f"--job.run_name={name}"],
         environment={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if CUDA else ON_CPU,
         log=folder / f"{name}.log",
     )
@@ -164,9 +156,7 @@ def _start(
 
 def serve(argv: list[str]) -> None:
     """Trains a run, one step a turn; the first report has a step's collectives and the idle share of a pipeline."""
-    ranks, parts, *argv = argv
-    if int(parts):
-        record_waiting()
+    ranks, *argv = argv
     config = load_config(argv)
     turn = serve_turns_of_ranks(int(ranks))
     with open_trainer(argv) as trainer:
@@ -177,13 +167,9 @@ def serve(argv: list[str]) -> None:
         with CollectiveTrace(trainer.engine.mesh.group_axes()) as trace:
             trainer.train_step(next(numbers))
         turn(collectives=trace.rows(), idle=_idle_share(plan) if plan.degrees.pp > 1 else 0.0)
-        while not int(parts):
-            trainer.train_step(next(numbers))
-            turn(parts={})
         while True:
-            seconds = seconds_by_part(lambda: trainer.train_step(next(numbers)))
-            wall = sum(seconds.values())  # without the profiler's own after the step
-            turn(parts=seconds, wall=wall, cpu=wall - seconds[WAITING])
+            trainer.train_step(next(numbers))
+            turn()
 
 
 def _idle_share(plan: RunPlan) -> float:
@@ -267,7 +253,7 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
             run.begin()
         pair = [run.end() for run in (first, second)]
         cpu = statistics.mean(step["cpu"] for step in pair)
-        ones.append({"wall": max(step["wall"] for step in pair), "cpu": cpu, "parts": pair[0]["parts"]})
+        ones.append({"wall": max(step["wall"] for step in pair), "cpu": cpu})
         if not number % 2:
             twos.append(two.step())
     del ones[0], twos[0]  # the first round warms up
@@ -287,10 +273,6 @@ def _compare(first: Running, second: Running, two: Running, *, rounds: int, link
         "calls": sum(row["count"] for row in calls),
         "bytes": sum(row["bytes"] for row in calls),
         "collectives": calls,
-        "parts": {
-            part: [statistics.median(step["parts"][part] for step in steps) for steps in (ones, twos)]
-            for part in twos[0]["parts"]
-        },
     }
 
 
@@ -306,8 +288,6 @@ def _print_case(name: str, case: dict) -> None:
     times = f"{case['one_rank_seconds']:9.3f}{case['seconds']:9.3f}{ratios}"
     sizes = f"{case['calls']:7,}{case['bytes'] / 2**20:8.1f}{case['collective_seconds']:9.3f}"
     print(f"{name:20}{times}{case['expected_ratio']:11.3f}{sizes}", flush=True)
-    for part, (one, two) in case["parts"].items():
-        print(f"  {part:18}{one:9.3f}{two:9.3f}{two - one:+10.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ operation" some operations of all blocks or of the first 8, with more FLOPs; the
 once and take their steps in turn. "time" is the ratio to the first of --only in the same round, with quartiles. On a
 CPU ours allocates tensors in a region, the peers and "ours, default malloc" by malloc; --allocator gives our allocator
 to the peers too. The first step is timed from the start of the process; with --compile once with all caches of the
-compiler empty ("cold"), also that of precompiled headers, and once with full ones. --cold-rounds N times only the
-first steps with empty caches, N times, in alternating order.
+compiler empty ("cold"), also that of precompiled headers, and once with full ones.
 """
 
 import argparse
@@ -97,9 +96,6 @@ def main() -> None:
     """Runs the comparison and prints a table."""
     options = _parse()
     work = {"size": options.size, "dtype": options.dtype, "compile": options.compile, "device": options.device}
-    if options.cold_rounds:
-        _compare_cold_starts(options, work)
-        return
     with tempfile.TemporaryDirectory() as folder:
         programs = list(_programs(options, work, folder=Path(folder)))
         print(_header(options, work), flush=True)
@@ -141,9 +137,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--skip-cold", action="store_true", help="do not time first steps with empty caches")
-    parser.add_argument(
-        "--cold-rounds", type=int, default=0, help="time only first steps with empty caches, N times", metavar="N"
-    )
     parser.add_argument("--at-once", action="store_true", help="take first steps at the same time and do not time them")
     parser.add_argument("--allocator", action="store_true", help="give all programs our allocator of CPU tensors")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each program")
@@ -157,10 +150,6 @@ def _parse() -> argparse.Namespace:
         parser.error(
             f"--only {options.only[0]!r}: the first program must be one of ours, which others are compared with"
         )
-    if options.cold_rounds < 0:
-        parser.error(f"--cold-rounds {options.cold_rounds}: must be at least 0")
-    if options.cold_rounds and not options.compile:
-        parser.error(f"--cold-rounds {options.cold_rounds}: without --compile there are no caches; add --compile")
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: must be at least 2")
     return options
@@ -224,20 +213,6 @@ def _first_steps(programs: Sequence[Program]) -> dict[str, float]:
             running.step()
             seconds[program.name] = running.age_seconds
     return seconds
-
-
-def _compare_cold_starts(options: argparse.Namespace, work: Mapping[str, object]) -> None:
-    """Prints the seconds of first steps with empty caches, and their ratio to the first program's in the same round."""
-    print(_header(options, work), flush=True)
-    rounds = []
-    for number in range(options.cold_rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            programs = list(_programs(options, work, folder=Path(folder)))
-            rounds.append(_first_steps(programs[:: -1 if number % 2 else 1]))
-    for name in options.only:
-        seconds, ratios = [each[name] for each in rounds], [each[name] / each[options.only[0]] for each in rounds]
-        texts = [f"{statistics.median(x):7.2f} ({min(x):.2f}-{max(x):.2f})" for x in (seconds, ratios)]
-        print(f"{name:24}{texts[0]:>22} s{texts[1]:>22}")
 
 
 def _header(options: argparse.Namespace, work: Mapping[str, object]) -> str:

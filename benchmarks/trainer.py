@@ -19,11 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
 
-from benchmarks.turns import ROOT, processor_name
+from benchmarks.turns import ROOT, alternate, processor_name
 
 PLAIN, TRAINER, LAUNCHED, IN_TURN = "plain loop", "trainer", "run_train.sh", "in turn"
 WARM_UP_STEPS = 2
@@ -41,8 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < (least := WARM_UP_STEPS + 2):
         parser.error(f"--steps {arguments.steps}: must be at least {least}, {WARM_UP_STEPS} of which warm up")
-    results = {"rounds": arguments.rounds, "torch": _torch_version(), "loader_tokens_per_second": _loader_rate()}
-    results["processor"] = processor_name()
+    results = {"rounds": arguments.rounds, "torch": version("torch"), "processor": processor_name(uses_gpu=True)}
     for dtype in arguments.dtype:
         results[dtype] = _compare(dtype, arguments)
     _print_table(results, arguments.dtype)
@@ -51,11 +52,8 @@ def main() -> None:
 
 
 def _compare(dtype: str, arguments: argparse.Namespace) -> dict:
-    runs: dict[str, list[dict]] = {PLAIN: [], TRAINER: [], LAUNCHED: []}
-    for round_number in range(arguments.rounds):
-        names = list(runs) if round_number % 2 else list(reversed(runs))
-        for name in names:
-            runs[name].append(_run(name, dtype, arguments))
+    names = (PLAIN, TRAINER, LAUNCHED)
+    runs = alternate({name: partial(_run, name, dtype, arguments) for name in names}, rounds=arguments.rounds)
     figures: dict = {name: _medians(runs_of) for name, runs_of in runs.items()}
     for name in (TRAINER, LAUNCHED):
         pairs = zip(runs[name], runs[PLAIN], strict=True)
@@ -173,37 +171,14 @@ def _tokens_per_step(options: list[str]) -> int:
     return training.seq_len * max(training.local_batch_size, training.global_batch_size)
 
 
-def _loader_rate(*, seconds: float = 2.0) -> float:
-    """Returns the tokens per second that the data loader delivers in this process without training."""
-    from torchtitan_clone.config import load_config
-    from torchtitan_clone.data import Loader, LoaderOptions, build_tokenizer, open_dataset
-
-    config = load_config(["--training.seq_len=2048"])
-    dataset = open_dataset(training=config.training, data=config.data, tokenizer=build_tokenizer(None))
-    options = LoaderOptions(seq_len=2048, document_masking=True)
-    loader = Loader(dataset, options=options, seed=0, global_batch_size=16)
-    next(loader)
-    tokens, start = 0, time.process_time()
-    while time.process_time() - start < seconds:
-        tokens += next(loader).tokens_BT.numel()
-    return tokens / (time.process_time() - start)
-
-
 def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
-def _torch_version() -> str:
-    import torch
-
-    return torch.__version__
-
-
 def _print_table(results: dict, dtypes: list[str]) -> None:
     print(f"{results['processor']}; torch {results['torch']}, medians of {results['rounds']} rounds")
-    print(f"loader {results['loader_tokens_per_second'] / 1e6:.0f} M tokens/s per core")
     print(f"{'':10}{'':14}{'tokens/s':>10}{'ratio':>8}{'first step s':>14}{'memory GiB':>12}{'last loss':>11}")
     for dtype in dtypes:
         for name, figures in results[dtype].items():

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 ROOT = Path(__file__).resolve().parents[1]
 Turn = Callable[..., None]
 Step = dict[str, Any]
+T = TypeVar("T")
 
 
 def serve_turns() -> Turn:
@@ -152,12 +153,32 @@ class Running:
 
 def take_turns(programs: Sequence[Running], *, rounds: int) -> dict[str, list[Step]]:
     """Trains one step of each program a round, in an order that changes; returns the steps by program."""
-    steps: dict[str, list[Step]] = {program.name: [] for program in programs}
+    return alternate({program.name: program.step for program in programs}, rounds=rounds)
+
+
+def alternate(steps: Mapping[str, Callable[[], Step]], *, rounds: int) -> dict[str, list[Step]]:
+    """Takes each step once a round, in an order that changes; returns what they return, by name."""
+    taken: dict[str, list[Step]] = {name: [] for name in steps}
+    names = list(steps)
     for number in range(rounds):
-        first = number % len(programs)
-        for program in [*programs[first:], *programs[:first]]:
-            steps[program.name].append(program.step())
-    return steps
+        first = number % len(names)
+        for name in [*names[first:], *names[:first]]:
+            taken[name].append(steps[name]())
+    return taken
+
+
+def timed(function: Callable[[], T]) -> tuple[T, Step]:
+    """Returns the result of a function, and the wall and CPU seconds that it takes in this process and on its GPU."""
+    _wait_for_gpu()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = function()
+    _wait_for_gpu()
+    return result, {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+
+
+def median_of(steps: Iterable[Step], *, clock: str = "wall") -> float:
+    """Returns the median of the steps' seconds."""
+    return statistics.median(step[clock] for step in steps)
 
 
 @dataclass(frozen=True, kw_only=True)

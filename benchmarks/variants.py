@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 import torch
 
 from benchmarks.regress import SERVE, ranks_of
-from benchmarks.turns import ROOT, Program, Running, processor_name, ratio_of, take_turns
+from benchmarks.turns import ROOT, Program, Running, median_of, processor_name, ratio_of, take_turns
 from torchtitan_clone.config import ConfigError, load_config
 from torchtitan_clone.run.preflight import resolve
 
@@ -43,19 +42,25 @@ def variant(text: str) -> tuple[str, list[str]]:
     return name, shlex.split(options)
 
 
-def main() -> None:
-    """Measures and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(doc: str | None, *, rounds: int) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
+    """Returns the parser, what it read, and the options of all variants."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+", type=variant, help="NAME=OPTIONS, of which there may be none")
-    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each variant")
+    parser.add_argument("--rounds", type=int, default=rounds, help="times that each variant is measured")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    choices, common = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
+    choices = parser.parse_args(sys.argv[1:end])
     if choices.rounds < 2:
         parser.error(f"--rounds {choices.rounds}: must be at least 2")
     if len(dict(choices.variants)) < len(choices.variants):
         parser.error("two variants have the same name")
+    return parser, choices, sys.argv[end + 1 :]
+
+
+def main() -> None:
+    """Measures and prints a table."""
+    parser, choices, common = parse(__doc__, rounds=10)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     tokens, programs = {}, []
     with ExitStack() as stack:
@@ -80,7 +85,7 @@ def main() -> None:
     first, *_ = steps
     print(f"{'':22}{'time / ' + first:>22}{'tokens/s':>12}{'GiB':>8}")
     for name, of_variant in steps.items():
-        rate = tokens[name] / statistics.median(step["wall"] for step in of_variant)
+        rate = tokens[name] / median_of(of_variant)
         ratio = str(ratio_of(of_variant, steps[first]))
         print(f"{name:22}{ratio:>22}{rate:12,.0f}{of_variant[-1]['gib']:8.2f}")
     if choices.json:

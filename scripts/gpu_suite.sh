@@ -95,7 +95,7 @@ run_section() {
             rowwise="$FLOAT8 --quantize.linear.float8.recipe_name=rowwise" \
             --json="$FOLDER/float8.json" -- "${WIDEST[@]}" --training.seq_len=4096 --training.local_batch_size=2
         ;;
-    memory) run memory 160 benchmarks/memory.py --device=cuda ;;
+    memory) run memory 160 tests/campaigns/memory.py --device=cuda ;;
     checkpoint) run checkpoint 180 benchmarks/checkpoint.py --rows=65536 --folder=/dev/shm ;;
     attention)
         run attention 55 benchmarks/attention.py --device=cuda --dtype=bfloat16 &&

@@ -98,30 +98,30 @@ def shortened(command: str) -> str:
         return f"{command} --gib=0.01 --saves=1"
     if "benchmarks/data.py" in command:
         text = "--text my_text --mb=0.4 --tokens=100000 --large-tokens=1000000"
-        return f"{command} {text} --rounds=1 --kills=1"
+        return f"{command} {text} --rounds=1"
     if "scripts/plan.py" in command and "debug_model" not in command:
         return f"{command} --gpus=8 --model.args.n_layers=4"
     if "tests/campaigns/hub_configs.py" in command:
         return f"{command} --only=olmo2"
-    if "benchmarks/memory.py" in command:
+    if "tests/campaigns/memory.py" in command:
         return f"{command} --only='fp32, full' --layers=2"
-    if "benchmarks/published.py" in command:
+    if "tests/campaigns/published.py" in command:
         return f"{command} --only=H200"
     if "benchmarks/experts.py" in command:
-        return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=1"
+        return f"{command} --dim=64 --hidden=64 --tokens=64 --rounds=2"
     if "benchmarks/attention.py" in command:
-        return f"{command} --shapes 1x2x8x16 --rounds=1"
+        return f"{command} --shapes 1x2x8x16 --rounds=2"
     if re.search(r"benchmarks/(variants|starts).py", command):
         return f"{command} --rounds=2 -- {shlex.join(SMALL[1:])}"
     if "benchmarks/generation.py" in command:
-        return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=1"
+        return f"{command} --families llama3 --dim=64 --tokens=4 --rounds=2"
     if "hostile_folders.py" in command:
         return f"{command} --count=1 --timeout=120"
     if "fuzz_checkpoint.py" in command:
         return command.replace("--count=120", "--count=3")
     if "golden.py" in command:
         return f"{re.sub('--repo=[^ ]+', '', command)} --only='one rank fp32'"
-    if "benchmarks/planner.py" in command:
+    if "tests/campaigns/planner.py" in command:
         return f"{command} --rows=6"
     if "benchmarks/" in command:
         return f"{command} -- {shlex.join(SMALL[1:])}"

@@ -101,29 +101,3 @@ def test_first_steps_at_once_are_not_timed(python, tmp_path):
         ("ours", None),
         ("nanoGPT", None),
     ]
-
-
-def test_cold_starts_are_timed_with_compile_only(python):
-    command = [python, "benchmarks/peers.py", "--size=tiny", "--cold-rounds=1", "--only", "ours"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--cold-rounds 1: without --compile there are no caches; add --compile" in done.stderr
-
-
-@pytest.mark.slow
-def test_cold_starts_alternate(python):
-    command = [
-        python,
-        "benchmarks/peers.py",
-        "--size=tiny",
-        "--cold-rounds=2",
-        "--compile",
-        "--only",
-        "ours",
-        "nanoGPT",
-    ]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    ours, nanogpt = (line.split() for line in done.stdout.splitlines()[1:])
-    assert [ours[0], nanogpt[0]] == ["ours", "nanoGPT"]
-    assert ours[-2:] == ["1.00", "(1.00-1.00)"]
-    assert float(nanogpt[1]) > 0

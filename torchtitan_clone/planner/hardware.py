@@ -24,7 +24,7 @@ DIVISORS = re.compile(r"memory_.*|node_size|(link|network)_gbps|fitted\.(product
 class Fitted:
     """What a training step reaches of the other numbers of a table, and how often it passes over its tensors.
 
-    The defaults are fitted to half of the published rows by `benchmarks/planner.py --calibrate`.
+    The defaults are fitted to half of the published rows by `tests/campaigns/planner.py --calibrate`.
     """
 
     products: float = 0.65

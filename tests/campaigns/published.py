@@ -1,7 +1,7 @@
 """Compares predicted memory with what torchtitan published for its runs on H100 and H200.
 
-    python benchmarks/published.py
-    python benchmarks/published.py --only=8B
+    python tests/campaigns/published.py
+    python tests/campaigns/published.py --only=8B
 
 Predicted is our model with the batch, the recomputation, the number of micro-batches and the loss of theirs: all logits
 at once, in fp32, or where they compiled the loss in bfloat16 only. Their blocks were compiled in all rows but two; the
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 import torch
 import torch.nn.functional as F

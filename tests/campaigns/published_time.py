@@ -1,4 +1,4 @@
-"""Published speeds of training runs with their complete configuration, for benchmarks/planner.py.
+"""Published speeds of training runs with their complete configuration, for tests/campaigns/planner.py.
 
 Every row is resolved as a run of this project. Where another program does something that has no option here, the row
 takes the nearest: a distributed optimizer is FSDP whose weights stay gathered, fused kernels are a compiled model.

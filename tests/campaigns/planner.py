@@ -1,8 +1,8 @@
 """Compares predicted with published speeds: half of the rows, drawn at random, calibrate the constants of the model.
 
-    python benchmarks/planner.py                    the errors of both halves
-    python benchmarks/planner.py --calibrate        fit the constants to the calibration half, and print them
-    python benchmarks/planner.py --rows=8           only the first rows
+    python tests/campaigns/planner.py                    the errors of both halves
+    python tests/campaigns/planner.py --calibrate        fit the constants to the calibration half, and print them
+    python tests/campaigns/planner.py --rows=8           only the first rows
 
 The constants are the defaults of planner/hardware.py, class Fitted.
 """
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
-from benchmarks.published_time import ROWS, Row
+from tests.campaigns.published_time import ROWS, Row
 from torchtitan_clone.config import load_config
 from torchtitan_clone.config.overlay import toml_like
 from torchtitan_clone.planner.hardware import Fitted, read_hardware

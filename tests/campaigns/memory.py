@@ -1,7 +1,7 @@
 """Compares the predicted memory of steps with that of real runs: on CPU growth of max RSS, on CUDA what is reserved.
 
-    python benchmarks/memory.py
-    python benchmarks/memory.py --device=cuda
+    python tests/campaigns/memory.py
+    python tests/campaigns/memory.py --device=cuda
 
 Each configuration runs in processes of its own. The growth of max RSS is from after the imports and the start of the
 process group to the end of two steps; that of the rank with most is compared. On CPU there is no caching allocator:
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 import torch
 

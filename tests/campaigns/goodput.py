@@ -1,6 +1,6 @@
 """Measures the share of the time that is spent on training (goodput) while processes are killed at intervals.
 
-    python benchmarks/goodput.py --seconds=300 --every=20
+    python tests/campaigns/goodput.py --seconds=300 --every=20
 
 Three processes train, and on a schedule drawn from --seed one of them gets SIGKILL and is started again --revive
 seconds later. In the first round they are three replica groups; in the second, one run of three ranks, all of which end
@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from a clone without being installed
 
 from benchmarks.turns import processor_name
 from tests.support.cluster import HEARTBEAT_MS, Cluster
