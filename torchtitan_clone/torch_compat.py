@@ -99,7 +99,17 @@ def with_shard(tensor: "DTensor", local: Tensor) -> "DTensor":
 
 
 def global_offset(tensor: "DTensor") -> tuple[int, ...]:
-    """Returns the index in the global tensor at which this rank's shard starts. DTensor has no public method for it.
+    """Returns the index in the global tensor at which this rank's shard starts. DTensor has no public method for it."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # a rank that the mesh does not have
+        return (0,) * tensor.ndim
+    offset, size = shard_bounds(tensor, coordinate)
+    assert size == tensor._local_tensor.shape, (size, tensor._local_tensor.shape)
+    return offset
+
+
+def shard_bounds(tensor: "DTensor", coordinate: "Sequence[int]") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns offset and size in the global tensor of the shard that the rank at this coordinate of the mesh holds.
 
     FSDP shards what the axes after it have sharded. torch's compute_local_shape_and_global_offset() is wrong there for
     sizes that the number of ranks does not divide.
@@ -107,9 +117,6 @@ def global_offset(tensor: "DTensor") -> tuple[int, ...]:
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
     offset, size = [0] * tensor.ndim, list(tensor.shape)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # a rank that the mesh does not have
-        return tuple(offset)
     axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
     for placement, ranks, rank in sorted(axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
         if isinstance(placement, (Shard, _StridedShard)):
@@ -118,8 +125,7 @@ def global_offset(tensor: "DTensor") -> tuple[int, ...]:
             start = min(size[dim], rank * largest)
             offset[dim] += start
             size[dim] = min(largest, size[dim] - start)
-    assert tuple(size) == tensor._local_tensor.shape, (size, tensor._local_tensor.shape)
-    return tuple(offset)
+    return tuple(offset), tuple(size)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

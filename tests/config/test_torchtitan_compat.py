@@ -417,3 +417,43 @@ def test_table_of_torchtitan_keys_holds_no_option_of_the_schema() -> None:
     ours = {f"{table}.{key}" for table in TABLES for key in TABLES[table]}
     assert sorted(ours & TORCHTITAN_KEYS.keys()) == []
     assert {key.tunes for key in TORCHTITAN_KEYS.values()} - {""} <= ours
+
+
+# The optimizer of a fork's file of 2026, in the dialect of v0.2.
+MUON = """
+[optimizer]
+name = "Muon"
+algorithm = "muon"
+lr = 3e-4
+mu = 0.95
+nesterov = true
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+eps = 1e-8
+adjust_lr = "rms_norm"
+flatten = true
+use_triton = false
+power_iters = 1
+qr_method = "rcqr"
+rcqr_oversample = 1.25
+embedding_lr_factor = 1.0
+embedding_optimizer = "adamw"
+head_lr_factor = 1.0
+head_optimizer = "adamw"
+scalar_lr_factor = 1.0
+scalar_optimizer = "adamw"
+expert_lr_factor = 1.0
+"""
+
+
+def test_a_table_of_muon_loads_or_the_key_is_answered(tmp_path):
+    file = tmp_path / "muon.toml"
+    file.write_text(MUON)
+    optimizer = load_config([f"--job.config_file={file}"]).optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.args) == ("Muon", 3e-4, {})
+    file.write_text(MUON.replace("mu = 0.95", "mu = 0.9").replace("head_lr_factor = 1.0", "head_lr_factor = 0.5"))
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"--job.config_file={file}"])
+    assert "optimizer.args.momentum" in caught.value.messages[0]
+    assert '[[optimizer.groups]] with pattern = "output.weight"' in caught.value.messages[1]

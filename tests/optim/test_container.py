@@ -140,16 +140,17 @@ def test_the_initial_state_is_what_torch_makes(name, implementation):
     eager_container.state_dict()
     train(lazy, lazy_container, 2)
     train(eager, eager_container, 2)
-    (torch_optimizer,) = lazy_container.torch_optimizers.values()
+    assert name in lazy_container.torch_optimizers
     assert_equal_weights(lazy, eager)
-    for parameter_name, parameter in lazy.named_parameters():
-        settings = Optimizer(**options)
-        initial = OPTIMIZERS[name].init_state(parameter, settings)
-        assert {key: (value.dtype, value.shape, value.device) for key, value in initial.items()} == {
-            key: (value.dtype, value.shape, value.device) for key, value in torch_optimizer.state[parameter].items()
-        }
-        for key, value in torch_optimizer.state[parameter].items():
-            assert torch.equal(value, eager_container.state_dict()[f"{parameter_name}/{key}"])
+    for kind, torch_optimizer in lazy_container.torch_optimizers.items():
+        for parameter, state in torch_optimizer.state.items():
+            initial = OPTIMIZERS[kind].init_state(parameter, Optimizer(**options))
+            assert {key: (value.dtype, value.shape, value.device) for key, value in initial.items()} == {
+                key: (value.dtype, value.shape, value.device) for key, value in state.items()
+            }
+    assert lazy_container.state_dict().keys() == eager_container.state_dict().keys()
+    for key, value in lazy_container.state_dict().items():
+        assert torch.equal(value, eager_container.state_dict()[key])
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
@@ -252,7 +253,7 @@ def expected_update(name, weight, state, *, lr, decay, decoupled):
     return weight - lr * exp_avg / (1 - 0.9**3) / ((exp_avg_sq / (1 - 0.95**3)).sqrt() + 1e-8)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
 @pytest.mark.parametrize("family", MODELS)
 def test_every_state_of_every_kind_of_parameter_loads_as_it_was_and_is_used(family, name):
     """Norms of layers and of heads, sinks, latents, routers, stacked experts and their biases, and later tokens."""

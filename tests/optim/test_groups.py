@@ -114,13 +114,13 @@ def test_a_groups_own_weight_decay_applies_to_its_vectors():
                 "and the first match wins; list it before that group, or remove it"
             ],
         ),
-        (options(name="Lion"), ['optimizer.name = "Lion": no such optimizer; known: AdamW, Adam']),
+        (options(name="Lion"), ['optimizer.name = "Lion": no such optimizer; known: AdamW, Adam, Muon']),
         (
             options({"pattern": "*", "name": "adamw"}, {"pattern": "x*"}, name="Lion"),
             [
-                'optimizer.name = "Lion": no such optimizer; known: AdamW, Adam',
+                'optimizer.name = "Lion": no such optimizer; known: AdamW, Adam, Muon',
                 'optimizer.groups, pattern "*": name = "adamw": no such optimizer (did you mean "AdamW"?); '
-                "known: AdamW, Adam",
+                "known: AdamW, Adam, Muon",
                 'optimizer.groups, pattern "x*": matches no parameter of the model; known: tok_embeddings.weight, '
                 "layers.*.attention.wq.weight, layers.*.attention_norm.weight, layers.*.experts.w1, norm.weight, "
                 "output.weight",
@@ -135,25 +135,25 @@ def test_what_cannot_be_trained_is_refused(changed, expected):
 
 
 @pytest.fixture
-def muon():
+def shampoo():
     """Registers an optimizer for matrices only, for the duration of a test."""
-    OPTIMIZERS["Muon"] = OptimizerKind(
+    OPTIMIZERS["Shampoo"] = OptimizerKind(
         build=torch.optim.Muon,
         arguments=lambda settings: {"lr": settings.lr, "momentum": settings.beta1},
         init_state=lambda parameter, settings: {"momentum_buffer": torch.zeros_like(parameter)},
         matrices_only=True,
     )
     yield
-    del OPTIMIZERS["Muon"]
+    del OPTIMIZERS["Shampoo"]
 
 
-@pytest.mark.usefixtures("muon")
+@pytest.mark.usefixtures("shampoo")
 def test_an_optimizer_for_matrices_is_refused_for_vectors():
-    assert find_optimizer_errors(options(name="Muon"), parameters=PARAMETERS) == [
-        'optimizer "Muon" updates matrices only, and is assigned layers.*.attention_norm.weight, norm.weight; name '
+    assert find_optimizer_errors(options(name="Shampoo"), parameters=PARAMETERS) == [
+        'optimizer "Shampoo" updates matrices only, and is assigned layers.*.attention_norm.weight, norm.weight; name '
         "another optimizer for them in optimizer.groups"
     ]
-    vectors_elsewhere = options({"pattern": "*norm.weight", "name": "AdamW"}, name="Muon")
+    vectors_elsewhere = options({"pattern": "*norm.weight", "name": "AdamW"}, name="Shampoo")
     assert find_optimizer_errors(vectors_elsewhere, parameters=PARAMETERS) == []
 
 

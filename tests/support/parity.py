@@ -145,7 +145,7 @@ def _train_plainly(argv: list[str]) -> Reference:
         if not gradients:
             gradients.update({name: p.grad.clone() for name, p in loop.parameters.items() if p.grad is not None})
 
-    loop.optimizer.register_step_pre_hook(keep_gradients)
+    loop.optimizers[0].register_step_pre_hook(keep_gradients)
     losses, grad_norms = [], []
     for step in range(1, STEPS + 1):
         loss, norm = loop.train_step(step)

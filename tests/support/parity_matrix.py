@@ -88,6 +88,8 @@ EXPERT_FEATURES: dict[str, dict[str, object]] = {
         "model__args__moe__score_func": "sigmoid", "model__args__moe__num_groups": 4, "model__args__moe__top_groups": 2
     },
 }  # fmt: skip
+# In fp32: bfloat16 makes another matrix of one that differs in its last bits.
+MUON: dict[str, object] = {"optimizer__name": "Muon", "optimizer__args__dtype": "float32"}
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 METHODS = ("allgather", "alltoall", "ring")
 
@@ -155,9 +157,29 @@ def prediction_cases() -> dict[str, Case]:
     return cases
 
 
+def muon_cases() -> dict[str, Case]:
+    """Returns the cases of matrices that are orthogonalized as a whole, by name."""
+    cases: dict[str, Case] = {}
+    axes_of_cases = (
+        (), *((axis,) for axis in DEGREES), ("replicate", "shard"), ("shard", "tensor", "pipeline"),
+        ("replicate", "shard", "tensor"), ("tensor", "context", "pipeline"), ("shard", "context", "tensor"),
+    )  # fmt: skip
+    for axes in axes_of_cases:
+        cases[f"{' x '.join(axes) or 'one rank'}, muon"] = axes_case(axes, **MUON)
+    for axes in (("shard",), ("tensor",), ("shard", "tensor"), ("replicate", "shard"), ("shard", "pipeline")):
+        cases[f"{' x '.join(axes)}, experts over 2, muon"] = axes_case(axes, **MUON, **MOE, **{EXPERT: 2})
+    for name in ("offloaded", "accumulated", "clipped"):
+        cases[f"shard, muon, {name}"] = axes_case(("shard",), **MUON, **EXPERT_FEATURES[name])
+    cases["shard x tensor, latent, muon"] = axes_case(("shard", "tensor"), **LATENT, **MUON)
+    three: dict[str, object] = {"training__global_batch_size": 6, "training__local_batch_size": 1}
+    cases["shard 3, muon"] = (3, three | MUON)
+    cases["shard 6, experts over 2, muon"] = (6, {**MOE, **three, **MUON, EXPERT: 2})
+    return cases
+
+
 def all_cases() -> dict[str, Case]:
     """Returns every case by name."""
-    cases = expert_cases()
+    cases = expert_cases() | muon_cases()
     for axes in (axes for count in range(4) for axes in combinations(DEGREES, count)):
         cases[" x ".join(axes) or "one rank"] = axes_case(axes)
     for axes in combinations(("shard", "tensor", "pipeline", "context"), 3):
@@ -244,5 +266,6 @@ QUICK = (
     "shard x tensor, clipped", "pipeline, prediction", "context, qwen3",
     "tensor, prediction", "context, prediction, alltoall masked", "shard x tensor, llama4 experts over 2",
     "tensor, experts", "shard x pipeline, experts over 2", "tensor, olmo3", "tensor, gpt_oss full ac",
+    "shard 3, muon", "replicate x shard, muon", "tensor, muon", "shard x tensor, experts over 2, muon",
     "context, gpt_oss ring unmasked", "context, gpt_oss alltoall masked", "tensor x context, experts over 2, forced",
 )  # fmt: skip

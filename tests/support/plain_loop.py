@@ -46,6 +46,36 @@ class PlainBalancing:
                 router.expert_bias += (change_E - change_E.mean()).to(router.expert_bias)
 
 
+class PlainMuon(torch.optim.Optimizer):
+    """Muon in fp32, one matrix after the other, with the rates of AdamW. Source: arXiv 2502.16982, algorithm 1."""
+
+    def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.mul_(0.95).add_(parameter.grad, alpha=0.05)
+                nesterov = 0.05 * parameter.grad + 0.95 * momentum
+                parameter *= 1 - group["lr"] * group["weight_decay"]
+                stacks = (x.view(-1, *x.shape[-2:]) for x in (parameter, nesterov))
+                for weight, update in zip(*stacks, strict=True):
+                    weight -= group["lr"] * 0.2 * max(weight.shape) ** 0.5 * newton_schulz(update)
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """Returns a matrix whose singular values are moved close to 1 by five iterations."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
 class PlainLoop:
     """Trains the configuration of a command line on one device, one call of `train_step` a step."""
 
@@ -73,13 +103,21 @@ class PlainLoop:
         is_matrix = {name: p.ndim >= 2 and "bias" not in name for name, p in self.parameters.items()}
         matrices = {"params": [p for name, p in self.parameters.items() if is_matrix[name]]}
         vectors = {"params": [p for name, p in self.parameters.items() if not is_matrix[name]], "weight_decay": 0.0}
-        self.optimizer = torch.optim.AdamW(
-            [matrices, vectors],
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if options.name == "Muon":
+            names = [name for name in self.parameters if is_matrix[name] and name.startswith("layers.")]
+            hidden = [self.parameters[name] for name in names]
+            matrices["params"] = [p for p in matrices["params"] if all(p is not each for each in hidden)]
+            self.optimizers.append(PlainMuon(hidden, lr=options.lr, weight_decay=options.weight_decay))
+        self.optimizers.append(
+            torch.optim.AdamW(
+                [matrices, vectors],
+                lr=options.lr,
+                betas=(options.beta1, options.beta2),
+                eps=options.eps,
+                weight_decay=options.weight_decay,
+                fused=True,
+            )
         )
         self._peak_lr = options.lr
         self._max_norm = config.training.max_norm
@@ -101,7 +139,7 @@ class PlainLoop:
         batch = next(self._data).to(self.device)
         if self.balancing.counts:
             self.balancing.context_BT = context_of(batch.targets_BT >= 0, batch.documents_BT)
-        for group in self.optimizer.param_groups:
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = self._peak_lr * self._lr_factor(step)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_bf16):
             logits = self._forward(batch.tokens_BT, positions_BT=batch.positions_BT, documents_BT=batch.documents_BT)
@@ -110,9 +148,11 @@ class PlainLoop:
         weight = getattr(self._args, "mtp_loss_weight", 0.0)
         (loss + weight * sum(self.mtp_losses) / max(1, len(self.mtp_losses))).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_norm)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.balancing.update_biases()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
         return loss.item(), norm.item()
 
     def _mtp_losses(self, batch: PlainBatch) -> list[Tensor]:

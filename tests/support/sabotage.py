@@ -4,7 +4,7 @@ Each replaces one function of torch or of the package inside a rank, until its p
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,7 +23,10 @@ from torchtitan_clone.models.attention import DocumentMask
 from torchtitan_clone.models.balancing import ExpertLoads
 from torchtitan_clone.ops import attention, cross_entropy, vocabulary
 from torchtitan_clone.ops.dtensor_shards import local_with_partial_grad
+from torchtitan_clone.optim import matrices, muon
 from torchtitan_clone.optim.container import OptimizerContainer
+from torchtitan_clone.optim.matrices import Matrix
+from torchtitan_clone.optim.muon import Muon
 from torchtitan_clone.parallel import gradients, head_exchange, unsharded
 from torchtitan_clone.parallel.fsdp_messages import SumByMessages
 from torchtitan_clone.run import engine, loaders
@@ -260,3 +263,41 @@ def _gradients_of_the_last_step_are_kept(_: object, _optimizer: object) -> None:
 def _the_first_rank_skips_its_updates(step: Any, optimizer: OptimizerContainer, **others: object) -> None:
     if _rank() != 0:
         step(optimizer, **others)
+
+
+# ---------------------------------------------------------------------- matrices that are orthogonalized as a whole
+
+
+@_mistake("shard 3, muon", muon, "assign_owners")
+def _shards_are_orthogonalized_alone(
+    assign: Callable[..., list[list[Matrix]]], *args: object, **others: object
+) -> object:
+    def alone(matrix: Matrix) -> Iterator[Matrix]:
+        if (part := matrix.parts.get(_rank())) is not None:
+            yield replace(matrix, region=part, parts={_rank(): part}, owner=_rank())
+
+    return [[each for matrix in bucket for each in alone(matrix)] for bucket in assign(*args, **others)]
+
+
+@_mistake("replicate x shard, muon", muon, "_orthogonalized")
+def _updates_of_a_matrix_with_two_owners_are_added(
+    orthogonalized: Callable[..., dict[int, Tensor]], *args: object
+) -> dict[int, Tensor]:
+    return {key: 2 * update for key, update in orthogonalized(*args).items()}
+
+
+@_mistake("shard 3, muon", matrices, "_within")
+def _momentum_is_that_of_other_rows(within: Callable[..., Tensor], matrix: Tensor, *places: object) -> Tensor:
+    return within(matrix.roll(1, dims=0) if matrix.is_floating_point() else matrix, *places)
+
+
+@_mistake("shard, muon", Muon, "step")
+def _weights_decay_twice(step: Callable[..., None], optimizer: Muon, **factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.2
+    step(optimizer, **factor)
+
+
+@_mistake("tensor, muon", muon, "lr_adjustment")
+def _the_rate_is_of_the_shape_of_a_shard(adjust: Callable[..., float], rows: int, cols: int, **how: object) -> float:
+    return adjust(rows // 2, cols // 2, **how)

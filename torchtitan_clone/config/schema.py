@@ -254,6 +254,8 @@ class OptimizerGroup:
     """Decay rate of the second moment; unset: optimizer.beta2."""
     eps: OptimizerEpsilon | None = None
     """Term added to the denominator of the update; unset: optimizer.eps."""
+    args: dict[str, object] = field(default_factory=dict[str, object])
+    """Options of this group's optimizer, as in optimizer.args, which they override if it is the same optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +263,8 @@ class Optimizer:
     """Optimizer, its hyperparameters and parameter groups."""
 
     name: str = "AdamW"
-    """Optimizer: a key of optim.OPTIMIZERS (AdamW, Adam)."""
+    """Optimizer: a key of optim.OPTIMIZERS (AdamW, Adam, Muon). Muon updates the matrices of the layers; AdamW, at the
+    same learning rate, updates vectors, the embedding and the output projection."""
     lr: LearningRate = 8e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
@@ -276,6 +279,8 @@ class Optimizer:
     """Apply weight decay to vectors (norm weights, biases) too."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Implementation of the PyTorch optimizer. On a GPU a kernel of this package replaces "fused" for large weights."""
+    args: dict[str, object] = field(default_factory=dict[str, object])
+    """Options that only this optimizer has, for example momentum and adjust_lr of Muon (optim.muon.MuonArgs)."""
     groups: list[OptimizerGroup] = field(default_factory=list[OptimizerGroup])
     """Options by parameter name, for example [{pattern = "*embeddings.weight", lr = 3e-3}]. The first matching entry
     applies; a pattern without a match is an error; all other parameters use the options of this table."""

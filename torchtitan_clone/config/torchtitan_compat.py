@@ -33,6 +33,8 @@ WITHOUT_EFFECT = (
     *("model.print_after_conversion", "float8.*", "mx.*", "quantize.linear.mx.*", "quantize.grouped_mm.*"),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",  # numbers are the same without
     "memory_estimation.disable_fake_mode",
+    *("optimizer.flatten", "optimizer.use_triton"),  # how other programs compute the same update
+    *("optimizer.power_iters", "optimizer.qr_method", "optimizer.rcqr_oversample"),  # of Dion, no option of Muon
     "parallelism.expert_parallel_comm_backend",
     "parallelism.expert_tensor_parallel_degree",  # experts are sharded over the axis of experts, and by FSDP
     "parallelism.pipeline_parallel_expert_parallel_overlap",  # numbers are the same without
@@ -42,6 +44,11 @@ WITHOUT_EFFECT = (
     "comm.save_traces_file_prefix",  # hang reports are named by rank
 )
 """Keys that are ignored, whatever their value."""
+
+
+def _rate_of(pattern: str) -> str:
+    return f'write [[optimizer.groups]] with pattern = "{pattern}" and lr = the factor times optimizer.lr instead'
+
 
 _OFF = TorchtitanKey("it is not supported; set it to false")
 _VALIDATION_DATA = "validation uses the documents that data.held_out_fraction holds out; remove the key"
@@ -67,6 +74,21 @@ TORCHTITAN_KEYS = dict.fromkeys(WITHOUT_EFFECT, TorchtitanKey("", None)) | {
     ),
     "memory_estimation.enable": TorchtitanKey("--comm.mode=fake_backend prints the estimate; set it to false"),
     "optimizer.early_step_in_backward": TorchtitanKey("gradients are clipped before the step; set it to false"),
+    "optimizer.algorithm": TorchtitanKey("optimizer.name names it; remove the key", ("muon",)),
+    "optimizer.mu": TorchtitanKey("set optimizer.args.momentum instead", (0.95,)),
+    "optimizer.nesterov": TorchtitanKey("set optimizer.args.nesterov instead", (True,)),
+    "optimizer.adjust_lr": TorchtitanKey(
+        'set optimizer.args.adjust_lr to "match_rms_adamw", "spectral" or "original" instead', ("rms_norm",)
+    ),
+    "optimizer.embedding_lr_factor": TorchtitanKey(_rate_of("tok_embeddings.weight"), (1, 1.0)),
+    "optimizer.head_lr_factor": TorchtitanKey(_rate_of("output.weight"), (1, 1.0)),
+    "optimizer.scalar_lr_factor": TorchtitanKey(_rate_of("*norm.weight"), (1, 1.0)),
+    "optimizer.expert_lr_factor": TorchtitanKey(_rate_of("*.experts.*"), (1, 1.0)),
+    "optimizer.*_optimizer": TorchtitanKey(
+        "with Muon, AdamW updates the embedding, the output projection and vectors; name another optimizer for them in "
+        "[[optimizer.groups]]",
+        ("adamw",),
+    ),
     "training.gc_debug": TorchtitanKey("garbage collection time is always logged; set it to false"),
     "training.dataloader.num_workers": TorchtitanKey("set data.num_workers instead", (0,)),
     "training.dataloader.*": TorchtitanKey(

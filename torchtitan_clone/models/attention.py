@@ -106,6 +106,8 @@ class Attention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.head_dim = head_dim
+        self.head_rows = dict.fromkeys(("wq", "wk", "wv"), head_dim)
+        """Rows of one head in each projection that computes heads."""
         self.wq = Linear(dim, n_heads * head_dim, bias=bias)
         self.wk = Linear(dim, kv_heads * head_dim, bias=bias)
         self.wv = Linear(dim, kv_heads * head_dim, bias=bias)

@@ -56,6 +56,8 @@ class LatentAttention(nn.Module):
         self.sizes = sizes
         self.score_scale = score_scale
         queries = n_heads * sizes.qk
+        self.head_rows = {"wq_b" if sizes.q_latent else "wq": sizes.qk, "wkv_b": sizes.nope + sizes.value}
+        """Rows of one head in each projection that computes heads."""
         if sizes.q_latent:
             self.wq_a = TokenLinear(dim, sizes.q_latent, bias=False)
             self.q_norm = RMSNorm(sizes.q_latent, eps=LATENT_NORM_EPS)

@@ -1,23 +1,27 @@
 """The optimizers of a model, with their state by parameter name, so that it loads under any parallelism."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from torchtitan_clone.config import ConfigError
 from torchtitan_clone.config.names import find_unknown_optimizers
 from torchtitan_clone.config.schema import Optimizer
-from torchtitan_clone.optim.groups import ResolvedGroup, resolve_groups
-from torchtitan_clone.optim.optimizers import OPTIMIZERS, Adam, ParamGroup, scale_gradients
+from torchtitan_clone.optim.adam import Adam
+from torchtitan_clone.optim.groups import build_torch_optimizers, resolve_groups
+from torchtitan_clone.optim.matrices import MatrixLayout
+from torchtitan_clone.optim.muon import Muon
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, scale_gradients
 
 
 class OptimizerContainer:
     """One torch optimizer for each name of OPTIMIZERS among the groups; none on a rank without parameters."""
 
-    def __init__(self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]):
+    def __init__(
+        self, optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout
+    ) -> None:
         groups = resolve_groups(optimizer, parameters=named_parameters)
-        self.torch_optimizers = _build_torch_optimizers(groups)
+        self.torch_optimizers = build_torch_optimizers(groups, layout=layout)
         self._parameters = named_parameters
         self._settings = {name: group.settings for group in groups for name in group.parameters}
         self._peak_lr = optimizer.lr
@@ -34,7 +38,7 @@ class OptimizerContainer:
     def step(self, *, factor: float = 1.0) -> None:
         """Updates the parameters by their gradients times `factor`."""
         for torch_optimizer in self.torch_optimizers.values():
-            if isinstance(torch_optimizer, Adam):
+            if isinstance(torch_optimizer, Adam | Muon):
                 torch_optimizer.step(factor=factor)
             else:
                 scale_gradients(torch_optimizer, factor)
@@ -66,19 +70,14 @@ class OptimizerContainer:
         return state
 
 
-def build_optimizer(optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter]) -> OptimizerContainer:
-    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name."""
+def build_optimizer(
+    optimizer: Optimizer, *, named_parameters: Mapping[str, nn.Parameter], layout: MatrixLayout | None = None
+) -> OptimizerContainer:
+    """Builds the optimizers for a rank's parameters that require gradients; ConfigError for an unknown name.
+
+    `layout` says how ranks share matrices and what blocks they have; None: on one rank, without blocks.
+    """
     if unknown := [*find_unknown_optimizers(optimizer, known=OPTIMIZERS)]:
         raise ConfigError(unknown)
     trainable = {name: parameter for name, parameter in named_parameters.items() if parameter.requires_grad}
-    return OptimizerContainer(optimizer, named_parameters=trainable)
-
-
-def _build_torch_optimizers(groups: Iterable[ResolvedGroup]) -> dict[str, torch.optim.Optimizer]:
-    by_name: dict[str, list[ParamGroup]] = {}
-    for group in groups:
-        arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)
-        # torch's own schedulers scale "initial_lr" too.
-        param_group = {"params": [*group.parameters.values()], **arguments, "initial_lr": arguments["lr"]}
-        by_name.setdefault(group.settings.name, []).append(param_group)
-    return {name: OPTIMIZERS[name].build(param_groups) for name, param_groups in by_name.items()}
+    return OptimizerContainer(optimizer, named_parameters=trainable, layout=layout or MatrixLayout())

@@ -1,15 +1,19 @@
 """Parameter groups: the optimizer and the settings of each parameter, by its name."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor
 
+from torchtitan_clone.config import ConfigError, overlay
+from torchtitan_clone.config.checks import find_range_errors
 from torchtitan_clone.config.names import describe_group, find_unknown_optimizers
 from torchtitan_clone.config.overlay import did_you_mean
 from torchtitan_clone.config.schema import Optimizer, OptimizerGroup
-from torchtitan_clone.optim.optimizers import OPTIMIZERS
+from torchtitan_clone.optim.matrices import MatrixLayout
+from torchtitan_clone.optim.optimizers import OPTIMIZERS, ParamGroup
 
 Assigned = tuple[OptimizerGroup, dict[str, Tensor]]
 
@@ -24,17 +28,47 @@ class ResolvedGroup:
 
 
 def resolve_groups(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[ResolvedGroup]:
-    """Returns the non-empty groups, each split into decayed parameters and others; those without a pattern are last."""
-    found: list[ResolvedGroup] = []
+    """Returns the non-empty groups, each split into decayed parameters and others; those without a pattern are last.
+
+    A group that names no optimizer of its own leaves parameters that the table's is not for to another one.
+    """
+    resolved: list[ResolvedGroup] = []
     for group, matched in _assign(optimizer, parameters=parameters):
-        own = {key: value for key, value in vars(group).items() if key != "pattern" and value is not None}
-        settings = replace(optimizer, groups=[], **own)
+        own = {key: value for key, value in vars(group).items() if key not in ("pattern", "args") and value is not None}
+        is_same_kind = own.get("name", optimizer.name) == optimizer.name
+        settings = replace(optimizer, groups=[], **own, args=(optimizer.args if is_same_kind else {}) | group.args)
+        other_kind = OPTIMIZERS[optimizer.name].others if group.name is None else None
+        left = {name: p for name, p in matched.items() if other_kind and not _suits_matrix_optimizers(name, p)}
+        rest = replace(settings, name=other_kind, args={}) if other_kind else settings
+        taken = {name: parameter for name, parameter in matched.items() if name not in left}
         decay_all = group.weight_decay is not None or optimizer.decay_all_parameters
-        decayed = {name: parameter for name, parameter in matched.items() if decay_all or _is_matrix(name, parameter)}
-        others = {name: parameter for name, parameter in matched.items() if name not in decayed}
-        found.append(ResolvedGroup(settings=settings, parameters=decayed))
-        found.append(ResolvedGroup(settings=replace(settings, weight_decay=0.0), parameters=others))
-    return [group for group in found if group.parameters]
+        for each, its_parameters in ((settings, taken), (rest, left)):
+            decayed = {name: p for name, p in its_parameters.items() if decay_all or _is_matrix(name, p)}
+            others = {name: p for name, p in its_parameters.items() if name not in decayed}
+            resolved.append(ResolvedGroup(settings=each, parameters=decayed))
+            resolved.append(ResolvedGroup(settings=replace(each, weight_decay=0.0), parameters=others))
+    return [group for group in resolved if group.parameters]
+
+
+def build_torch_optimizers(
+    groups: Iterable[ResolvedGroup], *, layout: MatrixLayout
+) -> dict[str, torch.optim.Optimizer]:
+    """Returns one torch optimizer for each name among the groups."""
+    by_name: dict[str, list[ParamGroup]] = {}
+    for group in groups:
+        arguments = OPTIMIZERS[group.settings.name].arguments(group.settings)
+        # torch's own schedulers scale "initial_lr" too.
+        param_group = {"params": [*group.parameters.items()], **arguments, "initial_lr": arguments["lr"]}
+        by_name.setdefault(group.settings.name, []).append(param_group)
+    return {
+        name: OPTIMIZERS[name].build(param_groups, **({"layout": layout} if OPTIMIZERS[name].needs_layout else {}))
+        for name, param_groups in by_name.items()
+    }
+
+
+def _suits_matrix_optimizers(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a map between hidden states: rows of embeddings and outputs are those of single tokens."""
+    return _is_matrix(name, parameter) and not name.startswith(("tok_embeddings.", "output."))
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
@@ -44,11 +78,30 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 def find_optimizer_errors(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[str]:
     """Returns one message for each broken rule, given the parameters of all ranks, which may be on the meta device."""
-    found = [
+    errors = [
         *find_unknown_optimizers(optimizer, known=OPTIMIZERS),
         *_unmatched_patterns(optimizer, parameters=parameters),
     ]
-    return found or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
+    errors = errors or [*_wrong_args(optimizer)]
+    return errors or [*_vectors_of_matrix_optimizers(optimizer, parameters=parameters)]
+
+
+def _wrong_args(optimizer: Optimizer) -> Iterator[str]:
+    """Yields a message for each option in `args` that the optimizer does not have, or of which the value is wrong."""
+    tables = {"optimizer.args": (optimizer.name, optimizer.args)}
+    for group in optimizer.groups:
+        tables[f"{describe_group(group)}: args"] = (group.name or optimizer.name, group.args)
+    for where, (name, args) in tables.items():
+        defaults = OPTIMIZERS[name].args()
+        if args and not fields(defaults):
+            yield f'{where}.{next(iter(args))}: optimizer "{name}" has no options of its own; remove it'
+            continue
+        try:
+            resolved = overlay(defaults, args, where="args")
+        except ConfigError as error:
+            yield from (f"{where}{message.removeprefix('args')}" for message in error.messages)
+        else:
+            yield from find_range_errors(resolved, at=f"{where}.")
 
 
 def _assign(optimizer: Optimizer, *, parameters: Mapping[str, Tensor]) -> list[Assigned]:

@@ -30,6 +30,7 @@ class Mesh:
 
     `fsdp` is the axis that FSDP2 shards parameters over: dp_shard and cp as one, under HSDP after dp_replicate.
     `parameters` has the axis tp after those of `fsdp`.
+    `stage` is the group of all ranks with the layers that this rank has.
     `is_loss_leader` is True on exactly one of the ranks that compute the loss of the same tokens.
     """
 
@@ -41,6 +42,7 @@ class Mesh:
     pp: DeviceMesh
     ep: DeviceMesh | None
     expert_fsdp: DeviceMesh | None
+    stage: dist.ProcessGroup
     is_loss_leader: bool
     groups: tuple[dist.ProcessGroup, ...]
 
@@ -157,6 +159,16 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         shape = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp * degrees.tp // degrees.ep, degrees.ep)
         experts = build(device_type, shape, mesh_dim_names=names("pp", "dp_replicate", "expert_fsdp", "ep"))
         groups += experts.get_all_groups()
+    stage = dist.group.WORLD
+    if degrees.pp > 1:  # that of an axis, if it is the only one
+        axes = [dim for dim, size in enumerate(parameters.shape) if dim and size > 1]
+        if len(axes) > 1:
+            stages = build(device_type, (degrees.pp, world.size() // degrees.pp), mesh_dim_names=names("pp", "stage"))
+            groups += stages.get_all_groups()
+            stage = stages.get_group(1)
+        else:
+            stage = parameters.get_group(axes[0] if axes else 1)
+    assert stage is not None
     fsdp_axes = names("dp_replicate", "fsdp") if degrees.dp_replicate > 1 else names("fsdp")
     expert_axes = ("dp_replicate", "expert_fsdp") if degrees.dp_replicate > 1 else ("expert_fsdp",)
     mesh = Mesh(
@@ -168,6 +180,7 @@ def build_mesh(degrees: Degrees, *, loss_rank: int, device_type: str) -> Mesh:
         pp=world[names("pp")],
         ep=experts[names("ep")] if experts is not None else None,
         expert_fsdp=experts[names(*expert_axes)] if experts is not None else None,
+        stage=stage,
         is_loss_leader=coordinate["tp"] == 0 and coordinate["pp"] == loss_rank,
         groups=tuple(dict.fromkeys(group for group in groups if group not in (dist.group.WORLD, singleton))),
     )

@@ -17,7 +17,7 @@ from torchtitan_clone.observe.by_source import Totals
 from torchtitan_clone.ops.cross_entropy import build_loss
 from torchtitan_clone.ops.kernels import prepare, use_kernels
 from torchtitan_clone.ops.source_sums import SourceSums
-from torchtitan_clone.optim import build_optimizer, build_schedule
+from torchtitan_clone.optim import MatrixLayout, build_optimizer, build_schedule
 from torchtitan_clone.parallel.apply import apply_parallelism, named_buffers, named_modules, named_parameters
 from torchtitan_clone.parallel.cuda_graph import GraphedForwardBackward
 from torchtitan_clone.parallel.forward_backward import ForwardBackward, LossFn, StepOutput, build_forward_backward
@@ -57,7 +57,8 @@ class Engine:
         self.model_parts = model_parts
         self.device = device
         self.parameters = named_parameters(model_parts)
-        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters)
+        layout = MatrixLayout(group=mesh.stage, block_rows=_head_rows(model_parts).get)
+        self.optimizer = build_optimizer(config.optimizer, named_parameters=self.parameters, layout=layout)
         self.source_sums = _build_source_sums(plan, device=device)
         self.forward_backward = build_plan_forward_backward(
             model_parts,
@@ -140,6 +141,15 @@ class Engine:
         for module in (module for part in self.model_parts for module in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _head_rows(model_parts: Sequence[Decoder]) -> dict[str, int]:
+    """Returns the rows of one head in each weight that computes heads, by name."""
+    return {
+        f"{name}.{projection}.weight": rows
+        for name, module in named_modules(model_parts).items()
+        for projection, rows in getattr(module, "head_rows", {}).items()
+    }
 
 
 def _build_source_sums(plan: RunPlan, *, device: torch.device) -> SourceSums:
